@@ -46,9 +46,9 @@ from trainwright.checkpoint.format.manifest import MANIFEST, read_manifest, reco
 from trainwright.checkpoint.format.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.format.stored import stored_tensors
 from trainwright.checkpoint.store.storage import Folder
-from trainwright.checkpoint.write.dealing import Box, Deal, Kin, choose_writers, share_out, writers_of_common
+from trainwright.checkpoint.write.dealing import Box, Deal, WriterKin, choose_writers, share_out, writers_of_common
 from trainwright.checkpoint.write.save import Content, write
-from trainwright.checkpoint.write.split import Split, split_of
+from trainwright.checkpoint.write.split import ListSplit, split_of
 from trainwright.checkpoint.write.writing import directory_of, led_boxes, stored_by
 from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
@@ -57,7 +57,7 @@ from trainwright.core.text.messages import RUN_TOKEN, seal
 from trainwright.core.text.sizes import size_text
 from trainwright.launch.engines.torchrun import external, handed_over
 from trainwright.planning.search.search import plan
-from trainwright.strategies.contract.communication.calls import Call, listen
+from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.communication.costs import least_bytes
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.same_model import refuse_other_models
@@ -131,9 +131,9 @@ def world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def sent() -> Iterator[list[Call]]:
+def sent() -> Iterator[list[CollectiveCall]]:
     """The collectives that are called meanwhile."""
-    calls: list[Call] = []
+    calls: list[CollectiveCall] = []
     end = listen(calls.append)
     try:
         yield calls
@@ -141,7 +141,7 @@ def sent() -> Iterator[list[Call]]:
         end()
 
 
-def _cost(begin: float, calls: Sequence[Call]) -> Cost:
+def _cost(begin: float, calls: Sequence[CollectiveCall]) -> Cost:
     taken = time.process_time() - begin
     total = sum(least_bytes(call.kind, call.size, call.group.size(), 1) for call in calls if call.kind != "barrier")
     return Cost(taken, total, len(calls))
@@ -306,11 +306,11 @@ def _boxes(layout: Layout, shard: int) -> list[Box]:
     return [*boxes, *scalars, *own]
 
 
-def _kins(layout: Layout) -> list[Kin]:
+def _kins(layout: Layout) -> list[WriterKin]:
     if layout.replicate == 1:
-        return [Kin([rank], _boxes(layout, rank)) for rank in range(layout.world_size)]
+        return [WriterKin([rank], _boxes(layout, rank)) for rank in range(layout.world_size)]
     lines = layout.groups("replicate")
-    return [Kin(ranks, _boxes(layout, number)) for number, ranks in enumerate(lines)]
+    return [WriterKin(ranks, _boxes(layout, number)) for number, ranks in enumerate(lines)]
 
 
 def deal(layout: Layout) -> Cost:
@@ -328,9 +328,9 @@ def deal(layout: Layout) -> Cost:
 class Told:
     """What is said of the files and boxes of a state."""
 
-    kins: list[Kin]
+    kins: list[WriterKin]
     winners: dict[Box, int]
-    split: Split | None
+    split: ListSplit | None
 
     @classmethod
     def of(cls, layout: Layout) -> Told:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.command.arguments import Parser
 from trainwright.command.auto import lines_of
 from trainwright.command.run import RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import compose_checked
 from trainwright.command.schema.expansion import tell_import
-from trainwright.core.arguments import Parser
 from trainwright.core.config.masking import masked
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import settled

@@ -27,7 +27,7 @@ from trainwright.strategies.compose.engines import plan_for
 from trainwright.strategies.compose.model_plan import describe_plan
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.compose.world import options_of, serving_ranks
-from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.plan.model_plan import ModelPlan
 
 MIB = 2**20
@@ -118,7 +118,7 @@ def _with_servers(module: LightningModule, held: Sequence[RankBytes], rules: Sta
 def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], rules: StateRules) -> list[RankBytes]:
     if states.problem is not None or not states.optimizers:
         return [RankBytes(0, 0, None if states.problem else 0)] * rules.servers
-    plan = Plan.of(states.optimizers[0], {id(p): name for name, p in parameters.items()}, rules.servers)
+    plan = ShardPlan.of(states.optimizers[0], {id(p): name for name, p in parameters.items()}, rules.servers)
     found = []
     for slices in plan.held:
         sent = optimizer = 0

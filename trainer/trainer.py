@@ -47,7 +47,7 @@ from trainwright.trainer.loop.epoch import LeanEpochLoop
 from trainwright.trainer.loop.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.loop.fit_loop import ResumableFitLoop
 from trainwright.trainer.loop.loss_scale import PRECISION as LOSS_SCALING_PRECISION
-from trainwright.trainer.loop.loss_scale import LossScale, loss_scale_problems
+from trainwright.trainer.loop.loss_scale import LossScaling, loss_scale_problems
 from trainwright.trainer.loop.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.resume import ResumeConnector
 from trainwright.trainer.script import ScriptLauncher
@@ -103,7 +103,7 @@ class Trainer(RunTrainer):
         allow_changed_data: ``False`` refuses to resume with another global batch, data set, order or partition than
             the run that saved; ``True`` goes on and warns of what that means.
         loss_scale: with ``precision="16-mixed"``, how the loss is scaled: ``initial`` (65536), ``growth_interval``
-            (2000), ``least`` (0), ``fixed`` (False), see ``LossScale``. ``None``
+            (2000), ``least`` (0), ``fixed`` (False), see ``LossScaling``. ``None``
             is torch's dynamic scaling.
         error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
             default, as in Lightning.
@@ -263,7 +263,7 @@ def _set_loss_scale(trainer: Trainer, given: Mapping[str, Any]) -> None:
     problems = loss_scale_problems(given, LOSS_SCALING_PRECISION, "loss_scale.")
     if problems:
         raise ValueError("; ".join(problems))
-    asked = LossScale(**given)
+    asked = LossScaling(**given)
     if not asked.is_default:
         set_loss_scale(trainer.precision_plugin, asked.initial, asked.growth_interval, asked.least, asked.fixed)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.soak.killer import COMMAND, Kill
 from trainwright.checkpoint.format.manifest import records_of, verify
-from trainwright.checkpoint.read.find import Found, list_checkpoints
+from trainwright.checkpoint.read.find import FoundCheckpoint, list_checkpoints
 from trainwright.core.errors import CheckpointError
 
 LOST, PROCESSES, FILES, SEGMENTS, ENDS = "lost", "processes", "files", "segments", "ends"
@@ -34,7 +34,7 @@ class Wrong:
     text: str
 
 
-def hashes_of(found: Found) -> dict[str, str]:
+def hashes_of(found: FoundCheckpoint) -> dict[str, str]:
     """Hashes of the files of a checkpoint, by name."""
     return {record.name: record.hash for record in records_of(found.path, found.manifest)}
 
@@ -70,7 +70,7 @@ def check_checkpoints(
     return newest, wrong
 
 
-def _problems_of(found: Found, known: Hashes, but: Collection[str]) -> list[str]:
+def _problems_of(found: FoundCheckpoint, known: Hashes, but: Collection[str]) -> list[str]:
     try:
         problems = verify(found.path, found.manifest)
     except CheckpointError as error:

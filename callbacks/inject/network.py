@@ -27,7 +27,7 @@ class Partition(Fault):
     def __init__(self, ranks: int | Sequence[int], at_step: int, times: int | None) -> None:
         super().__init__(None, at_step, times)
         self.ranks = frozenset([ranks] if isinstance(ranks, int) else ranks)
-        self._places: list[Place] = []
+        self._places: list[Endpoint] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Learn where the other ranks are. A collective.
@@ -51,11 +51,11 @@ class Partition(Fault):
         cut_off(own, others)
 
 
-def _places() -> list[Place]:
+def _places() -> list[Endpoint]:
     """Where all ranks are, by rank. A collective."""
     addresses = {end.partition(":")[0] for end, _ in connections(os.getpid()).values()}
     own: Any = (socket.gethostname(), os.getpid(), tuple(sorted(addresses - _LOOPBACK)))
-    return [Place(*each) for each in of_all_ranks(own)]
+    return [Endpoint(*each) for each in of_all_ranks(own)]
 
 
 # Of every machine, so it tells none apart.
@@ -63,7 +63,7 @@ _LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Where a rank runs.
 
     Args:
@@ -77,7 +77,7 @@ class Place:
     addresses: tuple[str, ...]
 
 
-def cut_off(own: Place, others: Collection[Place]) -> int:
+def cut_off(own: Endpoint, others: Collection[Endpoint]) -> int:
     """Shut down this process's TCP connections with other ranks.
 
     Args:

@@ -26,7 +26,7 @@ from trainwright.checkpoint.exchange.groups import gloo_group
 from trainwright.checkpoint.format.manifest import Manifest
 from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import NeighbourCopies
-from trainwright.checkpoint.read.find import Found, list_checkpoints
+from trainwright.checkpoint.read.find import FoundCheckpoint, list_checkpoints
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.store.storage import clean_up
 from trainwright.checkpoint.store.write_errors import refuse_unwritable
@@ -512,7 +512,7 @@ def _steps_are_collective(trainer: Trainer) -> bool:
     return bool(getattr(trainer.strategy, "steps_are_collective", True))
 
 
-def _is_by_callback(found: Found) -> bool:
+def _is_by_callback(found: FoundCheckpoint) -> bool:
     return found.manifest.about.get("saved_by") == _MARK
 
 

@@ -24,7 +24,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 _DIGITS = 10  # of a rank
 
 
-class Place(NamedTuple):
+class BoxPlace(NamedTuple):
     """A file of boxes that has some of a tensor.
 
     Args:
@@ -50,7 +50,7 @@ class Entry:
 
     dtype: str
     shape: tuple[int, ...]
-    places: tuple[Place, ...] = ()
+    places: tuple[BoxPlace, ...] = ()
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Directory:
 
     def to_bytes(self) -> bytes:
         """As it is written, ``tensors.json``: what many tensors have in common once."""
-        patterns: dict[tuple[Place, ...], int] = {}
+        patterns: dict[tuple[BoxPlace, ...], int] = {}
         tensors = {
             key: [entry.dtype, entry.shape, patterns.setdefault(entry.places, len(patterns))]
             for key, entry in sorted(self.tensors.items())
@@ -196,5 +196,5 @@ def boxes_from_json(data: bytes) -> dict[str, list[Box]]:
     }
 
 
-def _place(file: Any, begin: Any, end: Any) -> Place:
-    return Place(natural(file), naturals(begin), naturals(end))
+def _place(file: Any, begin: Any, end: Any) -> BoxPlace:
+    return BoxPlace(natural(file), naturals(begin), naturals(end))

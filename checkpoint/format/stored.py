@@ -12,9 +12,9 @@ from trainwright.checkpoint.format.boxes import StoredBox, is_within, tiles
 from trainwright.checkpoint.format.dcp import StoredMetadata, from_json
 from trainwright.checkpoint.format.directory import (
     Box,
+    BoxPlace,
     Directory,
     Entry,
-    Place,
     boxes_from_json,
     overlap,
     rank_and_name,
@@ -166,7 +166,7 @@ class _Divided:
             if expected and not tiles(whole, [part for part in parts if 0 not in part[1]]):
                 raise CheckpointError(f"{what} has boxes that overlap, so some of it is there twice.")
 
-    def _near(self, places: tuple[Place, ...], begin: tuple[int, ...], end: tuple[int, ...]) -> list[int]:
+    def _near(self, places: tuple[BoxPlace, ...], begin: tuple[int, ...], end: tuple[int, ...]) -> list[int]:
         """Numbers of the files with boxes that may have something of a part; alike tensors are asked for alike."""
         asked = id(places), begin, end
         if asked not in self._found:

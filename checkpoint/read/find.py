@@ -19,7 +19,7 @@ _LOOKS = 100
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint whose manifest can be read.
 
     Args:
@@ -40,7 +40,7 @@ class Found:
         return self.step, self.created
 
 
-def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> list[Found]:
+def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> list[FoundCheckpoint]:
     """The checkpoints of a folder, newest first: by step, then by the time of writing.
 
     Folders in it whose names begin with a dot are not looked at, other folders and files are nothing to it. A
@@ -73,7 +73,7 @@ class _ReplacedError(Exception):
     """A folder was replaced or deleted while it was looked at."""
 
 
-def _found_at(path: str, problems: list[str]) -> list[Found]:
+def _found_at(path: str, problems: list[str]) -> list[FoundCheckpoint]:
     """The checkpoint in a folder, or none if it was never meant to be one, or its manifest cannot be read.
 
     Raises:
@@ -83,7 +83,7 @@ def _found_at(path: str, problems: list[str]) -> list[Found]:
     try:
         if _is_meant_as_checkpoint(path):
             manifest = read_manifest(path)
-            return [Found(path, manifest.step, manifest.created, manifest)]
+            return [FoundCheckpoint(path, manifest.step, manifest.created, manifest)]
     except CheckpointError as error:
         own = [str(error)]
     if before is None or _state_of(path) != before:

@@ -74,7 +74,7 @@ class LocalFiles:
 
 
 class LocalOutput:
-    """A new file; see :class:`~trainwright.checkpoint.store.sealed.Output`."""
+    """A new file; see :class:`~trainwright.checkpoint.store.sealed.SealedOutput`."""
 
     def __init__(self, path: str) -> None:
         # "x": two ranks that write one file are an error of the caller, and must not become a mixture.

@@ -97,7 +97,7 @@ class RemoteFiles:
 
 
 class RemoteOutput:
-    """A new object; see :class:`~trainwright.checkpoint.store.sealed.Output`."""
+    """A new object; see :class:`~trainwright.checkpoint.store.sealed.SealedOutput`."""
 
     def __init__(self, store: Any, path: str) -> None:
         self._store = store

@@ -15,7 +15,7 @@ from trainwright.core.errors import CheckpointError
 _BLOCK = 1 << 20
 
 
-class Output(Protocol):
+class SealedOutput(Protocol):
     """Where the bytes of a new file go."""
 
     def write(self, block: memoryview) -> None:
@@ -40,7 +40,7 @@ class SealedFile:
         size: bytes that will come, when the caller knows; only for messages.
     """
 
-    def __init__(self, record: FileRecord, output: Output, path: str, size: int | None = None) -> None:
+    def __init__(self, record: FileRecord, output: SealedOutput, path: str, size: int | None = None) -> None:
         self._output = output
         self._path = path
         self._expected = size

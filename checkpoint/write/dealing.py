@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainwright.checkpoint.exchange.distinct import any_of_ranks, from_rank, kin_of, to_first
 from trainwright.checkpoint.format.directory import OF_RANK
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.write.split import Split, split_of
+from trainwright.checkpoint.write.split import ListSplit, split_of
 
 # In the place of the number where ranks are compared: those that differ by it alone are dealt to as one.
 _OWN = "rank/*/"
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kin:
+class WriterKin:
     """Ranks that hold the same, such as those that hold one shard in all replicas.
 
     Args:
@@ -67,10 +67,10 @@ class Deal:
     """
 
     own: frozenset[int]
-    kins: Sequence[Kin]
+    kins: Sequence[WriterKin]
     winners: Mapping[Box, int]
-    split: Split | None = None
-    led: Mapping[int, Kin] = field(default_factory=dict)
+    split: ListSplit | None = None
+    led: Mapping[int, WriterKin] = field(default_factory=dict)
     common: Mapping[Box, int] = field(default_factory=dict)
     composed: dict[str, bytes] = field(default_factory=dict, compare=False)
 
@@ -81,13 +81,13 @@ class Deal:
                 yield from ((box._replace(key=f"{OF_RANK}{rank}/{name}"), rank) for rank in kin.ranks)
             yield from self.written_by(number, kin)
 
-    def written_by(self, number: int, kin: Kin) -> Iterator[tuple[Box, int]]:
+    def written_by(self, number: int, kin: WriterKin) -> Iterator[tuple[Box, int]]:
         """Each box that these kin write, and the rank of them that does; without what is a rank's own."""
         writers = share_out(kin.boxes, len(kin.ranks), number, self.winners)
         yield from ((kin.boxes[position], kin.ranks[writer]) for position, writer in writers.items())
 
 
-def own_boxes(kin: Kin) -> Iterator[tuple[str, Box]]:
+def own_boxes(kin: WriterKin) -> Iterator[tuple[str, Box]]:
     """What each rank of these kin has of its own, with the name that follows its number."""
     return ((box.key.removeprefix(_OWN), box) for box in kin.boxes if is_own(box))
 
@@ -133,7 +133,7 @@ def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
         group: a gloo group of all ranks; ``None``: this process alone.
     """
     if group is None:
-        return Deal(frozenset(range(len(boxes))), [Kin([0], boxes)], {})
+        return Deal(frozenset(range(len(boxes))), [WriterKin([0], boxes)], {})
     own = json.dumps(boxes, separators=(",", ":")).encode()
     kin = kin_of(own, group)
     of_rank, rank = kin.of_rank, dist.get_rank(group)
@@ -154,8 +154,8 @@ def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
     return Deal(kept, kins, winners, split, led, {box: writer for box, writer in common.items() if box in held})
 
 
-def _kins_of(said: Mapping[int, bytes], members: Sequence[Sequence[int]]) -> dict[int, Kin]:
-    return {number: Kin(members[number], _boxes(json.loads(text))) for number, text in said.items()}
+def _kins_of(said: Mapping[int, bytes], members: Sequence[Sequence[int]]) -> dict[int, WriterKin]:
+    return {number: WriterKin(members[number], _boxes(json.loads(text))) for number, text in said.items()}
 
 
 def _boxes(plain: list[list[Any]]) -> list[Box]:
@@ -187,7 +187,7 @@ def boxes_of(tensors: Mapping[str, TensorParts], rank: int = 0) -> list[Box]:
     ]
 
 
-def choose_writers(kins: Sequence[Kin]) -> dict[Box, int]:
+def choose_writers(kins: Sequence[WriterKin]) -> dict[Box, int]:
     """Which kin writes a box that several hold, by its number, so that ranks write about as many bytes.
 
     The largest boxes are given first, each to the holder whose ranks have least so far. What only one holds leaves

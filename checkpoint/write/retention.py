@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.checkpoint.format.manifest import Manifest, read_manifest, verify
-from trainwright.checkpoint.read.find import Found, list_checkpoints
+from trainwright.checkpoint.read.find import FoundCheckpoint, list_checkpoints
 from trainwright.checkpoint.store.paths import is_remote, normal_path
 from trainwright.checkpoint.store.presence import is_folder
 from trainwright.checkpoint.store.storage import remove
@@ -50,7 +50,7 @@ class Retention:
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode must be min or max, not {self.mode!r}")
 
-    def doomed(self, found: Sequence[Found]) -> list[Found]:
+    def doomed(self, found: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
         """Those that nothing keeps, oldest first.
 
         Args:
@@ -62,10 +62,10 @@ class Retention:
         kept |= {each.path for each in self._best(newest_first)}
         return [each for each in reversed(newest_first) if each.path not in kept]
 
-    def _is_milestone(self, found: Found) -> bool:
+    def _is_milestone(self, found: FoundCheckpoint) -> bool:
         return self.keep_every is not None and found.step > 0 and found.step % self.keep_every == 0
 
-    def _best(self, newest_first: Sequence[Found]) -> list[Found]:
+    def _best(self, newest_first: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
         if self.metric is None or not self.keep_best:
             return []
         values = [(each, each.manifest.metric(self.metric)) for each in newest_first]
@@ -84,8 +84,8 @@ def may_delete(
     retention: Retention,
     newest: str | os.PathLike[str],
     *,
-    among: Callable[[Found], bool] | None = None,
-) -> list[Found]:
+    among: Callable[[FoundCheckpoint], bool] | None = None,
+) -> list[FoundCheckpoint]:
     """What :func:`apply` with the same arguments would delete if the newest is whole.
 
     Raises:
@@ -105,7 +105,7 @@ def apply(
     newest: str | os.PathLike[str],
     *,
     verified: bool = False,
-    among: Callable[[Found], bool] | None = None,
+    among: Callable[[FoundCheckpoint], bool] | None = None,
 ) -> list[str]:
     """Delete what nothing keeps, once the newest checkpoint was read back and is whole.
 

@@ -29,7 +29,7 @@ from trainwright.checkpoint.format.records import (
 from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.store.write_errors import free_bytes
 from trainwright.checkpoint.write.dealing import Deal, Dealer
-from trainwright.checkpoint.write.split import Split
+from trainwright.checkpoint.write.split import ListSplit
 from trainwright.checkpoint.write.writing import directory_of, led_boxes, stored_by, write_parts
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
@@ -250,7 +250,7 @@ def records_of_ranks(
 
 
 def write_divided(
-    pending: PendingFolder, deal: Deal, split: Split, record: FileRecord | None, group: dist.ProcessGroup
+    pending: PendingFolder, deal: Deal, split: ListSplit, record: FileRecord | None, group: dist.ProcessGroup
 ) -> tuple[dict[str, FileRecord], dict[str, Listed]]:
     """Let the ranks that ``split`` says write lists of files and files of boxes. A collective, which nobody leaves
     early: what a rank raises, it raises when it has told the others.
@@ -292,7 +292,7 @@ def write_divided(
 
 
 def _records_of_list(
-    record: FileRecord | None, pending: PendingFolder, split: Split, group: dist.ProcessGroup
+    record: FileRecord | None, pending: PendingFolder, split: ListSplit, group: dist.ProcessGroup
 ) -> list[FileRecord]:
     """The records of the files of one list, on the rank that writes it."""
     rank, own = dist.get_rank(group), _numbers_of(record)

@@ -24,7 +24,7 @@ _OF_A_FILE = 512
 
 
 @dataclass(frozen=True)
-class Split:
+class ListSplit:
     """Who writes down what.
 
     Args:
@@ -68,7 +68,7 @@ def _name(what: str, number: int) -> str:
     return f"{what}_{number:05d}.json"
 
 
-def split_of(kin: Kin) -> Split | None:
+def split_of(kin: Kin) -> ListSplit | None:
     """How to divide, which all ranks find alike; ``None``: not at all.
 
     A rank reads the file with its own boxes and something of each such file, so files become as large as makes both
@@ -82,4 +82,4 @@ def split_of(kin: Kin) -> Split | None:
         return None
     mean = max(1.0, total / count)
     kins = max(math.ceil(_LEAST / mean), round(math.sqrt(_OF_A_FILE * count / mean)), 1)
-    return Split(len(kin.of_rank), tuple(kin.firsts), kins, RANKS_OF_A_LIST)
+    return ListSplit(len(kin.of_rank), tuple(kin.firsts), kins, RANKS_OF_A_LIST)

@@ -10,12 +10,12 @@ import torch
 
 from trainwright.checkpoint.format.boxes import StoredBox
 from trainwright.checkpoint.format.dcp import StoredMetadata
-from trainwright.checkpoint.format.directory import Directory, Entry, Place, in_runs
+from trainwright.checkpoint.format.directory import BoxPlace, Directory, Entry, in_runs
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import FileRecord, file_of
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.store.storage import PendingFolder
-from trainwright.checkpoint.write.dealing import Deal, Kin, is_own, own_boxes
+from trainwright.checkpoint.write.dealing import Deal, WriterKin, is_own, own_boxes
 from trainwright.core.errors import CheckpointError
 
 
@@ -86,7 +86,7 @@ def directory_of(deal: Deal) -> Directory:
     """
     assert deal.split is not None
     entries: dict[str, Entry] = {}
-    places: dict[str, dict[int, Place]] = {}
+    places: dict[str, dict[int, BoxPlace]] = {}
     held: dict[str, int] = {}
     for number, kin in enumerate(deal.kins):
         file = deal.split.boxes_of(number)
@@ -110,14 +110,14 @@ def directory_of(deal: Deal) -> Directory:
     return Directory(tensors, *_owned(deal.kins, deal.split.num_ranks))
 
 
-def _with_box(place: Place | None, file: int, offsets: Sequence[int], sizes: Sequence[int]) -> Place:
+def _with_box(place: BoxPlace | None, file: int, offsets: Sequence[int], sizes: Sequence[int]) -> BoxPlace:
     begin, end = tuple(offsets), tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
     if place is None:
-        return Place(file, begin, end)
-    return Place(file, tuple(map(min, place.begin, begin)), tuple(map(max, place.end, end)))
+        return BoxPlace(file, begin, end)
+    return BoxPlace(file, tuple(map(min, place.begin, begin)), tuple(map(max, place.end, end)))
 
 
-def _owned(kins: Sequence[Kin], ranks: int) -> tuple[list[Mapping[str, Entry]], list[tuple[int, int]]]:
+def _owned(kins: Sequence[WriterKin], ranks: int) -> tuple[list[Mapping[str, Entry]], list[tuple[int, int]]]:
     """Sets of what ranks have of their own, and how many that follow each other have which."""
     numbers: dict[tuple[tuple[str, str, tuple[int, ...]], ...], int] = {}
     of_rank = [0] * ranks

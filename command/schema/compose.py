@@ -31,7 +31,14 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainwright.callbacks.inject.words import take_inject
 from trainwright.callbacks.monitor.trace.profile_word import spell_out_profile
-from trainwright.command.schema.compose_faults import Fault, extra_keys, fault_of, first_line, key_of, render_fault
+from trainwright.command.schema.compose_faults import (
+    ComposeFault,
+    extra_keys,
+    fault_of,
+    first_line,
+    key_of,
+    render_fault,
+)
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
 from trainwright.command.schema.removed import REMOVED_CHOICES
 from trainwright.core.failures.refusal import refused_as
@@ -394,7 +401,7 @@ class _Composer:
         return kept
 
     def _load_without_faults(self, overrides: list[str]) -> None:
-        faults: list[Fault] = []
+        faults: list[ComposeFault] = []
         remaining = list(overrides)
         while True:
             try:
@@ -414,7 +421,7 @@ class _Composer:
         self.result.cfg = cfg
         self._render(faults, cfg)
 
-    def _render(self, faults: list[Fault], cfg: DictConfig | None) -> None:
+    def _render(self, faults: list[ComposeFault], cfg: DictConfig | None) -> None:
         for fault in faults:
             self._add(render_fault(fault, cfg))
 

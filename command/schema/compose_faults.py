@@ -17,7 +17,7 @@ _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
 
 
 @dataclass
-class Fault:
+class ComposeFault:
     """An override that did not fit, rendered once the rest is composed and the valid names are known.
 
     Args:
@@ -33,7 +33,7 @@ class Fault:
     detail: str = ""
 
 
-def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[Fault, str | None]:
+def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[ComposeFault, str | None]:
     """What Hydra complained of, and the override at fault (None when it is in a file)."""
     message = str(error)
     unknown = re.search(r"Could not override '([^']+)'", message)
@@ -42,17 +42,17 @@ def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[Fault, str | N
     if unknown:
         culprit = next((text for text in overrides if key_of(text) == unknown[1]), None)
         kind = "absent group" if "No match in the defaults list" in message else "unknown key"
-        return Fault(culprit or unknown[1], unknown[1], kind), culprit
+        return ComposeFault(culprit or unknown[1], unknown[1], kind), culprit
     if wrong:
         culprit = next((text for text in overrides if text == wrong[1].strip()), None)
         key = key_of(culprit or wrong[1])
-        return Fault(culprit or wrong[1], key, "wrong value", first_line(error.__cause__ or error)), culprit
+        return ComposeFault(culprit or wrong[1], key, "wrong value", first_line(error.__cause__ or error)), culprit
     if in_file:
-        return Fault(in_file[1], in_file[1], "file", in_file[2]), None
-    return Fault("", "", "other", message), None
+        return ComposeFault(in_file[1], in_file[1], "file", in_file[2]), None
+    return ComposeFault("", "", "other", message), None
 
 
-def render_fault(fault: Fault, cfg: DictConfig | None) -> str:
+def render_fault(fault: ComposeFault, cfg: DictConfig | None) -> str:
     """A fault as a sentence.
 
     Args:
@@ -79,7 +79,7 @@ def render_fault(fault: Fault, cfg: DictConfig | None) -> str:
     return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
 
 
-def _render_unknown_key(fault: Fault, cfg: DictConfig | None) -> str:
+def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None) -> str:
     if fault.key in REMOVED_KEYS:
         return f"{fault.text} {REMOVED_KEYS[fault.key]}"
     parent, _, last = fault.key.rpartition(".")
@@ -93,7 +93,7 @@ def _render_unknown_key(fault: Fault, cfg: DictConfig | None) -> str:
     return text
 
 
-def _render_file_fault(fault: Fault) -> str:
+def _render_file_fault(fault: ComposeFault) -> str:
     unknown = re.search(r"Key '([^']+)' (?:not in '(\w+)'|is not in struct)", fault.detail)
     if not unknown:
         return f"in {fault.text}.yaml: {_without_search_path(fault.detail)}"

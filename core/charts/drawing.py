@@ -94,7 +94,7 @@ class CurveChart:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """One piece of a bar.
 
     Args:
@@ -124,7 +124,7 @@ class Bar:
     """
 
     label: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     cells: tuple[str, ...]
     mark: float | None = None
 
@@ -228,7 +228,7 @@ def stacked(
     for what, colour, size in parts:
         width = 100 * size / scale if scale > 0 else 0.0
         if width > 0:
-            drawn.append(Part(what, colour, round(at, 3), round(width, 3), f"{what}: {amount(size, unit)}"))
+            drawn.append(BarPart(what, colour, round(at, 3), round(width, 3), f"{what}: {amount(size, unit)}"))
         at += width
     place = None if mark is None or scale <= 0 else round(100 * mark / scale, 3)
     return Bar(label, tuple(drawn), tuple(cells), place)

@@ -17,7 +17,7 @@ TRACEBACK_MARK = "traceback| "
 """Begins each line of a traceback in a log, which those who show logs on a terminal leave out."""
 
 
-class Hang(Protocol):
+class FoundHang(Protocol):
     """What a monitor has found."""
 
     @property
@@ -147,7 +147,7 @@ class RankError(RuntimeError):
     is_refused = False
 
     def __init__(
-        self, text: str, rank: int, exit_code: int | None, failure: Failure | None = None, hang: Hang | None = None
+        self, text: str, rank: int, exit_code: int | None, failure: Failure | None = None, hang: FoundHang | None = None
     ) -> None:
         self.rank = rank
         self.exit_code = exit_code
@@ -190,7 +190,7 @@ class RankError(RuntimeError):
 
 
 def first_failure(
-    folder: Path, exit_codes: Mapping[int, int | None], run_dir: Path, hangs: Mapping[int, Hang] | None = None
+    folder: Path, exit_codes: Mapping[int, int | None], run_dir: Path, hangs: Mapping[int, FoundHang] | None = None
 ) -> RankError:
     """The error that the others follow from.
 
@@ -219,7 +219,7 @@ def first_failure(
 
 
 def failure_of(
-    folder: Path, rank: int, exit_code: int, world_size: int, run_dir: Path, hang: Hang | None = None
+    folder: Path, rank: int, exit_code: int, world_size: int, run_dir: Path, hang: FoundHang | None = None
 ) -> RankError:
     """The error of one rank that ended while the others go on.
 

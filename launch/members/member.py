@@ -201,7 +201,7 @@ class Member:
     def _leave(self, error: BaseException, announcement: Announcement) -> None:
         """Let go of the other members and say so."""
         from trainwright.callbacks.end.regrouping import Regroup
-        from trainwright.callbacks.inject.network import Place, cut_off
+        from trainwright.callbacks.inject.network import Endpoint, cut_off
         from trainwright.strategies.contract.groups import leave_groups
 
         assert self._snapshots is not None
@@ -209,8 +209,8 @@ class Member:
         _forget_frames(error)
         if text is not None:
             # Who waits for this member must not wait longer; its groups are gone only when nothing refers to them.
-            others = [Place("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
-            cut_off(Place("", os.getpid(), ()), others)
+            others = [Endpoint("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
+            cut_off(Endpoint("", os.getpid(), ()), others)
         leave_groups()
         steps = tuple(self._snapshots.steps())
         self._mailbox.say_left(self._generation, Left(self._number, steps, text))

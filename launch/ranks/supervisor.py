@@ -11,7 +11,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from trainwright.core.failures.failure import Hang
+from trainwright.core.failures.failure import FoundHang
 from trainwright.core.processes.process import kill_with_workers
 from trainwright.launch.ranks.forkserver import hidden_main, start_forkserver
 
@@ -32,7 +32,7 @@ class Monitor(Protocol):
     def watch(self, rank: int, pid: int) -> None:
         """Hear that `rank` is now the process `pid`, whatever it was before."""
 
-    def check(self) -> Hang | None:
+    def check(self) -> FoundHang | None:
         """The rank that hangs, if any; asked every half second, so it must answer at once."""
 
 
@@ -50,7 +50,7 @@ class Ended:
     rank: int
     exit_code: int
     asked: bool = False
-    hang: Hang | None = None
+    hang: FoundHang | None = None
 
     @property
     def failed(self) -> bool:
@@ -83,7 +83,7 @@ class Supervisor:
         self._monitor = monitor
         self._processes: dict[int, BaseProcess] = {}
         self._asked: set[int] = set()
-        self._hangs: dict[int, Hang] = {}
+        self._hangs: dict[int, FoundHang] = {}
         self._context = multiprocessing.get_context("forkserver")
 
     def __enter__(self) -> "Supervisor":

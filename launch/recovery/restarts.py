@@ -74,7 +74,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopRestarting:
     """Give up.
 
     Attributes:
@@ -131,12 +131,12 @@ class RestartPolicy:
         """Whether nothing is ever restarted."""
         return self._max_restarts == 0
 
-    def decide(self, setback: Setback) -> Restart | Stop:
+    def decide(self, setback: Setback) -> Restart | StopRestarting:
         """What to do about a failure."""
         self._count(setback)
         reason = self._reason_to_stop(setback)
         if reason is not None:
-            return Stop(reason)
+            return StopRestarting(reason)
         self._restarts += 1
         return Restart(self._restarts, self._seconds())
 
@@ -147,7 +147,7 @@ class RestartPolicy:
             RankError: the failure, with the reason to give up.
         """
         decision = self.decide(setback)
-        if isinstance(decision, Stop):
+        if isinstance(decision, StopRestarting):
             log.tell(f"given up: {decision.reason}", str(failure))
             raise failure.because(f"the run was given up: {decision.reason}")
         return decision

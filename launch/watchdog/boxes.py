@@ -102,7 +102,7 @@ class Boxes:
         os.close(self._descriptor)
 
 
-class Box:
+class ProgressBox:
     """The box of this rank. To be made by the rank.
 
     Times are learned of phases of a step after the first steps, of others from the beginning, and of setting up and

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
-from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, Box
+from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, ProgressBox
 from trainwright.launch.watchdog.calls import keep_traces_in, remember_calls
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE
@@ -60,7 +60,7 @@ class Watchdog(Callback):
         self.limits = (
             None if hang_timeout is None else HangLimits.of(hang_timeout, safety_factor, floor_seconds, first_timeout)
         )
-        self._box: Box | None = None
+        self._box: ProgressBox | None = None
         self._answerer: Answerer | None = None
         self._end_listening: Callable[[], None] = _nothing
         self._guardian: Any = None
@@ -77,7 +77,7 @@ class Watchdog(Callback):
         _active = self
         place = json.loads(os.environ[VARIABLE]) if VARIABLE in os.environ else self._start_guardian(trainer)
         try:
-            box = Box(place["boxes"], place["box"], trainer.global_rank)
+            box = ProgressBox(place["boxes"], place["box"], trainer.global_rank)
         except FileNotFoundError as error:
             raise RuntimeError(
                 f"rank {trainer.global_rank} does not see the process that watches the ranks of its machine "
@@ -90,7 +90,7 @@ class Watchdog(Callback):
         self._listen(trainer, box)
         self._box = box
 
-    def _listen(self, trainer: Trainer, box: Box) -> None:
+    def _listen(self, trainer: Trainer, box: ProgressBox) -> None:
         told: phases.Phases | None = getattr(trainer, "phases", None)
         if told is None:
             trainer.callbacks.append(_CoarseMarks(box))  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ class _CoarseMarks(Callback):
     # A strategy may have the weights of a step on their way while this one is called.
     looks_at_parameters = False
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: ProgressBox) -> None:
         self._box = box
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from trainwright.core.processes.process import kill_with_workers
 from trainwright.core.processes.scratch import scratch
 from trainwright.launch.watchdog.limits import HangLimits
-from trainwright.launch.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
+from trainwright.launch.watchdog.monitor import VARIABLE, DiagnosedHang, HangMonitor
 
 _INTERVAL = 0.5
 
@@ -47,7 +47,7 @@ def _told_to_stop() -> bool:
     return bool(ready)
 
 
-def _end(hang: FoundHang, monitor: HangMonitor) -> None:
+def _end(hang: DiagnosedHang, monitor: HangMonitor) -> None:
     print(f"\n{hang.report}\n\nEnding rank {hang.rank} (SIGKILL).", file=sys.stderr, flush=True)
     kill_with_workers(monitor.process_of(hang.rank))
 

@@ -18,7 +18,7 @@ from trainwright.launch.watchdog.inquiry import Inquiry
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import crash_in, place_of
-from trainwright.launch.watchdog.report.verdict import Verdict, differing_calls, judge, last_call
+from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge, last_call
 from trainwright.launch.watchdog.report.watched import Watched, any_gets_on, are_suspended
 
 # How a rank learns where its box is and where it is asked.
@@ -28,7 +28,7 @@ _LONGEST_LOOK = 2.0
 
 
 @dataclass(frozen=True)
-class FoundHang:
+class DiagnosedHang:
     """A rank that keeps the others waiting.
 
     Attributes:
@@ -110,7 +110,7 @@ class HangMonitor:
         one = self._watched[number]
         return one.process or one.progress.process
 
-    def check(self) -> FoundHang | None:
+    def check(self) -> DiagnosedHang | None:
         """The process to end, if any. To be asked about twice a second; it answers at once."""
         now = time.monotonic()
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
@@ -205,7 +205,7 @@ class HangMonitor:
     def _limit(self, progress: Progress) -> float:
         return self._limits.limit(progress.phase, [one.progress for one in self._watched.values()])
 
-    def _go_on(self) -> FoundHang | None:
+    def _go_on(self) -> DiagnosedHang | None:
         assert self._inquiry is not None
         found = self._inquiry.advance()
         if found is None:
@@ -226,14 +226,14 @@ class HangMonitor:
         stalled = now.stalled if now.progress.changes == one.progress.changes else 0.0
         return replace(one, stalled=stalled, halted=self._is_halted(now))
 
-    def _tell(self, verdict: Verdict, ranks: Sequence[Evidence]) -> FoundHang:
+    def _tell(self, verdict: HangVerdict, ranks: Sequence[Evidence]) -> DiagnosedHang:
         report = report_of(verdict, ranks)
         path = _written(self._run_dir / "logs", "hang", self._node, report)
         where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
         process = next(one.progress.process for one in ranks if one.rank == verdict.ends)
         number = next(one.number for one in self._watched.values() if one.progress.process == process)
         self._forget()
-        return FoundHang(number, verdict.reason, first_lines(report) + where, path)
+        return DiagnosedHang(number, verdict.reason, first_lines(report) + where, path)
 
     def _forget(self) -> None:
         self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0

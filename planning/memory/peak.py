@@ -1,7 +1,7 @@
 """Bytes that a rank needs under a layout, at the moment of a step at which it needs most.
 
 What a rank holds of parameters, gradients and optimizer is in :mod:`~trainwright.planning.memory.state`, what it keeps
-for backward in :class:`Kept`; how much of both there is at a time follows from the
+for backward in :class:`KeptMemory`; how much of both there is at a time follows from the
 order of a step. docs/planning.md has the formulas.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from trainwright.planning.memory.buffers import Buffers
-from trainwright.planning.memory.share import Share
+from trainwright.planning.memory.share import StageShare
 from trainwright.planning.memory.state import StateTable, UnitState, state_of
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Part, Pass
+from trainwright.planning.time.cost import ModelPart, PassCost
 from trainwright.strategies.pipeline.schedules import CHOICES, ranks_of_stages, stages_of_rank
 
 FORWARD, BACKWARD = "FORWARD", "FULL_BACKWARD"
@@ -58,7 +58,7 @@ class Held:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def held_by(table: StateTable, cost: Pass, work: Work, share: Share) -> Held:
+def held_by(table: StateTable, cost: PassCost, work: Work, share: StageShare) -> Held:
     """What a rank holds at the moment at which it holds most.
 
     Args:
@@ -71,7 +71,7 @@ def held_by(table: StateTable, cost: Pass, work: Work, share: Share) -> Held:
     return replace(max(found, key=lambda held: held.total), host=max(held.host for held in found))
 
 
-def moments(table: StateTable, cost: Pass, work: Work, share: Share) -> list[Held]:
+def moments(table: StateTable, cost: PassCost, work: Work, share: StageShare) -> list[Held]:
     """What a rank holds at each moment of a step that may be the one at which it holds most.
 
     Args:
@@ -86,7 +86,7 @@ def moments(table: StateTable, cost: Pass, work: Work, share: Share) -> list[Hel
     blocks, heaviest, outside = state_of(table, work, share)
     state = blocks + outside
     rest = _at_rest(work, state)
-    kept = Kept(cost, work, share)
+    kept = KeptMemory(cost, work, share)
     averaged = 0.0 if work.offload != "none" else state.gradients
     buffers = Buffers(work, blocks, heaviest, outside)
     if work.has_pipeline:
@@ -110,10 +110,10 @@ def moments(table: StateTable, cost: Pass, work: Work, share: Share) -> list[Hel
 
 def _moments_of_pipeline(
     rest: Held,
-    kept: Kept,
+    kept: KeptMemory,
     buffers: Buffers,
     work: Work,
-    share: Share,
+    share: StageShare,
     state: UnitState,
     averaged: float,
 ) -> list[Held]:
@@ -149,7 +149,9 @@ def _moments_of_pipeline(
     ]
 
 
-def _first_backward(rest: Held, kept: Kept, buffers: Buffers, persisting: float, live: float, is_whole: bool) -> Held:
+def _first_backward(
+    rest: Held, kept: KeptMemory, buffers: Buffers, persisting: float, live: float, is_whole: bool
+) -> Held:
     """The first of a round: whole gradients are there if those of earlier rounds were left whole."""
     held = buffers.whole_step if is_whole else buffers.gathered_whole
     activations = kept.pipeline(live, is_accumulating=is_whole)
@@ -157,7 +159,7 @@ def _first_backward(rest: Held, kept: Kept, buffers: Buffers, persisting: float,
 
 
 def _first_of_stage(
-    at: AtBackward, rest: Held, kept: Kept, buffers: Buffers, persisting: float, stages: int
+    at: AtBackward, rest: Held, kept: KeptMemory, buffers: Buffers, persisting: float, stages: int
 ) -> list[Held]:
     """When the first backward of a stage begins, and within its last block, when the gradients of all others are there.
 
@@ -186,7 +188,7 @@ def _stepping(rest: Held, gradients: float, state: UnitState) -> Held:
     return replace(rest, gradients=gradients, buffers=min(state.largest, state.stepped), moment="optimizer step")
 
 
-class Kept:
+class KeptMemory:
     """Bytes of activations of a rank at the moments of a step.
 
     Args:
@@ -195,10 +197,10 @@ class Kept:
         share: what the rank has of the model.
     """
 
-    def __init__(self, cost: Pass, work: Work, share: Share) -> None:
+    def __init__(self, cost: PassCost, work: Work, share: StageShare) -> None:
         self._cost, self._samples, self._share = cost, work.micro_batch, share
 
-    def _of(self, part: Part) -> float:
+    def _of(self, part: ModelPart) -> float:
         return part.kept.of(self._samples)
 
     @property

@@ -10,7 +10,7 @@ from trainwright.strategies.pipeline.schedules import stages_of_rank
 
 
 @dataclass(frozen=True)
-class Share:
+class StageShare:
     """What a rank has of the model: the units of its stages.
 
     Args:
@@ -34,7 +34,7 @@ class Share:
         return found
 
 
-def share_of(kinds: Sequence[int], spans: Sequence[range], pipeline: int, schedule: str, rank: int) -> Share:
+def share_of(kinds: Sequence[int], spans: Sequence[range], pipeline: int, schedule: str, rank: int) -> StageShare:
     """What rank ``rank`` of a pipeline has.
 
     Args:
@@ -51,4 +51,4 @@ def share_of(kinds: Sequence[int], spans: Sequence[range], pipeline: int, schedu
         for index in spans[stage]:
             counts[kinds[index]] = counts.get(kinds[index], 0) + 1
         counted.append(tuple(sorted(counts.items())))
-    return Share(tuple(counted), 0 in mine, len(spans) - 1 in mine, rank)
+    return StageShare(tuple(counted), 0 in mine, len(spans) - 1 in mine, rank)

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from trainwright.planning.layout_report import OptimizerStates
-from trainwright.planning.memory.share import Share
+from trainwright.planning.memory.share import StageShare
 from trainwright.planning.model.facts import ModelFacts
 from trainwright.planning.search.work import Work
 from trainwright.strategies.compose.rules import cuts_module
@@ -169,7 +169,7 @@ class StateTable:
         """Bytes of a kind of block, or of a place outside, on the rank that holds most."""
         return sum((self._weigh(each, division) for each in self._units(division.tensor).get(unit, ())), UnitState())
 
-    def _of_share(self, share: Share, division: _Division) -> tuple[UnitState, UnitState, UnitState]:
+    def _of_share(self, share: StageShare, division: _Division) -> tuple[UnitState, UnitState, UnitState]:
         """See :func:`state_of`."""
 
         def each(unit: Unit) -> UnitState:
@@ -235,7 +235,7 @@ def _sides(module: LightningModule, plan: ModelPlan) -> dict[str, str]:
     return {name: BOTH if len(at) > 1 else (FIRST, LAST)[at[0]] for name, at in holders.items()}
 
 
-def state_of(table: StateTable, work: Work, share: Share) -> tuple[UnitState, UnitState, UnitState]:
+def state_of(table: StateTable, work: Work, share: StageShare) -> tuple[UnitState, UnitState, UnitState]:
     """What the parameters of a rank weigh: its blocks, the heaviest block, and what is outside of them."""
     layout = work.layout
     alone = cuts_module(layout) and layout.replicate == 1

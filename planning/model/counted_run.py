@@ -20,7 +20,7 @@ from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.planning.model.without_memory import autocast_of, loss_of
 from trainwright.strategies.contract.communication.axes import name_of
-from trainwright.strategies.contract.communication.calls import Call, listen
+from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.communication.costs import least_bytes
 from trainwright.strategies.contract.communication.meter import Sent
 
@@ -97,7 +97,7 @@ class CountedRun:
             loss.backward()
         self._close_peaks()
 
-    def _hear(self, call: Call) -> None:
+    def _hear(self, call: CollectiveCall) -> None:
         ranks = call.group.size()
         if ranks == 1 or call.kind == "barrier":
             return
@@ -274,7 +274,7 @@ def _is_view(func: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _heard(listener: Callable[[Call], None]) -> Iterator[None]:
+def _heard(listener: Callable[[CollectiveCall], None]) -> Iterator[None]:
     """Tell of every collective; where there is no process group there are none."""
     with contextlib.ExitStack() as stack:
         if dist.is_initialized():

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from trainwright.strategies.expert.engine import Dispatcher, Routes
+from trainwright.strategies.expert.engine import Dispatcher, TokenRoutes
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Assumed:
         self._routing = routing
         self._pairs = 0
 
-    def agree(self, index_NK: Tensor) -> Routes:  # noqa: N803
+    def agree(self, index_NK: Tensor) -> TokenRoutes:  # noqa: N803
         """As many rows to each rank, and as many from each."""
         tokens, chosen = index_NK.shape
         travel = tokens * self._size * part_that_travels(self._experts, chosen, self._size)
@@ -79,7 +79,7 @@ class Assumed:
         # Both are views of one tensor, as `nonzero` gives them.
         destination, token = torch.stack((rows * self._size // max(sent, 1), rows % tokens), 1).unbind(1)
         self._pairs = round(tokens * chosen * self._routing.computed)
-        return Routes(token, destination, self._dealt(sent), self._dealt(received), unused=[])
+        return TokenRoutes(token, destination, self._dealt(sent), self._dealt(received), unused=[])
 
     def _dealt(self, rows: int) -> list[int]:
         bounds = [rows * rank // self._size for rank in range(self._size + 1)]

@@ -39,7 +39,7 @@ from trainwright.planning.model.without_memory import (
     quiet,
     without_trainer,
 )
-from trainwright.planning.time.cost import Bytes, Cut, Part, Pass
+from trainwright.planning.time.cost import Bytes, ModelCut, ModelPart, PassCost
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.contract.communication.meter import Sent
@@ -68,7 +68,7 @@ class ModelFacts:
 
     Attributes:
         blocks: names of the repeated blocks, in order.
-        kinds: for each of them, which of :attr:`Pass.blocks` it is.
+        kinds: for each of them, which of :attr:`PassCost.blocks` it is.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class ModelFacts:
         found = list(blocks) if blocks is not None else self._plan.get("blocks")
         self.blocks = block_names(module, found)
         self.kinds = kinds_of([module.get_submodule(name) for name in self.blocks])
-        self._passes: dict[Cut, Pass] = {}
-        self._near: dict[Cut, Pass] = {}
+        self._passes: dict[ModelCut, PassCost] = {}
+        self._near: dict[ModelCut, PassCost] = {}
         # Whether the step runs on tensors without values; None: it was not tried yet.
         self._without_values: bool | None = None
 
-    def of(self, cut: Cut) -> Pass:
+    def of(self, cut: ModelCut) -> PassCost:
         """What a pass costs one rank.
 
         Raises:
@@ -102,7 +102,7 @@ class ModelFacts:
             self._passes[cut] = self._measure(cut)
         return self._passes[cut]
 
-    def near(self, cut: Cut) -> Pass:
+    def near(self, cut: ModelCut) -> PassCost:
         """As :meth:`of`, put together from passes that are split along one axis at a time; faster.
 
         Raises:
@@ -149,7 +149,7 @@ class ModelFacts:
 
         return pytree.tree_map(like, self._batch)
 
-    def _measure(self, cut: Cut) -> Pass:
+    def _measure(self, cut: ModelCut) -> PassCost:
         reason: Exception | None = None
         if self._without_values is not False:
             try:
@@ -177,18 +177,18 @@ class ModelFacts:
             f"what it costs is not known: {type(error).__name__}: {lines[0]}"
         )
 
-    def _twice(self, cut: Cut, with_values: bool) -> Pass:
+    def _twice(self, cut: ModelCut, with_values: bool) -> PassCost:
         # Not with one: views that are contiguous for one sample alone hold on to more than they show.
         two, three = (self._run(cut, samples, with_values) for samples in (2, 3))
         active = [place for place, _ in two.blocks]
         return pass_of(two, three, self._representatives(active))
 
-    def _run(self, cut: Cut, samples: int, with_values: bool) -> CountedRun:
+    def _run(self, cut: ModelCut, samples: int, with_values: bool) -> CountedRun:
         with self._prepared(cut, samples, with_values) as (module, blocks, batch, layout):
             return CountedRun(module, blocks, batch, layout, self.precision)
 
     @contextlib.contextmanager
-    def _prepared(self, cut: Cut, samples: int, with_values: bool) -> Iterator[_Sample]:
+    def _prepared(self, cut: ModelCut, samples: int, with_values: bool) -> Iterator[_Sample]:
         """The module with the blocks that run, cut, where it can run: within torch's fake mode unless it has values."""
         active = self._active(cut)
         with contextlib.ExitStack() as stack:
@@ -212,7 +212,7 @@ class ModelFacts:
                 block.register_forward_hook(last.remember)  # after the engines' own, which exchange outputs
             yield module, list(zip(sorted(active), chosen, strict=True)), batch, layout
 
-    def _active(self, cut: Cut) -> set[int]:
+    def _active(self, cut: ModelCut) -> set[int]:
         """Places of the blocks that run: one of each kind, and where activations are sliced, the first and the last."""
         chosen = {self.kinds.index(kind) for kind in set(self.kinds)}
         if not self.blocks or (cut.context == 1 and not (cut.sequence_parallel and cut.tensor > 1)):
@@ -252,7 +252,7 @@ class ModelFacts:
         return pytree.tree_map(like, self._batch)
 
 
-def _cut_module(module: LightningModule, layout: Layout, cut: Cut, plan: Mapping[str, Any]) -> None:
+def _cut_module(module: LightningModule, layout: Layout, cut: ModelCut, plan: Mapping[str, Any]) -> None:
     options = EngineOptions(
         sequence_parallel=cut.sequence_parallel and cut.tensor > 1,
         loss_parallel=cut.loss_parallel and cut.tensor > 1,
@@ -356,7 +356,7 @@ def _shell(block: nn.Module, last: Last) -> nn.Module:
     return shell
 
 
-def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) -> Pass:
+def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) -> PassCost:
     """From runs with two and with three samples.
 
     Args:
@@ -368,9 +368,9 @@ def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) 
         first, second = value(two), value(three)
         return Bytes(3 * first - 2 * second, second - first)
 
-    def part(phase: Any) -> Part:
+    def part(phase: Any) -> ModelPart:
         forward, backward = three.counter.forward, three.counter.backward
-        return Part(
+        return ModelPart(
             flops=forward.flops[phase] / 3,
             backward=backward.flops[phase] / 3,
             kept=grown(lambda run: run.kept.get(phase, 0)),
@@ -394,7 +394,7 @@ def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) 
         elif place != alike and place == two.blocks[-1][0]:
             after = after.with_excess(part(place), part(alike))
     at = representatives[0] if representatives else -1
-    return Pass(
+    return PassCost(
         before=before,
         blocks=blocks,
         after=after,

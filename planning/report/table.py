@@ -12,7 +12,7 @@ from rich.table import Table
 
 from trainwright.core.config.override_words import in_shell
 from trainwright.planning.memory.peak import KINDS
-from trainwright.planning.search.plan import USABLE, Candidate, Plan, Refusal
+from trainwright.planning.search.plan import USABLE, LayoutCandidate, Plan, Refusal
 
 SHOWN = 10
 _SHOWN_REASONS, _SHOWN_NAMES = 6, 3
@@ -59,7 +59,7 @@ def headline(plan: Plan) -> list[str]:
     ]
 
 
-def command_of(candidate: Candidate) -> str:
+def command_of(candidate: LayoutCandidate) -> str:
     """The overrides of a candidate in one line."""
     return " ".join(in_shell(word) for word in candidate.overrides)
 
@@ -76,7 +76,7 @@ def _layouts(plan: Plan) -> Table:
     return table
 
 
-def cells_of(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+def cells_of(plan: Plan, candidate: LayoutCandidate) -> tuple[str, ...]:
     """A row of the table of layouts, behind its number: what the candidate is, takes and needs, for people."""
     time, work = candidate.time, candidate.work
     return (
@@ -93,7 +93,7 @@ def cells_of(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def extras(candidate: Candidate) -> list[str]:
+def extras(candidate: LayoutCandidate) -> list[str]:
     """What a candidate does beside its axes."""
     work, cut = candidate.work, candidate.cut
     found = [f"{work.schedule} of {work.stages_per_rank}" if work.stages_per_rank > 1 else work.schedule]
@@ -104,7 +104,7 @@ def extras(candidate: Candidate) -> list[str]:
     return found
 
 
-def utilization(plan: Plan, candidate: Candidate) -> float:
+def utilization(plan: Plan, candidate: LayoutCandidate) -> float:
     """Model operations per second as a part of what the devices can do at most."""
     peak = plan.profile.peak_at(plan.precision) * plan.world_size
     return candidate.time.flops / candidate.time.total / peak
@@ -129,7 +129,7 @@ def _details(plan: Plan) -> Table:
     return table
 
 
-def _wait(candidate: Candidate, axis: str) -> str:
+def _wait(candidate: LayoutCandidate, axis: str) -> str:
     traffic = candidate.time.traffic.get(axis)
     if traffic is None or not traffic.seconds:
         return "-"
@@ -185,7 +185,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def candidate_as_dict(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+def candidate_as_dict(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
     """Plain values of one layout; bytes and seconds."""
     work, time, memory = candidate.work, candidate.time, candidate.memory
     return {

@@ -22,7 +22,7 @@ from trainwright.planning.search.plan import describe
 from trainwright.planning.search.refusals import Refusals
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
-from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.cost import ModelCut
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import plan_for, problems_of
 from trainwright.strategies.compose.hybrid_options import sequence_length
@@ -114,7 +114,7 @@ class Axes:
             if self._limits.allow_axis("expert", expert) and self._allows_expert(expert):
                 yield expert
 
-    def cut(self, tensor: int, context: int, sequence: bool) -> Cut | None:
+    def cut(self, tensor: int, context: int, sequence: bool) -> ModelCut | None:
         """How a pass is split; None if the module does not run so.
 
         Args:
@@ -124,7 +124,7 @@ class Axes:
         Raises:
             ConfigError: if the module does not even run whole.
         """
-        cut = Cut(tensor=tensor, context=context, sequence_parallel=sequence, attention=self._searched.attention)
+        cut = ModelCut(tensor=tensor, context=context, sequence_parallel=sequence, attention=self._searched.attention)
         ways = [cut]
         may_split_loss = tensor > 1 and context == 1 and self._limits.loss_parallel is not False
         if may_split_loss and not self._problems(Layout(tensor=tensor), loss_parallel=True):
@@ -154,7 +154,7 @@ class Axes:
         problems = self._problems(Layout(shard=expert, expert=expert))
         if not problems:
             try:
-                self._searched.facts.of(Cut(expert=expert, attention=self._searched.attention))
+                self._searched.facts.of(ModelCut(expert=expert, attention=self._searched.attention))
             except FactsError as error:
                 problems = [str(error)]
         return not self._refused(problems, expert=expert)

@@ -15,12 +15,12 @@ from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.without_memory import FactsError
 from trainwright.planning.report.table import as_dict, candidate_as_dict, extras, reasons
 from trainwright.planning.search.limits import Limits
-from trainwright.planning.search.plan import Candidate, Plan
+from trainwright.planning.search.plan import LayoutCandidate, Plan
 from trainwright.planning.search.search import plan
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.cost import ModelCut
 from trainwright.planning.time.sending import average_by, bucket_mib, prefetch
 from trainwright.strategies.compose.rules import micro_batches_for
 from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of
@@ -46,7 +46,7 @@ def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
     return document
 
 
-def _sending(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+def _sending(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
     """Options of how it sends; None: the default."""
     return {
         "bucket_mib": bucket_mib(plan, candidate),
@@ -115,7 +115,7 @@ def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
     return cfg
 
 
-def _told(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+def _told(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
     """What `candidate_as_dict` tells, with what can be seen of the bytes in a run: when the optimizer steps."""
     at_step = {kind: getattr(candidate.at_step, kind) for kind in ("parameters", "gradients", "optimizer")}
     return {
@@ -126,7 +126,7 @@ def _told(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _document(searched: Searched, chosen: Candidate, above: tuple[int, Held] | None) -> dict[str, Any]:
+def _document(searched: Searched, chosen: LayoutCandidate, above: tuple[int, Held] | None) -> dict[str, Any]:
     cfg = searched.cfg
     found = Plan(
         name=cfg.name,
@@ -155,10 +155,10 @@ def _document(searched: Searched, chosen: Candidate, above: tuple[int, Held] | N
     }
 
 
-def _cut(cfg: DictConfig, layout: Layout) -> Cut:
+def _cut(cfg: DictConfig, layout: Layout) -> ModelCut:
     strategy = cfg.strategy
     checkpointing = strategy.get("activation_checkpointing", "none")
-    return Cut(
+    return ModelCut(
         tensor=layout.tensor,
         context=layout.context,
         expert=layout.expert,

@@ -7,12 +7,12 @@ from dataclasses import asdict, fields
 
 from trainwright.core.config.override_words import typed
 from trainwright.core.layout import Layout
-from trainwright.planning.search.plan import Candidate
+from trainwright.planning.search.plan import LayoutCandidate
 from trainwright.planning.search.searched import Searched
 from trainwright.strategies.contract.registry import strategy_options
 
 
-def overrides_of(searched: Searched, candidate: Candidate) -> tuple[str, ...]:
+def overrides_of(searched: Searched, candidate: LayoutCandidate) -> tuple[str, ...]:
     """What to type behind the recipe to have a candidate.
 
     Args:
@@ -58,7 +58,7 @@ def _machines(searched: Searched) -> Iterator[str]:
         yield f"nodes={world_size // node}"
 
 
-def _overrides_of_step(candidate: Candidate) -> Iterator[str]:
+def _overrides_of_step(candidate: LayoutCandidate) -> Iterator[str]:
     work, cut = candidate.work, candidate.cut
     if work.has_pipeline:
         if work.schedule != "1f1b":
@@ -78,14 +78,14 @@ def _overrides_of_step(candidate: Candidate) -> Iterator[str]:
         yield f"strategy.offload={work.offload}"
 
 
-def _overrides_of_module(searched: Searched, candidate: Candidate) -> Iterator[str]:
+def _overrides_of_module(searched: Searched, candidate: LayoutCandidate) -> Iterator[str]:
     """What the configuration says about the model, as far as the strategy takes it."""
     for key, value in searched.said.items():
         if key in strategy_options(candidate.strategy).__dataclass_fields__:
             yield f"strategy.{key}={typed(value)}"
 
 
-def _overrides_of_batch(searched: Searched, candidate: Candidate) -> Iterator[str]:
+def _overrides_of_batch(searched: Searched, candidate: LayoutCandidate) -> Iterator[str]:
     yield f"micro_batch_size={candidate.micro_batch_size}"
     if searched.cfg.accumulation.steps is not None:
         yield f"accumulation.steps={candidate.accumulation}"

@@ -9,8 +9,8 @@ from trainwright.core.layout import Layout
 from trainwright.planning.memory.peak import Held
 from trainwright.planning.memory.state import UnitState
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Cut
-from trainwright.planning.time.step import StepTime
+from trainwright.planning.time.cost import ModelCut
+from trainwright.planning.time.step import PredictedStepTime
 from trainwright.strategies.contract.registry import strategy_options
 
 USABLE = 0.92
@@ -18,7 +18,7 @@ USABLE = 0.92
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout that is possible, how it is run, and what is predicted of it.
 
     Args:
@@ -36,9 +36,9 @@ class Candidate:
 
     strategy: str
     work: Work
-    cut: Cut
+    cut: ModelCut
     memory: Held
-    time: StepTime
+    time: PredictedStepTime
     samples: int
     overrides: tuple[str, ...] = ()
     at_step: Held = field(default_factory=Held)
@@ -113,7 +113,7 @@ class Plan:
     profile: DeviceProfile
     precision: str
     global_batch_size: int | None
-    ranked: tuple[Candidate, ...]
+    ranked: tuple[LayoutCandidate, ...]
     refused: tuple[Refusal, ...]
     parameters: int = 0
     seconds: float = 0.0
@@ -121,7 +121,7 @@ class Plan:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> LayoutCandidate | None:
         """The fastest; None if nothing is possible."""
         return self.ranked[0] if self.ranked else None
 

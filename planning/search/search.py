@@ -20,12 +20,12 @@ from trainwright.planning.model.experts import Routing
 from trainwright.planning.search.axes import Axes
 from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.overrides import overrides_of, overrides_of_layout
-from trainwright.planning.search.plan import Candidate, Plan, describe_data
+from trainwright.planning.search.plan import LayoutCandidate, Plan, describe_data
 from trainwright.planning.search.refusals import Refusals
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import shards_of, strategies_for
 from trainwright.planning.search.ways import Ways
-from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.cost import ModelCut
 from trainwright.strategies.compose.rules import cuts_module
 
 _GIB = 2**30
@@ -61,7 +61,7 @@ class _Search:
 
     def run(self) -> Plan:
         """The plan, but for the seconds that it took."""
-        best: dict[tuple[Any, ...], Candidate] = {}
+        best: dict[tuple[Any, ...], LayoutCandidate] = {}
         for candidate in self._candidates():
             key = (candidate.strategy, candidate.layout, candidate.work.stage)
             known = best.get(key)
@@ -83,7 +83,7 @@ class _Search:
             considered=self._ways.considered,
         )
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[LayoutCandidate]:
         world = self._searched.world_size
         for tensor in self._axes.tensors():
             sequence = self._axes.splits_sequence(tensor)
@@ -94,7 +94,7 @@ class _Search:
                 for pipeline in self._axes.pipelines(world // (tensor * context)):
                     yield from self._with_data(cut, pipeline, world // (tensor * context * pipeline))
 
-    def _with_data(self, cut: Cut, pipeline: int, data: int) -> Iterator[Candidate]:
+    def _with_data(self, cut: ModelCut, pipeline: int, data: int) -> Iterator[LayoutCandidate]:
         """Candidates that leave so many ranks to the data axes."""
         whole = Layout(pipeline=pipeline, replicate=data, context=cut.context, tensor=cut.tensor)
         batch = self._searched.cfg.global_batch_size
@@ -127,7 +127,7 @@ class _Search:
             overrides = (*overrides_of_layout(strategy, layout, 1), "micro_batch_size=1")
             self._refusals.add(describe_data(layout), "batch", str(error), overrides)
 
-    def _notes(self, best: Candidate) -> Iterator[str]:
+    def _notes(self, best: LayoutCandidate) -> Iterator[str]:
         """What a plan takes for granted."""
         if best.layout.expert == 1:
             return

@@ -18,13 +18,13 @@ from trainwright.core.device_profiles import profile_of
 from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.planning.memory.peak import Held, held_by, moments
-from trainwright.planning.memory.share import Share, share_of
+from trainwright.planning.memory.share import StageShare, share_of
 from trainwright.planning.memory.state import StateTable, state_of
 from trainwright.planning.model.facts import ModelFacts
-from trainwright.planning.search.plan import USABLE, Candidate
+from trainwright.planning.search.plan import USABLE, LayoutCandidate
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Cut, Pass
-from trainwright.planning.time.step import StepTime, step_time
+from trainwright.planning.time.cost import ModelCut, PassCost
+from trainwright.planning.time.step import PredictedStepTime, step_time
 from trainwright.strategies.compose.check_layout import build_on_meta, meta_module
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import plan_for, stage_spans
@@ -101,19 +101,19 @@ class Searched:
             )
         return self._spans[stages]
 
-    def shares(self, work: Work) -> tuple[Share, ...]:
+    def shares(self, work: Work) -> tuple[StageShare, ...]:
         """What the first and the last rank of a pipeline have."""
         return self._shares_of(work.layout.pipeline, work.stages_per_rank, work.schedule)
 
     @cache  # noqa: B019 - lives as long as one search
-    def _shares_of(self, pipeline: int, per_rank: int, schedule: str) -> tuple[Share, ...]:
+    def _shares_of(self, pipeline: int, per_rank: int, schedule: str) -> tuple[StageShare, ...]:
         kinds = self.facts.kinds
         if pipeline == 1:
             return (share_of(kinds, [range(len(kinds))], 1, schedule, 0),)
         spans = self.spans(pipeline * per_rank)
         return tuple(share_of(kinds, spans, pipeline, schedule, rank) for rank in (0, pipeline - 1))
 
-    def held(self, work: Work, cost: Pass) -> Held:
+    def held(self, work: Work, cost: PassCost) -> Held:
         """What the first or the last rank of a pipeline holds at its fullest moment, whichever is more.
 
         Args:
@@ -126,11 +126,11 @@ class Searched:
         """Whether a device and its host have so much memory."""
         return held.total <= self.capacity and held.host <= self.profile.host_memory_bytes
 
-    def time_of(self, work: Work, cost: Pass) -> StepTime:
+    def time_of(self, work: Work, cost: PassCost) -> PredictedStepTime:
         """Seconds of a step."""
         return step_time(self.table, cost, work, self.shares(work), self.profile, self.cfg.precision)
 
-    def candidate(self, strategy: str, work: Work, cut: Cut, cost: Pass, held: Held) -> Candidate:
+    def candidate(self, strategy: str, work: Work, cut: ModelCut, cost: PassCost, held: Held) -> LayoutCandidate:
         """A way to run a layout, with what is predicted of it.
 
         Args:
@@ -142,7 +142,7 @@ class Searched:
         """
         shares = self.shares(work)
         _, heaviest, _ = state_of(self.table, work, shares[0])
-        return Candidate(
+        return LayoutCandidate(
             strategy,
             work,
             cut,
@@ -154,7 +154,7 @@ class Searched:
             block=heaviest,
         )
 
-    def _held_at_step(self, work: Work, cost: Pass) -> Held:
+    def _held_at_step(self, work: Work, cost: PassCost) -> Held:
         """What the first and the last rank of a pipeline hold when the optimizer steps; of each kind the most."""
         last = [moments(self.table, cost, work, share)[-1] for share in self.shares(work)]
         kinds = ("parameters", "gradients", "optimizer", "host")

@@ -10,12 +10,12 @@ from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.without_memory import FactsError
 from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.overrides import overrides_of_layout
-from trainwright.planning.search.plan import Candidate, describe, describe_data
+from trainwright.planning.search.plan import LayoutCandidate, describe, describe_data
 from trainwright.planning.search.refusals import Refusals, too_large
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import micro_batches_of
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Cut, Pass
+from trainwright.planning.time.cost import ModelCut, PassCost
 from trainwright.strategies.compose.check_strategy import too_few_samples
 from trainwright.strategies.data.zero_options import OFFLOADS
 from trainwright.strategies.pipeline.schedules import can_run
@@ -39,7 +39,9 @@ class Ways:
         self._searched, self._limits, self._refusals = searched, limits, refusals
         self.considered = 0
 
-    def fastest(self, strategy: str, stage: int, layout: Layout, cut: Cut, samples: int | None) -> Candidate | None:
+    def fastest(
+        self, strategy: str, stage: int, layout: Layout, cut: ModelCut, samples: int | None
+    ) -> LayoutCandidate | None:
         """With and without checkpointing; offloading only if nothing fits without.
 
         Args:
@@ -76,13 +78,13 @@ class Ways:
             self._refusals.add(describe(strategy, layout, stage), "memory", reason, overrides, least.total)
         return None
 
-    def _cost(self, cut: Cut) -> Pass | None:
+    def _cost(self, cut: ModelCut) -> PassCost | None:
         try:
             return self._searched.facts.near(cut)
         except FactsError:
             return None
 
-    def _held(self, work: Work, cost: Pass) -> Held:
+    def _held(self, work: Work, cost: PassCost) -> Held:
         self.considered += 1
         return self._searched.held(work, cost)
 

@@ -35,7 +35,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """How a pass is split over ranks that work on the same samples, and what of it is computed twice.
 
     Args:
@@ -63,7 +63,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """What a part of a pass costs one rank: a block, or what stands before or after the blocks.
 
     Args:
@@ -90,7 +90,7 @@ class Part:
     moved: Bytes = Bytes()
     backward_moved: Bytes = Bytes()
 
-    def with_excess(self, block: Part, alike: Part) -> Part:
+    def with_excess(self, block: ModelPart, alike: ModelPart) -> ModelPart:
         """With what ``block`` costs more than ``alike``."""
         sent, forward = dict(self.sent), dict(self.sent_forward)
         for own, more, usual in ((sent, block.sent, alike.sent), (forward, block.sent_forward, alike.sent_forward)):
@@ -104,7 +104,7 @@ class Part:
                 own[key] = own.get(key, Sent()) + rest
         return replace(self, kept=self.kept + block.kept - alike.kept, sent=sent, sent_forward=forward)
 
-    def again(self, boundary: Bytes) -> Part:
+    def again(self, boundary: Bytes) -> ModelPart:
         """The same block where only what enters it is kept, and all is computed again in backward."""
         sent = {key: _more(each, self.sent_forward.get(key)) for key, each in self.sent.items()}
         calls = self.backward_calls + self.calls
@@ -117,14 +117,14 @@ class Part:
             backward_moved=self.backward_moved + self.moved,
         )
 
-    def over(self, one: Part, alone: Part) -> Part:
+    def over(self, one: ModelPart, alone: ModelPart) -> ModelPart:
         """This block where ``alone``, which is split, stands for ``one``, which is not.
 
         Args:
             one: the whole block.
             alone: the same, split along another axis than this one.
         """
-        return Part(
+        return ModelPart(
             flops=_scaled(self.flops, alone.flops, one.flops),
             backward=_scaled(self.backward, alone.backward, one.backward),
             kept=_scaled_bytes(self.kept, alone.kept, one.kept),
@@ -152,15 +152,15 @@ def _scaled_bytes(value: Bytes, part: Bytes, whole: Bytes) -> Bytes:
     return Bytes(constant, _scaled(value.per_sample, part.per_sample, whole.per_sample))
 
 
-def _shrunk(sent: Mapping[tuple[str, str], Sent], part: Part, whole: Part) -> dict[tuple[str, str], Sent]:
+def _shrunk(sent: Mapping[tuple[str, str], Sent], part: ModelPart, whole: ModelPart) -> dict[tuple[str, str], Sent]:
     """What is sent of activations of which the other axis leaves a part."""
     factor = _scaled(1.0, part.kept.per_sample, whole.kept.per_sample)
     return {key: Sent(each.calls, each.bytes * factor, each.least * factor) for key, each in sent.items()}
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What forward and backward of a micro-batch cost one rank, under one :class:`Cut`.
+class PassCost:
+    """What forward and backward of a micro-batch cost one rank, under one :class:`ModelCut`.
 
     Args:
         before, after: what stands before the blocks and after them, the loss included.
@@ -175,9 +175,9 @@ class Pass:
             made.
     """
 
-    before: Part
-    blocks: tuple[Part, ...]
-    after: Part
+    before: ModelPart
+    blocks: tuple[ModelPart, ...]
+    after: ModelPart
     boundary: Bytes
     forward_block: Bytes
     forward_peak: Bytes
@@ -186,7 +186,7 @@ class Pass:
     block_peak: Bytes
     accumulating_peak: Bytes
 
-    def again(self) -> Pass:
+    def again(self) -> PassCost:
         """The same pass with every block computed again in backward (activation checkpointing of all blocks)."""
         blocks = tuple(block.again(self.boundary) for block in self.blocks)
         most = max((block.kept for block in self.blocks), key=lambda kept: kept.of(1), default=self.boundary)
@@ -198,7 +198,7 @@ class Pass:
             accumulating_peak=self.accumulating_peak + more,
         )
 
-    def over(self, one: Pass, alone: Pass) -> Pass:
+    def over(self, one: PassCost, alone: PassCost) -> PassCost:
         """The pass split along this one's axis and along that of ``alone``; ``one`` is split along neither.
 
         Activations, operations and what is sent shrink by both factors: near enough for a search, and measured where
@@ -206,7 +206,7 @@ class Pass:
         """
         names = [each.name for each in fields(self) if each.name not in ("before", "blocks", "after")]
         peaks = {name: _scaled_bytes(getattr(self, name), getattr(alone, name), getattr(one, name)) for name in names}
-        return Pass(
+        return PassCost(
             before=self.before.over(one.before, alone.before),
             blocks=tuple(a.over(b, c) for a, b, c in zip(self.blocks, one.blocks, alone.blocks, strict=True)),
             after=self.after.over(one.after, alone.after),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trainwright.core.device_profiles import DeviceProfile
 from trainwright.core.layout import Layout
-from trainwright.planning.search.plan import USABLE, Candidate, Plan
+from trainwright.planning.search.plan import USABLE, LayoutCandidate, Plan
 from trainwright.planning.time.step import collective, link_of
 from trainwright.strategies.compose.rules import cuts_module
-from trainwright.strategies.contract.communication.advice import FASTER, Link, best_bucket_bytes
+from trainwright.strategies.contract.communication.advice import FASTER, MeasuredLink, best_bucket_bytes
 from trainwright.strategies.contract.communication.ahead import BlockTimes, best_depth
 from trainwright.strategies.contract.communication.options import HIERARCHICAL, copies_of_a_node
 
@@ -18,7 +18,7 @@ _LEAST_BUCKET = 2**18
 _BUCKETS_AT_ONCE = 3
 
 
-def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
+def bucket_mib(plan: Plan, candidate: LayoutCandidate) -> float | None:
     """The size of buckets of gradients for which a step waits least over the links of the profile, in MiB.
 
     Small ones leave little to send when backward has ended, large ones pay latency less often, see
@@ -44,7 +44,7 @@ def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
     return float(f"{best / _MIB:.3g}")
 
 
-def average_by(plan: Plan, candidate: Candidate) -> str | None:
+def average_by(plan: Plan, candidate: LayoutCandidate) -> str | None:
     """How to average replicas: in two levels where that takes at most 90 % of the time of an all-reduce.
 
     Reduce-scatter and all-gather send in as many rounds as many bytes as an all-reduce, so they are never better here.
@@ -81,7 +81,7 @@ def one_level(profile: DeviceProfile, layout: Layout, size: float) -> float:
         return collective(link_of(profile, layout, "replicate"), "all_reduce", size)[1]
     bandwidth = min(profile.within.bandwidth, profile.across.bandwidth)
     latency = max(profile.within.latency, profile.across.latency)
-    return Link("replicate", layout.replicate, latency, bandwidth).seconds("all_reduce", size)
+    return MeasuredLink("replicate", layout.replicate, latency, bandwidth).seconds("all_reduce", size)
 
 
 def two_levels(profile: DeviceProfile, replicas: int, copies: int, size: float) -> float:
@@ -93,13 +93,13 @@ def two_levels(profile: DeviceProfile, replicas: int, copies: int, size: float) 
         copies: of these in a node.
         size: bytes of gradients.
     """
-    within = Link("within", copies, profile.within.latency, profile.within.bandwidth)
-    across = Link("across", replicas // copies, profile.across.latency, profile.across.bandwidth)
+    within = MeasuredLink("within", copies, profile.within.latency, profile.within.bandwidth)
+    across = MeasuredLink("across", replicas // copies, profile.across.latency, profile.across.bandwidth)
     seconds = sum(collective(within, kind, size)[1] for kind in ("reduce_scatter", "all_gather"))
     return seconds + collective(across, "all_reduce", size / copies)[1]
 
 
-def prefetch(plan: Plan, candidate: Candidate) -> int | None:
+def prefetch(plan: Plan, candidate: LayoutCandidate) -> int | None:
     """Blocks that stage 3 gathers ahead, as many as wait least and have memory.
 
     Args:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from trainwright.core.device_profiles import DeviceProfile
 from trainwright.core.layout import Layout
-from trainwright.planning.memory.share import Share, share_of
+from trainwright.planning.memory.share import StageShare, share_of
 from trainwright.planning.memory.state import StateTable, UnitState, state_of
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Part, Pass
-from trainwright.strategies.contract.communication.advice import Link, overlapped
+from trainwright.planning.time.cost import ModelPart, PassCost
+from trainwright.strategies.contract.communication.advice import MeasuredLink, overlapped
 from trainwright.strategies.contract.communication.costs import least_bytes
 from trainwright.strategies.pipeline.schedules import CHOICES
 
@@ -48,7 +48,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PredictedStepTime:
     """Predicted seconds of one optimizer step.
 
     Args:
@@ -76,7 +76,7 @@ class StepTime:
         return self.compute + self.bubble + self.optimizer + self.exposed
 
 
-def link_of(profile: DeviceProfile, layout: Layout, axis: str) -> Link:
+def link_of(profile: DeviceProfile, layout: Layout, axis: str) -> MeasuredLink:
     """What the ranks along an axis have between them.
 
     Neighbouring ranks share a node. A group of which a node holds k ranks sends over k network cards at once, which a
@@ -90,11 +90,11 @@ def link_of(profile: DeviceProfile, layout: Layout, axis: str) -> Link:
     stride, size = _place_of(layout, axis)
     per_node = max(profile.devices_per_node, 1)
     if (size - 1) * stride < per_node or layout.world_size <= per_node:
-        return Link(axis, size, profile.within.latency, profile.within.bandwidth, profile.within.call)
+        return MeasuredLink(axis, size, profile.within.latency, profile.within.bandwidth, profile.within.call)
     inside = min(size, max(per_node // stride, 1))
     bandwidth = min(profile.within.bandwidth, profile.across.bandwidth * inside)
     latency = ((inside - 1) * profile.within.latency + profile.across.latency) / inside
-    return Link(axis, size, latency, bandwidth, profile.across.call)
+    return MeasuredLink(axis, size, latency, bandwidth, profile.across.call)
 
 
 def _place_of(layout: Layout, axis: str) -> tuple[int, int]:
@@ -111,7 +111,7 @@ def _place_of(layout: Layout, axis: str) -> tuple[int, int]:
     }[axis]
 
 
-def collective(link: Link, kind: str, size: float, calls: float = 1.0) -> tuple[float, float]:
+def collective(link: MeasuredLink, kind: str, size: float, calls: float = 1.0) -> tuple[float, float]:
     """Bytes that a rank sends and seconds that it takes.
 
     All-reduces of many ranks go along a tree where that is faster than a ring: latency grows with the logarithm.
@@ -157,8 +157,13 @@ def bubble_of(schedule: str, pipeline: int, stages_per_rank: int, forward: float
 
 
 def step_time(
-    table: StateTable, cost: Pass, work: Work, shares: tuple[Share, ...], profile: DeviceProfile, precision: str
-) -> StepTime:
+    table: StateTable,
+    cost: PassCost,
+    work: Work,
+    shares: tuple[StageShare, ...],
+    profile: DeviceProfile,
+    precision: str,
+) -> PredictedStepTime:
     """Seconds of a step.
 
     Args:
@@ -188,7 +193,7 @@ def step_time(
         mean = _Passes(cost, work, whole, profile, precision).seconds / work.layout.pipeline
         critical, compute = compute + bubble, micro_batches * max(mean, reading)
         bubble = idle(critical + rest, compute + rest, profile.share)
-    return StepTime(compute, bubble, update, traffic, model_flops(table, cost, work))
+    return PredictedStepTime(compute, bubble, update, traffic, model_flops(table, cost, work))
 
 
 def idle(critical: float, work: float, share: float) -> float:
@@ -205,7 +210,7 @@ def idle(critical: float, work: float, share: float) -> float:
     return max(share * critical - work, 0.0)
 
 
-def model_flops(table: StateTable, cost: Pass, work: Work) -> float:
+def model_flops(table: StateTable, cost: PassCost, work: Work) -> float:
     """Operations of forward and backward for the samples of a step on all ranks; backward counts twice forward."""
     ranks = work.layout.tensor * work.layout.context
     counts = {kind: table.facts.kinds.count(kind) for kind in set(table.facts.kinds)}
@@ -217,7 +222,7 @@ def model_flops(table: StateTable, cost: Pass, work: Work) -> float:
 class _Passes:
     """Seconds that one micro-batch computes on a rank."""
 
-    def __init__(self, cost: Pass, work: Work, share: Share, profile: DeviceProfile, precision: str) -> None:
+    def __init__(self, cost: PassCost, work: Work, share: StageShare, profile: DeviceProfile, precision: str) -> None:
         self.share = share
         flops = profile.flops_at(precision)
         parts = _parts_of(cost, share)
@@ -239,7 +244,7 @@ class _Passes:
         return self.forward + self.backward
 
 
-def _parts_of(cost: Pass, share: Share) -> list[tuple[Part, int]]:
+def _parts_of(cost: PassCost, share: StageShare) -> list[tuple[ModelPart, int]]:
     """The parts of a pass that a rank runs, each with how often."""
     parts = [(cost.blocks[kind], count) for kind, count in share.blocks.items()]
     parts += [(cost.before, 1)] if share.has_first else []
@@ -263,7 +268,7 @@ def _add(traffic: dict[str, Traffic], more: Mapping[str, Traffic]) -> None:
 
 
 def _within_passes(
-    cost: Pass, work: Work, share: Share, profile: DeviceProfile, micro_batches: int
+    cost: PassCost, work: Work, share: StageShare, profile: DeviceProfile, micro_batches: int
 ) -> dict[str, Traffic]:
     """What blocks send along the tensor, the context and the expert axis; computing waits for all of it."""
     traffic: dict[str, Traffic] = {}
@@ -282,7 +287,7 @@ def _within_passes(
     return traffic
 
 
-def _of_pipeline(cost: Pass, work: Work, profile: DeviceProfile, compute: float) -> dict[str, Traffic]:
+def _of_pipeline(cost: PassCost, work: Work, profile: DeviceProfile, compute: float) -> dict[str, Traffic]:
     """Activations and their gradients at the borders of stages."""
     if not work.has_pipeline:
         return {}
@@ -317,7 +322,7 @@ def _of_state(
     backward, forward = passes.backward, passes.forward
     traffic: dict[str, Traffic] = {}
 
-    def wait(axis: str, link: Link, kind: str, size: float, times: float, window: float) -> None:
+    def wait(axis: str, link: MeasuredLink, kind: str, size: float, times: float, window: float) -> None:
         sent, seconds = collective(link, kind, size, pieces)
         exposed = seconds if work.has_pipeline or not window else _waiting(seconds, pieces, window)
         traffic[axis] = traffic.get(axis, Traffic()) + Traffic(sent * times, seconds * times, exposed * times)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.compression.names import compressor_names, make_compressor
-from trainwright.strategies.contract.communication.advice import Advice, Link, MeasuredStep, advise
+from trainwright.strategies.contract.communication.advice import Advice, MeasuredLink, MeasuredStep, advise
 from trainwright.strategies.contract.communication.options import copies_of_a_node
 from trainwright.strategies.contract.communication.probe import probe_links
 from trainwright.strategies.contract.part import Host
@@ -38,9 +38,9 @@ class Links:
 
     def __init__(self, strategy: Averaged, ranks_per_node: Callable[[], int]) -> None:
         self._strategy, self._ranks_per_node = strategy, ranks_per_node
-        self._found: list[Link] = []
+        self._found: list[MeasuredLink] = []
 
-    def measured(self) -> list[Link]:
+    def measured(self) -> list[MeasuredLink]:
         """The links of the axes along which gradients are averaged. The first call is a collective of all ranks."""
         if not self._found:
             layout = self._strategy.layout

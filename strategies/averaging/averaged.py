@@ -17,7 +17,7 @@ from trainwright.strategies.averaging.compressed import CompressedAverage
 from trainwright.strategies.averaging.compression.options import CompressionChoice, choose_compression
 from trainwright.strategies.averaging.means import MeanBesideBackward, MeansOfCopies, PartMeans
 from trainwright.strategies.averaging.options import AveragedOptions
-from trainwright.strategies.contract.communication.advice import Advice, Link, Way, fastest_way
+from trainwright.strategies.contract.communication.advice import Advice, MeasuredLink, Way, fastest_way
 from trainwright.strategies.contract.communication.options import (
     ALL_REDUCE,
     OFF,
@@ -96,11 +96,11 @@ class Averaging:
 class Choose(Protocol):
     """Chooses by what was measured, on all ranks the same; returns what to say of it, empty: nothing was chosen."""
 
-    def __call__(self, links: list[Link], compute: float, accumulation: int) -> str:
+    def __call__(self, links: list[MeasuredLink], compute: float, accumulation: int) -> str:
         """Args: the links, seconds of an optimizer step without waits, and its micro-batches."""
 
 
-def _choose_nothing(links: list[Link], compute: float, accumulation: int) -> str:
+def _choose_nothing(links: list[MeasuredLink], compute: float, accumulation: int) -> str:
     return ""
 
 

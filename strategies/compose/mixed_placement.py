@@ -29,7 +29,7 @@ from trainwright.strategies.parameter_server.refusals import (
     steps_are_served,
     tables_are_not_averaged,
 )
-from trainwright.strategies.parameter_server.server.server import Meeting
+from trainwright.strategies.parameter_server.server.server import ServerMeeting
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.tables.placement import served_names
 from trainwright.strategies.parameter_server.tables.tables import ServedTables, find_tables, scale_gradients
@@ -165,7 +165,7 @@ class ServedByRanks(Tables):
             self._table_servers,
             Device(self._interface),
         )
-        meeting = Meeting(default_store(), f"tables/{strategy.broadcast(uuid.uuid4().hex)}")
+        meeting = ServerMeeting(default_store(), f"tables/{strategy.broadcast(uuid.uuid4().hex)}")
         self._served.start(strategy.global_rank, strategy.world_size, meeting, strategy.barrier)
 
     def _upload_if_outdated(self) -> None:

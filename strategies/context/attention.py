@@ -47,9 +47,7 @@ class DistributedAttention:
     def __init__(
         self, group: dist.ProcessGroup, order: SequenceOrder, method: Method, local: Callable[..., Tensor]
     ) -> None:
-        self.group = group
-        self.order = order
-        self.method = method
+        self.group, self.order, self.method = group, order, method
         self._local = local
 
     def __call__(

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.attention import METHODS, DistributedAttention, Method, heads_problem
 from trainwright.strategies.context.order import SequenceOrder
-from trainwright.strategies.context.slices import Rows, SequenceSlice, make_whole
+from trainwright.strategies.context.slices import SequenceRows, SequenceSlice, make_whole
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import head_counts
@@ -263,7 +263,7 @@ class ContextParallel:
     def _make_whole(self, part: Tensor, dim: int) -> Tensor:
         if self.split_outputs and self._blocks[-1].training and torch.is_grad_enabled() and dim == 1:
             length = part.size(1) * self.order.size
-            return SequenceSlice(part, Rows(self.group, self.order, length, 0, length))
+            return SequenceSlice(part, SequenceRows(self.group, self.order, length, 0, length))
         return make_whole(part, self.group, self.order, dim)
 
 

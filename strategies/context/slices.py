@@ -59,7 +59,7 @@ class _Summed(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Rows:
+class SequenceRows:
     """Which positions a :class:`SequenceSlice` stands for, and which of them this rank holds.
 
     Args:
@@ -144,10 +144,10 @@ class SequenceSlice(Tensor):
     """
 
     local: Tensor
-    rows: Rows
+    rows: SequenceRows
 
     @staticmethod
-    def __new__(cls, local: Tensor, rows: Rows) -> SequenceSlice:
+    def __new__(cls, local: Tensor, rows: SequenceRows) -> SequenceSlice:
         """Stand for the tensor whose part is ``local``."""
         shape = rows.leading(local) + tuple(local.shape[1 + rows.dim :])
         made = Tensor._make_wrapper_subclass(
@@ -342,7 +342,7 @@ def _index(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     return SequenceSlice(local, rows)
 
 
-def _narrowed(local: Tensor, rows: Rows, kept: Rows) -> Tensor:
+def _narrowed(local: Tensor, rows: SequenceRows, kept: SequenceRows) -> Tensor:
     pieces, offset = [], 0
     for (start, stop, _, _), (first, last, _, _) in zip(rows._spans(), kept._spans(), strict=True):
         pieces.append(local.narrow(1, offset + min(first, stop) - start, max(last - first, 0)))

@@ -186,7 +186,7 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
 
 
 def set_loss_scale(plugin: Precision, initial: float, growth_interval: int, least: float, fixed: bool) -> None:
-    """Have the loss scaled as asked for; see :class:`~trainwright.trainer.loop.loss_scale.LossScale`.
+    """Have the loss scaled as asked for; see :class:`~trainwright.trainer.loop.loss_scale.LossScaling`.
 
     Raises:
         ValueError: if the plugin scales no loss, or is the user's own.

@@ -31,7 +31,7 @@ from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
 from trainwright.strategies.base.whole.strategy import Wholes
-from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, Link
+from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, MeasuredLink
 from trainwright.strategies.contract.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Tables
@@ -41,7 +41,7 @@ from trainwright.strategies.data.finetuning import show_parameters_to
 from trainwright.strategies.data.gathered_writes import GatheredWrites, refusing_what_is_lost
 from trainwright.strategies.data.gathering import gather_ahead, let_go_of_gathered, split_blocks, whole_bytes
 from trainwright.strategies.data.gradient_hooks import hooks_of, refuse_accumulation_hooks, run_when_gathered
-from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, Sharing, optimize_shards
+from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, OptimizerSharing, optimize_shards
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.outside import CallsOutside
 from trainwright.strategies.data.reducer import GradientReducer, ParameterPublisher
@@ -250,7 +250,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if averaging.communication == "auto" and is_free and not self._splits_parameters:
             averaging.choose_fastest(4.0 * self.num_parameters / (self.world_size // self.layout.replicate))
 
-    def _choose_prefetch(self, links: list[Link], compute: float, accumulation: int) -> str:
+    def _choose_prefetch(self, links: list[MeasuredLink], compute: float, accumulation: int) -> str:
         """With ``communication="auto"`` gather as far ahead as waits least."""
         link = next((link for link in links if link.axis == "shard"), None)
         if self._prefetch is not None or self._step is None or self.backward_in_step or link is None:
@@ -432,7 +432,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """
         self._make_optimizers(trainer)
         self._divided = DividedSteps(
-            Sharing(self._in_words, self._divides, self.root_device, self._whole_shape, self._make_owners)
+            OptimizerSharing(self._in_words, self._divides, self.root_device, self._whole_shape, self._make_owners)
         )
         self._divide_steps()
         for optimizer in self.optimizers:

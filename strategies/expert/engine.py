@@ -297,7 +297,7 @@ class _Loads:
 
 
 @dataclass(frozen=True)
-class Routes:
+class TokenRoutes:
     """Which of this rank's tokens go where.
 
     Args:
@@ -361,7 +361,7 @@ class Dispatcher:
         tokens_ND = tokens.reshape(-1, tokens.shape[-1])  # noqa: N806
         index_NK = index.reshape(-1, index.shape[-1])  # noqa: N806
         weights_NK = weights.reshape(-1, weights.shape[-1])  # noqa: N806
-        routes: Routes = self.answers.agree(index_NK)
+        routes: TokenRoutes = self.answers.agree(index_NK)
         exchange = (self.group, routes.send, routes.receive)
         # The order of these two is that of their backwards on every rank: autograd runs what was made last first.
         routing = all_to_all(self._pack(index_NK, weights_NK, routes), *exchange)
@@ -386,7 +386,7 @@ class Dispatcher:
             )
         return tokens, index, weights
 
-    def agree(self, index_NK: Tensor) -> Routes:  # noqa: N803
+    def agree(self, index_NK: Tensor) -> TokenRoutes:  # noqa: N803
         """Decide what goes where and tell all ranks.
 
         Args:
@@ -406,7 +406,7 @@ class Dispatcher:
         # The only wait for the device that the exchange needs: all counts at once.
         counts = torch.cat((table[self.rank, : self.size], table[:, self.rank], mine)).tolist()
         destination, token = goes.T.nonzero(as_tuple=True)
-        return Routes(
+        return TokenRoutes(
             token=token,
             destination=destination,
             send=counts[: self.size],
@@ -414,7 +414,7 @@ class Dispatcher:
             unused=[i for i, n in enumerate(counts[2 * self.size :], self.rank * self.per_rank) if n == 0],
         )
 
-    def _pack(self, index_NK: Tensor, weights_NK: Tensor, routes: Routes) -> Tensor:  # noqa: N803
+    def _pack(self, index_NK: Tensor, weights_NK: Tensor, routes: TokenRoutes) -> Tensor:  # noqa: N803
         """Weights and local experts of each row to send, ``(R, 2K)``; an expert of another rank is -1."""
         index_RK = index_NK[routes.token]  # noqa: N806
         is_there = index_RK // self.per_rank == routes.destination[:, None]

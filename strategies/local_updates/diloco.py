@@ -23,7 +23,7 @@ from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.options import DiLoCoOptions, fragment_problem
 from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
 from trainwright.strategies.local_updates.replicas import LocalUpdateStrategy
-from trainwright.strategies.local_updates.schedule import Schedule
+from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.strategies.local_updates.state import outer_boxes, read_outer
 
 _COMPRESSION = "compression/"
@@ -56,7 +56,7 @@ class DiLoCoStrategy(LocalUpdateStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         o = self.options
-        self._schedule = Schedule(o.sync_every, o.fragments, o.warmup_steps)
+        self._schedule = UpdateSchedule(o.sync_every, o.fragments, o.warmup_steps)
         self._overlap = o.overlap_steps
         self._outer_options = OuterOptions(o.outer_lr, o.outer_momentum, o.outer_nesterov, o.mixing, o.offload_outer)
         self._choice = choose_compression(o.compression)

@@ -37,7 +37,7 @@ from trainwright.strategies.local_updates.options import (
     LocalUpdateOptions,
     averaging_callback_problem,
 )
-from trainwright.strategies.local_updates.schedule import Schedule
+from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.strategies.local_updates.state import (
     float_buffers,
     inner_boxes,
@@ -83,7 +83,7 @@ class LocalUpdateStrategy(HybridStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._schedule = Schedule(self.options.sync_every, warmup_steps=self.options.warmup_steps)
+        self._schedule = UpdateSchedule(self.options.sync_every, warmup_steps=self.options.warmup_steps)
         self._mean: ReplicaMean | None = None
         self._is_alike = True
         self._aside: dict[str, Tensor] | None = None

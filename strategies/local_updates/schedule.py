@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Schedule:
+class UpdateSchedule:
     """Fragments take turns: each is averaged every ``sync_every`` steps, the others at even distances between.
 
     Depends on nothing but the number of steps done, so that a run that is resumed, and every rank, finds the same.

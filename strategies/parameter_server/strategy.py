@@ -39,13 +39,13 @@ from trainwright.strategies.parameter_server.options import ParameterServerOptio
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.refusals import needs_interface, rank_problems
 from trainwright.strategies.parameter_server.server.clocks import Consistency
-from trainwright.strategies.parameter_server.server.server import Meeting, Rules, Server
-from trainwright.strategies.parameter_server.server.shard import Plan, refuse_unserved
+from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
+from trainwright.strategies.parameter_server.server.shard import ShardPlan, refuse_unserved
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.onlookers import has_onlookers
 from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
 from trainwright.strategies.parameter_server.worker.rejoining import (
-    Pace,
+    WorkerPace,
     incarnation,
     meet_alone,
     meet_anew,
@@ -388,13 +388,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             tell_place(self._store, meeting.prefix)
             self._make_offers()
 
-    def _meeting(self) -> Meeting:
+    def _meeting(self) -> ServerMeeting:
         if self._fit is not None:
-            return Meeting(self._store_of_run(), self._fit.prefix)
+            return ServerMeeting(self._store_of_run(), self._fit.prefix)
         store = default_store() if self._incarnation is None else run_store()
-        return Meeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
+        return ServerMeeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
 
-    def _start_server(self, number: int, plan: Plan, meeting: Meeting) -> None:
+    def _start_server(self, number: int, plan: ShardPlan, meeting: ServerMeeting) -> None:
         replaces = self._incarnation is not None
         server = Server(number, plan, self._rules, meeting, self.world_size, self._device, self._codec, replaces)
         server.start()
@@ -417,9 +417,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _server_number(self) -> int:
         return self.global_rank - self.world_size
 
-    def _plan(self, served: ServedOptimizer) -> Plan:
+    def _plan(self, served: ServedOptimizer) -> ShardPlan:
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        plan = Plan.of(served.inner, names, self.servers)
+        plan = ShardPlan.of(served.inner, names, self.servers)
         return plan.in_parts(self._tables(_of_groups(served))) if self._overlap else plan
 
     @property
@@ -447,7 +447,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         embeddings = {id(each.weight) for each in parts if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
         return [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
 
-    def _connect(self, served: ServedOptimizer, plan: Plan, meeting: Meeting) -> Client:
+    def _connect(self, served: ServedOptimizer, plan: ShardPlan, meeting: ServerMeeting) -> Client:
         parameters = _of_groups(served)
         tables = self._tables(parameters)
         module = self.lightning_module if self._pulls_late else None
@@ -468,7 +468,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self.barrier()  # nobody meets before the servers have it
         self._client.meet()
 
-    def _refuse_other_optimizers(self, plan: Plan) -> None:
+    def _refuse_other_optimizers(self, plan: ShardPlan) -> None:
         """Hold how every rank is to train its parameters against the first; a collective."""
         digests = self.state.of_all_ranks(plan.digest)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -505,7 +505,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """Link this worker to the servers and take the state of the run."""
         assert self._served is not None
         self._store = run_store()
-        meeting = Meeting(self._store, told_place(self._store))
+        meeting = ServerMeeting(self._store, told_place(self._store))
         self._connect(self._served, self._plan(self._served), meeting)
         link = Link(meeting.client(), meeting.come(0, self.global_rank, wants_state=True), False, self._device)
         try:
@@ -532,7 +532,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _make_offers(self) -> None:
         """Keep a copy of this rank's state for workers that come again, from where steps begin."""
         trainer: Any = self.lightning_module.trainer
-        pace, last = Pace(), -1
+        pace, last = WorkerPace(), -1
 
         def hear(phase: str) -> None:
             nonlocal last

@@ -18,9 +18,9 @@ from trainwright.strategies.contract.randomness.state import random_state, set_r
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
 from trainwright.strategies.pipeline.first_step.block_values import Placeholder
 from trainwright.strategies.pipeline.first_step.module_state import ModuleState
-from trainwright.strategies.pipeline.first_step.routes import Routes, needs_everything, plan_routes
+from trainwright.strategies.pipeline.first_step.routes import StageRoutes, needs_everything, plan_routes
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.first_step.step_state import Place, StepState, find_places
+from trainwright.strategies.pipeline.first_step.step_state import StatePlace, StepState, find_places
 from trainwright.strategies.pipeline.first_step.survey import Survey
 from trainwright.strategies.pipeline.form import FormBook
 from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
@@ -34,7 +34,7 @@ from trainwright.strategies.pipeline.micro_batches import (
     split_batch,
 )
 from trainwright.strategies.pipeline.relay import Carrier, RelayPass
-from trainwright.strategies.pipeline.results import Publisher, Recorder, bound_log
+from trainwright.strategies.pipeline.results import LogRecorder, Publisher, bound_log
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, known_to_be_taken
@@ -97,7 +97,7 @@ class PipelineEngine:
         self._publisher = Publisher(group, self.last_stage_rank, self._device)
         self._schedules: dict[int, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._step: _Step | None = None
-        self._routes: Routes | None = None
+        self._routes: StageRoutes | None = None
         self._state: StepState | None = None
         self._randomness = StepRandomness(group, self._device)
         self._draws = False
@@ -199,7 +199,7 @@ class PipelineEngine:
             if samples is not None and len(parts) > 1:
                 check_samples(batch, self._dims, size, samples)
             self._learn(arguments[0], len(parts))
-        recorder = Recorder(part_sizes(size, len(parts)), self._device, self._module)
+        recorder = LogRecorder(part_sizes(size, len(parts)), self._device, self._module)
         seeds = self._randomness.seeds(len(parts)) if self._draws else []
         self._step = _Step(arguments, recorder, scale, seeds)
         signatures = [signature(arguments[index]) for index in range(len(parts))]
@@ -262,7 +262,7 @@ class PipelineEngine:
         survey = Survey(self.cut, self._device, arguments)
         run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
         error: Exception | None = None
-        places: list[Place] = []
+        places: list[StatePlace] = []
         problems: list[str] = []
         random = random_state(self._device)
         ranks = set(dist.get_process_group_ranks(self._group))
@@ -437,7 +437,7 @@ class PipelineEngine:
             output = self._relayed(run, function)
         survey.use_results(output)
         survey.finish()
-        routes = Routes(self.cut, self.cut.engine_hooks, (), *run.known())
+        routes = StageRoutes(self.cut, self.cut.engine_hooks, (), *run.known())
         everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, survey)
         flags = torch.tensor([int(everything), int(survey.draws)], device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -472,7 +472,7 @@ class _Step:
     def __init__(
         self,
         arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        recorder: Recorder,
+        recorder: LogRecorder,
         scale: Callable[[Tensor, float], Tensor],
         seeds: list[int],
     ) -> None:

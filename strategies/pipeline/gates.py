@@ -20,7 +20,7 @@ from trainwright.strategies.pipeline.first_step.block_values import (
     refuse_placeholders,
     replay,
 )
-from trainwright.strategies.pipeline.first_step.routes import Routes
+from trainwright.strategies.pipeline.first_step.routes import StageRoutes
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.survey import Source
 
@@ -92,7 +92,7 @@ class StagePass:
         randomness: gives own blocks the generators of the rank; ``None``: they have them.
     """
 
-    def __init__(self, routes: Routes, stage: int, received: Any) -> None:
+    def __init__(self, routes: StageRoutes, stage: int, received: Any) -> None:
         self.span, self.output = routes.cut.spans[stage], None  # type: range, Any
         self.randomness: StepRandomness | None = None
         self._routes, self._cut, self._stage = routes, routes.cut, stage

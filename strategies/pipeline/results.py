@@ -50,7 +50,7 @@ class _Layout:
         return numbers + len(self.logs) + sum(1 for log in self.logs if log[3])
 
 
-class Recorder:
+class LogRecorder:
     """Results of one step on the rank of the last stage.
 
     Args:
@@ -173,7 +173,7 @@ class Publisher:
         self._is_source = dist.get_rank(group) == source
         self._layout = _Layout()
 
-    def publish(self, recorder: Recorder, log: Callable[..., Any]) -> Any:
+    def publish(self, recorder: LogRecorder, log: Callable[..., Any]) -> Any:
         """The output of the whole batch, on every rank; and ``log`` called with what was logged. A collective.
 
         Args:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """What one schedule is like.
 
     Attributes:
@@ -43,14 +43,14 @@ class Schedule:
 
 # GPipe: arXiv 1811.06965; 1F1B and interleaved: 2104.04473; breadth first: 2211.05953; zero bubble: 2401.10241;
 # DualPipeV: 2412.19437.
-CHOICES: Mapping[str, Schedule] = {
-    "gpipe": Schedule("GPipe", fixed=True),
-    "1f1b": Schedule("1F1B", fixed=True),
-    "interleaved_1f1b": Schedule("Interleaved1F1B", 2),
-    "looped_bfs": Schedule("LoopedBFS", 2),
-    "interleaved_zero_bubble": Schedule("InterleavedZeroBubble", 2, splits_backward=True),
-    "zbv": Schedule("ZBVZeroBubble", 2, fixed=True, vee=True, splits_backward=True),
-    "dualpipev": Schedule("DualPipeV", 2, fixed=True, vee=True, splits_backward=True),
+CHOICES: Mapping[str, PipelineSchedule] = {
+    "gpipe": PipelineSchedule("GPipe", fixed=True),
+    "1f1b": PipelineSchedule("1F1B", fixed=True),
+    "interleaved_1f1b": PipelineSchedule("Interleaved1F1B", 2),
+    "looped_bfs": PipelineSchedule("LoopedBFS", 2),
+    "interleaved_zero_bubble": PipelineSchedule("InterleavedZeroBubble", 2, splits_backward=True),
+    "zbv": PipelineSchedule("ZBVZeroBubble", 2, fixed=True, vee=True, splits_backward=True),
+    "dualpipev": PipelineSchedule("DualPipeV", 2, fixed=True, vee=True, splits_backward=True),
 }
 
 

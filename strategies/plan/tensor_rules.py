@@ -27,7 +27,7 @@ _ATTENDS = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Split:
+class WeightSplit:
     """How one parameter of a module is split: along ``dim``, in ``sections`` of their own (``None``: one)."""
 
     dim: int
@@ -74,7 +74,7 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
-def splits(module: nn.Module, style: str) -> dict[str, Split]:
+def splits(module: nn.Module, style: str) -> dict[str, WeightSplit]:
     """Names of parameters, relative to ``module``, that ``style`` splits.
 
     Args:
@@ -88,7 +88,7 @@ def splits(module: nn.Module, style: str) -> dict[str, Split]:
     if is_attention(module) and kind in ("colwise", "packed_colwise"):
         return _attention_splits(module)
     if isinstance(module, nn.Embedding) and kind == "vocabulary":
-        return {"weight": Split(0)}
+        return {"weight": WeightSplit(0)}
     if not is_projection(module) or kind == "vocabulary":
         raise ValueError(
             f"tensor style {style!r} is not for a {type(module).__name__}; nn.Linear and Conv1D take "
@@ -97,17 +97,17 @@ def splits(module: nn.Module, style: str) -> dict[str, Split]:
         )
     out_dim, in_dim = (1, 0) if is_transposed(module) else (0, 1)
     if kind == "rowwise":
-        return {"weight": Split(in_dim)}
+        return {"weight": WeightSplit(in_dim)}
     sections = _sections(features(module)[1], numbers) if kind == "packed_colwise" else None
-    found = {"weight": Split(out_dim, sections)}
+    found = {"weight": WeightSplit(out_dim, sections)}
     if getattr(module, "bias", None) is not None:
-        found["bias"] = Split(0, sections)
+        found["bias"] = WeightSplit(0, sections)
     return found
 
 
-def plan_splits(module: nn.Module, plan: ModelPlan) -> dict[str, Split]:
+def plan_splits(module: nn.Module, plan: ModelPlan) -> dict[str, WeightSplit]:
     """Fully qualified names of all parameters that the plan splits, with how. See :func:`splits`."""
-    found: dict[str, Split] = {}
+    found: dict[str, WeightSplit] = {}
     attentions = {name for name in plan.tensor if is_attention(module.get_submodule(name))}
     for name, style in plan.tensor.items():
         if name.rpartition(".")[0] in attentions:
@@ -116,11 +116,11 @@ def plan_splits(module: nn.Module, plan: ModelPlan) -> dict[str, Split]:
     return found
 
 
-def _attention_splits(module: nn.Module) -> dict[str, Split]:
+def _attention_splits(module: nn.Module) -> dict[str, WeightSplit]:
     width = module.embed_dim
-    packed = Split(0, (width, width, width))  # type: ignore[arg-type]
-    names = {"in_proj_weight": packed, "in_proj_bias": packed, "out_proj.weight": Split(1)}
-    names |= {f"{letter}_proj_weight": Split(0) for letter in "qkv"}
+    packed = WeightSplit(0, (width, width, width))  # type: ignore[arg-type]
+    names = {"in_proj_weight": packed, "in_proj_bias": packed, "out_proj.weight": WeightSplit(1)}
+    names |= {f"{letter}_proj_weight": WeightSplit(0) for letter in "qkv"}
     out = module.out_proj
     own = {name: getattr(module, name, None) for name in names if "." not in name}
     own["out_proj.weight"] = out.weight  # type: ignore[union-attr]
@@ -222,7 +222,7 @@ def _shape_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[s
         yield from _length_problems(part, name, found, size)
 
 
-def _length_problems(part: nn.Module, name: str, found: dict[str, Split], size: int) -> Iterator[str]:
+def _length_problems(part: nn.Module, name: str, found: dict[str, WeightSplit], size: int) -> Iterator[str]:
     for key, split in found.items():
         parameter = part.get_parameter(key)
         lengths = split.sections or (parameter.shape[split.dim],)
@@ -241,7 +241,7 @@ def indivisible(module: nn.Module, plan: ModelPlan, size: int) -> list[str]:
     return problems or list(_head_problems(module, plan, size))
 
 
-def _module_problems(part: nn.Module, found: dict[str, Split], style: str) -> Iterator[str]:
+def _module_problems(part: nn.Module, found: dict[str, WeightSplit], style: str) -> Iterator[str]:
     own = {name for name, _ in part.named_parameters()}
     own |= {"bias"} if getattr(part, "bias", None) is not None else set()
     unknown = own - {"weight", "bias"} if not is_attention(part) else set()

@@ -25,7 +25,7 @@ from trainwright.planning.memory.share import share_of
 from trainwright.planning.memory.state import StateTable
 from trainwright.planning.model.experts import part_that_travels
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.cost import ModelCut
 from trainwright.planning.time.step import bubble_of, step_time
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import plan_for
@@ -209,7 +209,7 @@ def traffic_of(name: str, axis: str) -> float:
     spans = [range(i * per_rank, (i + 1) * per_rank) for i in range(layout.pipeline)]
     # One in the middle of a pipeline sends in both directions.
     share = share_of(kinds, spans, layout.pipeline, work.schedule, min(1, layout.pipeline - 1))
-    cost = found.facts.of(Cut(layout.tensor, layout.context, expert=layout.expert))
+    cost = found.facts.of(ModelCut(layout.tensor, layout.context, expert=layout.expert))
     sent = step_time(table, cost, work, (share,), profile_named("h100"), "32").traffic
     return sent[axis].bytes
 
@@ -248,7 +248,7 @@ def test_a_block_sends_what_the_formula_says(name, row, method, length, values):
     """The axes along which blocks send; one block, one sample."""
     layout, _ = LAYOUTS[name]
     facts = predictor(network_of(name), length).facts
-    cost = facts.of(Cut(layout.tensor, layout.context, attention=method, expert=layout.expert))
+    cost = facts.of(ModelCut(layout.tensor, layout.context, attention=method, expert=layout.expert))
     sent = cost.blocks[0].sent.items()
     # Of the expert axis, the rows that travel; how many there are is told by some integers besides.
     counted = sum(

@@ -27,7 +27,7 @@ from tests.pool import RankPool, free_port
 from trainwright.core.processes.process import kill_with_workers
 from trainwright.launch.watchdog.callback import Watchdog
 from trainwright.launch.watchdog.limits import HangLimits
-from trainwright.launch.watchdog.monitor import FoundHang, HangMonitor
+from trainwright.launch.watchdog.monitor import DiagnosedHang, HangMonitor
 from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
@@ -78,7 +78,7 @@ class Ranks:
             if watched:
                 self.monitor.watch(rank, process.pid or 0)
 
-    def hang(self, seconds: float = 120.0) -> FoundHang:
+    def hang(self, seconds: float = 120.0) -> DiagnosedHang:
         """The hang that the monitor finds; fails when it finds none in time, or a rank ends."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -12,7 +12,7 @@ import pytest
 from tests.command.project import run_command, write_project
 from tests.faults import hanging
 from tests.faults.hanging import NO_LIMITS, watched_ranks
-from trainwright.launch.watchdog.monitor import FoundHang
+from trainwright.launch.watchdog.monitor import DiagnosedHang
 
 # Their server, from which the ranks of these tests fork too.
 pytestmark = pytest.mark.usefixtures("ranks")
@@ -24,7 +24,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-def first_line(found: FoundHang) -> str:
+def first_line(found: DiagnosedHang) -> str:
     return found.report.splitlines()[0]
 
 

@@ -32,7 +32,7 @@ from trainwright.launch.engines.kubernetes import node as kubernetes_node
 from trainwright.launch.engines.kubernetes import submit as kubernetes_submit
 from trainwright.launch.engines.kubernetes.kubernetes import launch, problems
 from trainwright.launch.engines.kubernetes.manifest import manifests, name_of
-from trainwright.launch.engines.kubernetes.node import Place, place_of, settle
+from trainwright.launch.engines.kubernetes.node import PodPlace, place_of, settle
 from trainwright.launch.engines.kubernetes.pod_messages import metrics_in, metrics_line
 
 WORDS = (
@@ -196,7 +196,7 @@ def test_every_run_of_a_sweep_has_a_manifest(conf: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_pod_finds_the_first_one(rank: int) -> None:
     variables = {"PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": str(rank)}
-    assert place_of(variables) == Place("a-node-0-0.a", 29500, is_first=rank == 0)
+    assert place_of(variables) == PodPlace("a-node-0-0.a", 29500, is_first=rank == 0)
 
 
 def test_what_is_no_pod_is_told_so() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainwright.launch.recovery.restarts import Restart, RestartPolicy, Setback, Stop
+from trainwright.launch.recovery.restarts import Restart, RestartPolicy, Setback, StopRestarting
 
 
 def _killed(step: int | None, begun: int | None = 0, rank: int = 1) -> Setback:
@@ -35,8 +35,8 @@ def test_a_crash_loop_ends_the_run() -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=3)
     texts = [f"bad value at 0x7f{n}3 in /tmp/x{n}/part {n}" for n in range(3)]
     decisions = [policy.decide(_raised(12, 10, rank, text)) for rank, text in enumerate(texts)]
-    assert [type(each) for each in decisions] == [Restart, Restart, Stop]
-    assert isinstance(decisions[-1], Stop)
+    assert [type(each) for each in decisions] == [Restart, Restart, StopRestarting]
+    assert isinstance(decisions[-1], StopRestarting)
     assert "crash loop: the same failure (ValueError at step 12) came 3 times in a row" in decisions[-1].reason
 
 
@@ -53,13 +53,13 @@ def test_processes_killed_on_different_ranks_are_different_failures() -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=2)
     assert isinstance(policy.decide(_killed(5, rank=0)), Restart)
     assert isinstance(policy.decide(_killed(5, rank=1)), Restart)
-    assert isinstance(policy.decide(_killed(5, rank=1)), Stop)
+    assert isinstance(policy.decide(_killed(5, rank=1)), StopRestarting)
 
 
 def test_a_mistake_before_the_first_step_is_told_at_once() -> None:
     for setback in (_raised(None, None), _raised(100, 100)):
         decision = RestartPolicy(max_restarts=None).decide(setback)
-        assert isinstance(decision, Stop)
+        assert isinstance(decision, StopRestarting)
         assert "before its first step" in decision.reason
     assert isinstance(RestartPolicy(max_restarts=None).decide(_killed(None, None)), Restart)
 
@@ -75,7 +75,7 @@ def test_restarts_are_counted() -> None:
     policy = RestartPolicy(max_restarts=2)
     decisions = [policy.decide(_killed(step)) for step in (1, 2, 3)]
     assert decisions[:2] == [Restart(1, 0.0), Restart(2, 0.0)]
-    assert isinstance(decisions[2], Stop)
+    assert isinstance(decisions[2], StopRestarting)
     assert "launch.max_restarts=2" in decisions[2].reason
     assert RestartPolicy(max_restarts=0).is_off
     assert not RestartPolicy(max_restarts=None).is_off
@@ -90,5 +90,5 @@ def test_what_was_caused_by_a_device_that_is_gone_is_forgiven() -> None:
 
 def test_a_run_that_its_guard_has_ended_is_not_restarted() -> None:
     decision = RestartPolicy(max_restarts=None).decide(Setback(0, "DivergedError", "", 12, 3, raised=True))
-    assert isinstance(decision, Stop)
+    assert isinstance(decision, StopRestarting)
     assert "ended it on purpose" in decision.reason

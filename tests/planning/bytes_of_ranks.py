@@ -20,7 +20,7 @@ from trainwright.planning.memory.state import StateTable
 from trainwright.planning.model.experts import EVEN, Routing, part_that_travels
 from trainwright.planning.model.facts import ModelFacts
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.cost import ModelCut
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import plan_for, stage_spans
 from trainwright.strategies.compose.rules import micro_batches_for
@@ -185,7 +185,7 @@ class Predictor:
             given.get("offload", "none"), bool(given.get("no_sync_accumulation")),
             prefetch=given.get("prefetch"),
         )  # fmt: skip
-        cut = Cut(
+        cut = ModelCut(
             layout.tensor, layout.context, options.sequence_parallel, options.loss_parallel,
             given.get("activation_checkpointing", "none"), attention=options.attention, balance=options.balance,
             expert=layout.expert, routing=routing,

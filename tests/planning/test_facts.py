@@ -6,7 +6,7 @@ import torch
 
 from trainwright.planning.model.facts import ModelFacts
 from trainwright.planning.model.without_memory import FactsError
-from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.cost import ModelCut
 
 
 class NeedsTrainer(pl.LightningModule):
@@ -25,4 +25,4 @@ def test_a_module_that_needs_a_trainer_says_so() -> None:
         module = NeedsTrainer()
     facts = ModelFacts(module, torch.zeros(2, 4), 2)
     with pytest.raises(FactsError, match="training_step of NeedsTrainer cannot be run without a Trainer"):
-        facts.of(Cut())
+        facts.of(ModelCut())

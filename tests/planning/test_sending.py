@@ -8,10 +8,10 @@ from trainwright.core.device_profiles import DeviceProfile, LinkProfile
 from trainwright.core.layout import Layout
 from trainwright.planning.memory.peak import Held
 from trainwright.planning.memory.state import UnitState
-from trainwright.planning.search.plan import Candidate, Plan
+from trainwright.planning.search.plan import LayoutCandidate, Plan
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.sending import average_by, one_level, prefetch, two_levels
-from trainwright.planning.time.step import StepTime, collective, link_of
+from trainwright.planning.time.step import PredictedStepTime, collective, link_of
 
 PROFILE = DeviceProfile(
     "made up", 80 * 2**30, {"float32": 1e14}, 3e12, 0.5, 8,
@@ -24,10 +24,10 @@ def plan_of(profile: DeviceProfile = PROFILE) -> Plan:
     return Plan("x", 64, profile, "32", None, (), (), parameters=PARAMETERS)
 
 
-def candidate(layout: Layout, stage: int, compute: float = 1.0, block: float = 0.0) -> Candidate:
+def candidate(layout: Layout, stage: int, compute: float = 1.0, block: float = 0.0) -> LayoutCandidate:
     state = UnitState(whole=block, whole_gradients=block)
-    return Candidate(
-        "ddp", Work(layout, stage), None, Held(), StepTime(compute, 0.0, 0.0), 64, blocks=32, block=state,
+    return LayoutCandidate(
+        "ddp", Work(layout, stage), None, Held(), PredictedStepTime(compute, 0.0, 0.0), 64, blocks=32, block=state,
     )  # type: ignore[arg-type]  # fmt: skip
 
 

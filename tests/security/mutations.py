@@ -15,7 +15,7 @@ import xxhash
 from tests.checkpoint.foreign.deepspeed_files import deepspeed_modules, make_trained, write_deepspeed
 from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.format import records
-from trainwright.checkpoint.format.directory import Directory, Entry, Place
+from trainwright.checkpoint.format.directory import BoxPlace, Directory, Entry
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
@@ -161,7 +161,7 @@ def write_divided(path: Path) -> None:
                 writer.write(entry.name, tensor)
             writer.close()
         shards.append(_record(path, file_of(rank), rank))
-    places = (Place(0, (0, 0), (4, 6)),)
+    places = (BoxPlace(0, (0, 0), (4, 6)),)
     directory = Directory({"weights/a": Entry("float32", (4, 6), places)}, [{"seed": Entry("int64", (3,))}], [(2, 0)])
     (path / "tensors.json").write_bytes(directory.to_bytes())
     boxes = {"tensors": {"weights/a": [[[0, 0], [2, 6], 0], [[2, 0], [2, 6], 1]]}}

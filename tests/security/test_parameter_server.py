@@ -29,10 +29,10 @@ from trainwright.strategies.parameter_server.messages.wire import (
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.server.server import (
     BYTES,
-    Meeting,
     Operation,
     Rules,
     Server,
+    ServerMeeting,
     Status,
     request_size,
 )
@@ -52,7 +52,7 @@ class Stranger:
 
     def __init__(self, store: dist.Store, device: Device, plan: Any) -> None:
         self._device, self._plan = device, plan
-        self._meeting = Meeting(store, PREFIX)
+        self._meeting = ServerMeeting(store, PREFIX)
 
     def come(self, payloads: Sequence[Payload] = (), of_run: bool = True, **fields: float) -> str:
         """Send a header and payloads over a link of its own, after a hello if it is of the run; the server's answer."""
@@ -84,7 +84,7 @@ class Stranger:
 def test_128_attacks_after_which_the_server_makes_the_steps_of_its_worker(store: Any) -> None:
     """100 announcements and 4 links of strangers, 24 malformed requests of a worker of the run."""
     rng, plan, device = random.Random(4), Peer.plan_of(), Device()
-    server = Server(0, plan, Rules("async"), Meeting(store, PREFIX), 1, device)
+    server = Server(0, plan, Rules("async"), ServerMeeting(store, PREFIX), 1, device)
     server.start()
     try:
         for _ in range(100):

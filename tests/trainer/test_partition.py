@@ -20,9 +20,9 @@ from trainwright.trainer.data.partition import (
     PARTITIONS,
     HashPartition,
     InQueues,
-    Partition,
     RangePartition,
     Read,
+    SamplePartition,
     add_read,
     jump_hash,
     resolve_data_key,
@@ -48,7 +48,7 @@ TURNS = st.builds(
 )
 
 
-def partition_of(name: str) -> Partition | None:
+def partition_of(name: str) -> SamplePartition | None:
     return {"interleave": None, "range": RangePartition(), "hash": HashPartition()}[name]
 
 
@@ -147,7 +147,7 @@ def test_drop_last_leaves_out_steps_that_are_not_full():
             assert sampler.regular_waves == len(sampler)
 
 
-def owners(partition: Partition, samples: int, ranks: int) -> np.ndarray:
+def owners(partition: SamplePartition, samples: int, ranks: int) -> np.ndarray:
     found = np.empty(samples, dtype=int)
     indices = np.arange(samples)
     for rank, queue in enumerate(partition.queues(indices, ranks)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from trainwright.core.arguments import Parser
+from trainwright.command.arguments import Parser
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.text.printable import printable

@@ -70,7 +70,7 @@ def manifest_at(path: str) -> Manifest:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ReportedTensor:
     """A line of the table of tensors.
 
     Attributes:
@@ -99,7 +99,7 @@ class Inspection:
 
     path: str
     manifest: Manifest
-    tensors: Sequence[StoredTensor]
+    tensors: Sequence[ReportedTensor]
     files: Sequence[FileRecord]
 
     @classmethod
@@ -178,11 +178,11 @@ def _tensors_of(data: bytes, manifest: Manifest, files: int) -> Iterator[tuple[s
             yield name, entry.shape, entry.dtype
 
 
-def _tensor(name: str, sizes: Sequence[int], dtype: str) -> StoredTensor:
+def _tensor(name: str, sizes: Sequence[int], dtype: str) -> ReportedTensor:
     shape = tuple(sizes)
     bits = re.match(r"[a-z]+(\d{1,3})(?!\d)", dtype)
     size = int(bits[1]) // 8 if bits else _ODD_DTYPES.get(dtype)
-    return StoredTensor(name, shape, dtype, None if size is None else size * math.prod(shape))
+    return ReportedTensor(name, shape, dtype, None if size is None else size * math.prod(shape))
 
 
 def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from trainwright.command.arguments import Parser
 from trainwright.command.schema.compose import compose_checked, config_loader, group_names, quote_paths
 from trainwright.command.schema.expansion import Expansion
-from trainwright.core.arguments import Parser
 from trainwright.core.problems import ConfigError
 from trainwright.tools.deepspeed.expand import translate_file
 from trainwright.tools.deepspeed.recipe_file import recipe_text

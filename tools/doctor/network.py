@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from trainwright.core.processes.machine import address_of
-from trainwright.strategies.contract.communication.advice import Link
+from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor.finding import Finding, error, ok, rate, time_of, warning
 
 AREA = "network"
@@ -328,7 +328,7 @@ def _slow_network(pairs: Sequence[Pair], hosts: Sequence[str], speeds: Mapping[s
     return [warning(AREA, "bandwidth across machines", what, f"at least {rate(expected)}", todo)]
 
 
-def judge_links(links: Sequence[Link]) -> list[Finding]:
+def judge_links(links: Sequence[MeasuredLink]) -> list[Finding]:
     """What all-reduces reach; judged against nothing, since pairs were."""
     return [
         ok(

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainwright.core.arguments import Parser
+from trainwright.command.arguments import Parser
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import Launcher
 from trainwright.tools.doctor.together import Wish

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainwright.strategies.contract.communication.advice import Link
+from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor.together import Seen
 
 _CPU = "cpu"
@@ -73,7 +73,7 @@ def _links(seen: Seen, figures: Sequence[Mapping[str, Any]]) -> tuple[dict[str, 
     return within, across, notes
 
 
-def _with_calls(link: Link, pair: Link | None) -> dict[str, float]:
+def _with_calls(link: MeasuredLink, pair: MeasuredLink | None) -> dict[str, float]:
     """What a message costs and what a collective, by how much longer an all-reduce of more ranks takes than of two.
 
     One of n ranks takes ``call + 2 (n - 1) latency``; both are known from two n. From one alone, all is in the latency.
@@ -86,7 +86,7 @@ def _with_calls(link: Link, pair: Link | None) -> dict[str, float]:
     return {**_of(link), "latency": _rounded(latency), "call": _rounded(call)}
 
 
-def _of(link: Link) -> dict[str, float]:
+def _of(link: MeasuredLink) -> dict[str, float]:
     return {"latency": _rounded(link.latency), "bandwidth": _rounded(link.bandwidth)}
 
 

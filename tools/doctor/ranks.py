@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.core.layout import Layout
 from trainwright.core.text.plain import rebuilt
-from trainwright.strategies.contract.communication.advice import Link
+from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.communication.probe import now_on, probe_links
 from trainwright.tools.doctor.clocks import Offset
 from trainwright.tools.doctor.measure import measure_device, small_blocks, small_step
@@ -60,7 +60,7 @@ class RankResult:
     offset: Offset | None = None
     pairs: Sequence[Pair] = ()
     rounds: tuple[int, int] = (0, 0)
-    links: Sequence[Link] = ()
+    links: Sequence[MeasuredLink] = ()
     figures: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -74,7 +74,7 @@ class RankResult:
         return result
 
 
-class Board:
+class StoreBoard:
     """Where ranks write what they do and found, in a store.
 
     Args:
@@ -144,7 +144,7 @@ def examine(
         device: that this rank would compute on.
         figures: measure the device too, all ranks at the same time, since they share memory and cores.
     """
-    board, host = Board(store), socket.gethostname()
+    board, host = StoreBoard(store), socket.gethostname()
     result = RankResult(rank, host)
     try:
         board.at(rank, f"computing on {device}")
@@ -273,7 +273,7 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int, first: b
         dist.send(sent, partner)
 
 
-def measure_gathering(device: torch.device, link: Link) -> float:
+def measure_gathering(device: torch.device, link: MeasuredLink) -> float:
     """Seconds that gathering a block's parameters, or reducing its gradients, takes beside the collective itself.
 
     Blocks whose parameters are next to nothing, by FSDP2 and without; a collective of all ranks.
@@ -304,7 +304,7 @@ def _step_seconds(blocks: torch.nn.Sequential, device: torch.device) -> float:
     return min(taken[2:])
 
 
-def measure_links(world_size: int, local_size: int, device: torch.device) -> list[Link]:
+def measure_links(world_size: int, local_size: int, device: torch.device) -> list[MeasuredLink]:
     """All-reduces of all ranks; where there are several machines of as many ranks, also within and across them.
 
     Pairs of a machine of more tell what a collective costs beside its messages.

@@ -97,7 +97,7 @@ def _started(wish: Wish, threads: int, on_gpu: bool) -> list[RankResult]:
     from trainwright.launch.ranks.environment import rank_environment
     from trainwright.launch.ranks.rendezvous import LocalStore
     from trainwright.launch.ranks.supervisor import Supervisor
-    from trainwright.tools.doctor.ranks import Board
+    from trainwright.tools.doctor.ranks import StoreBoard
 
     devices = wish.devices or 1
     cfg = OmegaConf.create({"name": "doctor", "devices": devices, "launch": {"threads": threads}})
@@ -110,7 +110,7 @@ def _started(wish: Wish, threads: int, on_gpu: bool) -> list[RankResult]:
                 if ended.failed:  # the others wait for it in vain
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         ranks.end(ranks.living, grace=0.0)
-        return Board(store.store).results(devices, 0.5)
+        return StoreBoard(store.store).results(devices, 0.5)
 
 
 def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, figures: bool) -> None:
@@ -157,7 +157,7 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
 
     from trainwright.launch.ranks.meeting import meet
     from trainwright.tools.doctor.measure import threads_from_environment
-    from trainwright.tools.doctor.ranks import Board, examine
+    from trainwright.tools.doctor.ranks import StoreBoard, examine
 
     threads_from_environment()
     usable = torch.cuda.device_count() if wish.accelerator != "cpu" else 0
@@ -172,7 +172,7 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
     except (TimeoutError, RuntimeError) as failure:
         report.findings.append(judge_not_met(launcher.rank, str(failure)))
         return Seen({host: report}, [], usable > 0, local)
-    board = Board(store)
+    board = StoreBoard(store)
     if local_rank == 0:
         board.put(f"facts/{host}", report.to_json())
     device = torch.device("cuda", local_rank % usable) if usable else torch.device("cpu")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.core.arguments import Parser
+from trainwright.command.arguments import Parser
 from trainwright.core.problems import ConfigError
 from trainwright.core.text.printable import one_line
 

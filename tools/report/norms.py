@@ -13,7 +13,7 @@ _ALL = "all"
 
 
 @dataclass(frozen=True)
-class Norms:
+class NormCharts:
     """Norms by block.
 
     Args:
@@ -27,7 +27,7 @@ class Norms:
     left_out: int
 
 
-def norms(run: RunRecord) -> Norms | None:
+def norms(run: RunRecord) -> NormCharts | None:
     """Norms of gradients and parameters by block; None if none were logged."""
     by_block = {what: _of_blocks(run.metrics, f"norm/{what}/") for what in _NORMS}
     blocks = list(dict.fromkeys(block for each in by_block.values() for block in each))
@@ -45,7 +45,7 @@ def norms(run: RunRecord) -> Norms | None:
         grad, param = (_last(by_block[what].get(block)) for what in ("grad", "param"))
         share = None if grad is None or not param else grad / param
         rows.append((block, *("" if each is None else exact(each) for each in (grad, param, share))))
-    return Norms(tuple(charts), tuple(rows), len(blocks) - len(shown))
+    return NormCharts(tuple(charts), tuple(rows), len(blocks) - len(shown))
 
 
 def is_norm(name: str) -> bool:

@@ -48,7 +48,7 @@ _SHOWN = {
 
 
 @dataclass(frozen=True)
-class Content:
+class PageContent:
     """All that the template is filled with.
 
     Args:
@@ -102,9 +102,9 @@ def labels_of(run_dirs: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def content_of(runs: Sequence[RunRecord]) -> Content:
+def content_of(runs: Sequence[RunRecord]) -> PageContent:
     """Sort what was logged into pictures."""
-    content = Content(f"{', '.join(run.label for run in runs)} - Trainwright report", runs)
+    content = PageContent(f"{', '.join(run.label for run in runs)} - Trainwright report", runs)
     rated = [rates(run) for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in sorted(run.metrics)))
     for name in sorted(names, key=lambda name: (name != "loss", name != "val_loss")):
@@ -119,7 +119,7 @@ def content_of(runs: Sequence[RunRecord]) -> Content:
     return content
 
 
-def _draw(content: Content, section: list[CurveChart], name: str, curves: Mapping[str, Points]) -> None:
+def _draw(content: PageContent, section: list[CurveChart], name: str, curves: Mapping[str, Points]) -> None:
     """Put a picture of all runs into a section, if a run has values of it and there is room."""
     if not any(curves.values()):
         return

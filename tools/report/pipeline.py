@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.core.charts.drawing import COLOURS, Bar, BarTable, Part, amount
+from trainwright.core.charts.drawing import COLOURS, Bar, BarPart, BarTable, amount
 from trainwright.tools.report.plain import number_of, text_of
 from trainwright.tools.report.records import RunRecord
 
@@ -116,7 +116,7 @@ def _rank_bar(label: str, entries: Sequence[_Entry], begin: float, span: float, 
             parts.append(_idle(at, start, begin, span))
         which = "" if micro_batch == _NONE else f", micro-batch {micro_batch} of stage {stage}"
         text = f"{what}{which}: {amount(end - start, 'seconds')}"
-        parts.append(Part(what, colours[what], _percent(start - begin, span), _percent(end - start, span), text))
+        parts.append(BarPart(what, colours[what], _percent(start - begin, span), _percent(end - start, span), text))
         busy += max(end - max(start, at), 0.0)
         at = max(at, end)
     if at < begin + span:
@@ -127,9 +127,9 @@ def _rank_bar(label: str, entries: Sequence[_Entry], begin: float, span: float, 
     )  # fmt: skip
 
 
-def _idle(start: float, end: float, begin: float, span: float) -> Part:
+def _idle(start: float, end: float, begin: float, span: float) -> BarPart:
     text = f"bubble: {amount(end - start, 'seconds')} idle"
-    return Part("bubble", "bubble", _percent(start - begin, span), _percent(end - start, span), text)
+    return BarPart("bubble", "bubble", _percent(start - begin, span), _percent(end - start, span), text)
 
 
 def _percent(value: float, whole: float) -> float:

@@ -56,7 +56,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRecord:
     """A checkpoint.
 
     Args:
@@ -103,7 +103,7 @@ class RunRecord:
     diverged: tuple[int, int] | None
     monitor: Mapping[int, list[dict[str, Any]]]
     events: tuple[Event, ...]
-    checkpoints: tuple[Saved, ...]
+    checkpoints: tuple[SavedRecord, ...]
     plan: Mapping[str, Any] | None
     layout: Layout | None
     notes: tuple[str, ...]
@@ -210,7 +210,7 @@ def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any] |
     return document if isinstance(document, dict) else None
 
 
-def read_checkpoints(path: Path, notes: list[str]) -> list[Saved]:
+def read_checkpoints(path: Path, notes: list[str]) -> list[SavedRecord]:
     """The checkpoints in the run's own folder, by step; those that are still being written are left out."""
     found, problems, left = [], list[str](), _MOST_OF_MANIFESTS
     for manifest in islice(sorted((path / "checkpoints").glob("*/manifest.json")), _MOST_CHECKPOINTS):
@@ -222,10 +222,10 @@ def read_checkpoints(path: Path, notes: list[str]) -> list[Saved]:
     return sorted(found, key=lambda saved: (saved.step is None, saved.step or 0, saved.name))
 
 
-def _saved(name: str, about: object) -> Saved:
+def _saved(name: str, about: object) -> SavedRecord:
     about = about if isinstance(about, dict) else {}
     created = text_of(about.get("created"))
-    return Saved(name, whole_of(about.get("step")), created, whole_of(about.get("bytes")), about)
+    return SavedRecord(name, whole_of(about.get("step")), created, whole_of(about.get("bytes")), about)
 
 
 def _size_of(path: Path) -> int:
@@ -238,7 +238,7 @@ def _size_of(path: Path) -> int:
 def read_events(
     path: Path,
     monitor: Mapping[int, list[dict[str, Any]]],
-    checkpoints: list[Saved],
+    checkpoints: list[SavedRecord],
     notes: list[str],
 ) -> list[Event]:
     """What happened, in the order of time: of the monitors, of logs/restarts.log, and checkpoints that are there.
@@ -330,7 +330,7 @@ def _until(record: Mapping[str, Any], done: float) -> dict[str, Any] | None:
     return {**record, "step": done, "steps": left, "seconds": kept, "total": sum(kept.values())}
 
 
-def layout_of(config: Mapping[str, Any], checkpoints: list[Saved]) -> Layout | None:
+def layout_of(config: Mapping[str, Any], checkpoints: list[SavedRecord]) -> Layout | None:
     """The layout that the newest checkpoint tells, or the configuration; None if neither does."""
     sizes = [saved.about["layout"] for saved in checkpoints if isinstance(saved.about.get("layout"), dict)]
     if sizes:

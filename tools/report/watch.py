@@ -30,7 +30,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _BEHIND = 3.0
 
 
-class Watched:
+class WatchedRun:
     """What is known of a run that may be going on.
 
     Args:
@@ -172,7 +172,7 @@ def watch(run_dir: Path, every: float, *, once: bool = False, console: Console |
         once: show one picture and end.
         console: to write on; None: standard output.
     """
-    watched, console = Watched(run_dir), console or Console()
+    watched, console = WatchedRun(run_dir), console or Console()
     try:
         watched.update()
         if once or not console.is_terminal:
@@ -189,12 +189,12 @@ def watch(run_dir: Path, every: float, *, once: bool = False, console: Console |
         return
 
 
-def _show(watched: Watched, console: Console) -> None:
+def _show(watched: WatchedRun, console: Console) -> None:
     console.print(watched.picture())
     console.file.flush()  # a file or a pipe holds back what is written
 
 
-def _live(watched: Watched, every: float, console: Console) -> None:
+def _live(watched: WatchedRun, every: float, console: Console) -> None:
     with Live(watched.picture(), console=console, auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)

@@ -111,7 +111,7 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class DataDifference:
     """What differs between the run that saved and the one that resumes.
 
     Args:
@@ -125,11 +125,11 @@ class Difference:
     consequence: str
 
 
-def differences(saved: Sequence[LoaderCursor], now: Sequence[LoaderCursor]) -> list[Difference]:
+def differences(saved: Sequence[LoaderCursor], now: Sequence[LoaderCursor]) -> list[DataDifference]:
     """What keeps a run from reading on exactly where another stopped."""
     if len(saved) != len(now):
         return [
-            Difference(
+            DataDifference(
                 f"the checkpoint was saved with {len(saved)} training loader(s), now there are {len(now)}",
                 f"Give fit {len(saved)} loader(s)",
                 "the epoch begins anew in every loader",
@@ -142,14 +142,14 @@ def differences(saved: Sequence[LoaderCursor], now: Sequence[LoaderCursor]) -> l
     return found
 
 
-def _at(where: str, difference: Difference) -> Difference:
-    return Difference(difference.what + where, difference.remedy, difference.consequence)
+def _at(where: str, difference: DataDifference) -> DataDifference:
+    return DataDifference(difference.what + where, difference.remedy, difference.consequence)
 
 
-def _between(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
+def _between(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
     if before.kind != after.kind:
         return [
-            Difference(
+            DataDifference(
                 f"the loader was {_KINDS[before.kind]} when saved, now it is {_KINDS[after.kind]}",
                 "Use the loader of the run that saved",
                 "the epoch begins anew in this loader",
@@ -167,9 +167,9 @@ _KINDS = {
 }
 
 
-def _data(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
+def _data(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
     return [
-        Difference(
+        DataDifference(
             f"the {name} of the data set was {before.data[name]!r} when saved, now it is {after.data[name]!r}",
             "Use the data set of the run that saved",
             "the epoch goes on after as many samples of the new data set's order as were read of the old one's",
@@ -179,13 +179,13 @@ def _data(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
     ]
 
 
-def _order(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
+def _order(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
     found = []
     if before.seed != after.seed:
         typed = f"data_seed={before.seed}"
         remedy = "Load the data in order (shuffle=False)" if before.seed is None else f"Type {typed} (trainer.{typed})"
         found.append(
-            Difference(
+            DataDifference(
                 f"the order of samples was {_in_words(before.seed)} when saved, now it is {_in_words(after.seed)}",
                 remedy,
                 "this epoch goes on in the order in which it began where both are shuffled, else after as many samples "
@@ -196,7 +196,7 @@ def _order(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
         key = f" with data_key={before.key!r}" if before.key else ""
         now = f" with data_key={after.key!r}" if after.key else ""
         found.append(
-            Difference(
+            DataDifference(
                 f"data_partition was {before.partition!r}{key} when saved, now it is {after.partition!r}{now}",
                 f"Type data_partition={before.partition}{key.replace(' with', ' and')} (trainer.data_partition=...)",
                 "the samples of this epoch that are left are dealt in the new way",
@@ -209,23 +209,23 @@ def _in_words(seed: int | None) -> str:
     return "not shuffled" if seed is None else f"drawn from seed {seed}"
 
 
-def _batch(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
+def _batch(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
     consequence = "the samples of this epoch that are left are read in steps of the new size"
     sizes = before.global_batch_size, after.global_batch_size
     if None not in sizes:
         if sizes[0] == sizes[1]:
             return []
         what = f"an optimizer step had {sizes[0]} samples when saved, now it has {sizes[1]}"
-        return [Difference(what, f"Type global_batch_size={sizes[0]}", consequence)]
+        return [DataDifference(what, f"Type global_batch_size={sizes[0]}", consequence)]
     counts = before.batches_per_step, after.batches_per_step
     if None in counts or counts[0] == counts[1]:
         return []
     what = f"an optimizer step had {counts[0]} batches of all ranks when saved, now it has {counts[1]}"
     remedy = f"Choose accumulate_grad_batches so that it is {counts[0]} over all data ranks"
-    return [Difference(what, remedy, consequence)]
+    return [DataDifference(what, remedy, consequence)]
 
 
-def refusal(found: Sequence[Difference]) -> str:
+def refusal(found: Sequence[DataDifference]) -> str:
     """The message that refuses to resume."""
     lines = [f"  - {difference.what}. {difference.remedy}." for difference in found]
     return "\n".join(
@@ -238,7 +238,7 @@ def refusal(found: Sequence[Difference]) -> str:
     )
 
 
-def permission(found: Sequence[Difference]) -> str:
+def permission(found: Sequence[DataDifference]) -> str:
     """The message that says what is done all the same."""
     lines = [f"  - {difference.what}: {difference.consequence}." for difference in found]
     return "\n".join(["Resuming with changed data, as allow_changed_data=True allows:", *lines])

@@ -31,7 +31,7 @@ from trainwright.trainer.data.loaders import (
     lend,
     replace_batches,
 )
-from trainwright.trainer.data.partition import Partition, RangePartition
+from trainwright.trainer.data.partition import RangePartition, SamplePartition
 from trainwright.trainer.data.reading import hash_partition
 from trainwright.trainer.data.remembered_states import RememberedStates, state_source
 from trainwright.trainer.data.seeded_samples import seed_samples as draw_seeded
@@ -178,7 +178,7 @@ class OrderedDataConnector(_DataConnector):
         order = EpochOrder(own, trainer.data_seed)
         return LeasedBatchSampler(order, micro, accumulation, drop_last, trainer.leases, most)
 
-    def _partition(self, dataset: object) -> Partition | None:
+    def _partition(self, dataset: object) -> SamplePartition | None:
         if self.trainer.data_partition == "interleave":
             return None
         if self.trainer.data_partition == "range":

@@ -16,9 +16,9 @@ from trainwright.trainer.data.partition import (
     HashPartition,
     InOrder,
     InQueues,
-    Partition,
     RangePartition,
     Read,
+    SamplePartition,
     add_read,
     as_indices,
     what_is_left,
@@ -184,7 +184,7 @@ class RankBatchSampler(DealingSampler):
         data_ranks: int,
         group: int,
         drop_last: bool,
-        partition: Partition | None = None,
+        partition: SamplePartition | None = None,
         step_samples: int = 0,
         shares: ShareSchedule | None = None,
     ) -> None:
@@ -197,7 +197,7 @@ class RankBatchSampler(DealingSampler):
         self.step_samples = step_samples
         self.shares = shares
         # Knows the partitions of older parts of an epoch, too.
-        self.partition_named: Callable[[str], Partition] = self._known_partition
+        self.partition_named: Callable[[str], SamplePartition] = self._known_partition
         self._dealt: tuple[Any, Dealing] | None = None
 
     @property
@@ -234,7 +234,7 @@ class RankBatchSampler(DealingSampler):
             self._dealt = (key, self._deal_rest(resumed))
         return self._dealt[1]
 
-    def _known_partition(self, name: str) -> Partition:
+    def _known_partition(self, name: str) -> SamplePartition:
         if self.partition is not None and self.partition.name == name:
             return self.partition
         return RangePartition() if name == "range" else HashPartition()

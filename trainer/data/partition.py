@@ -96,7 +96,7 @@ def add_read(history: Sequence[Read], read: Read) -> tuple[Read, ...]:
 # Whose sample is it
 
 
-class Partition(Protocol):
+class SamplePartition(Protocol):
     """Gives each data rank samples of its own."""
 
     name: str
@@ -112,7 +112,7 @@ class RangePartition:
     name = "range"
 
     def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
-        """See :class:`Partition`."""
+        """See :class:`SamplePartition`."""
         by_index = np.argsort(indices, kind="stable")
         return [np.sort(part) for part in np.array_split(by_index, data_ranks)]
 
@@ -137,7 +137,7 @@ class HashPartition:
         self._shards = np.full(0, -1, dtype=np.int64)
 
     def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
-        """See :class:`Partition`."""
+        """See :class:`SamplePartition`."""
         owners = np.array(_ranks_of_shards(data_ranks))[self._shards_of(indices)]
         return [np.flatnonzero(owners == rank) for rank in range(data_ranks)]
 
@@ -330,7 +330,7 @@ class InQueues:
     def __init__(
         self,
         indices: Indices,
-        partition: Partition,
+        partition: SamplePartition,
         data_ranks: int,
         micro_batch_size: int,
         group: int,
@@ -411,7 +411,7 @@ def as_indices(indices: Sequence[Any], partition: str) -> Indices:
 
 
 def what_is_left(
-    indices: Sequence[int], history: Sequence[Read], partitions: Callable[[str], Partition]
+    indices: Sequence[int], history: Sequence[Read], partitions: Callable[[str], SamplePartition]
 ) -> tuple[Sequence[int], int]:
     """What a history leaves of an epoch: indices in order, and how many of them, from the first on, were read.
 

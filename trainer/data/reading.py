@@ -14,9 +14,9 @@ from trainwright.trainer.data.even import EvenLoader
 from trainwright.trainer.data.loaders import OrderedSampler, ordered_sampler
 from trainwright.trainer.data.partition import (
     HashPartition,
-    Partition,
     RangePartition,
     Read,
+    SamplePartition,
     name_of_key,
     resolve_data_key,
 )
@@ -160,7 +160,9 @@ def resume_samples(loader: Any, saved: LoaderCursor, now: LoaderCursor, epoch: i
     dealer.resume(Resumed(epoch, first_batch, where["samples"], history, where.get("passes", 0), seed))
 
 
-def _partition(name: str, current: Partition | None, old_key: str | None, key: str | None, loader: Any) -> Partition:
+def _partition(
+    name: str, current: SamplePartition | None, old_key: str | None, key: str | None, loader: Any
+) -> SamplePartition:
     """The partition under which a part of the epoch was read."""
     if name == "range":
         return RangePartition()

@@ -496,6 +496,5 @@ def _is_there(batch: Any, device: torch.device) -> bool:
     """Whether ``batch`` is a tensor, or a plain list, tuple or dict of tensors, on ``device`` already."""
     if isinstance(batch, Tensor):
         return batch.device == device
-    kind = type(batch)
-    items = batch.values() if kind is dict else batch if kind in (list, tuple) else ()
+    items = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else ()
     return bool(items) and all(isinstance(item, Tensor) and item.device == device for item in items)

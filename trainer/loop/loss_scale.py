@@ -13,7 +13,7 @@ PRECISION = "16-mixed"
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScaling:
     """What `trainer.loss_scale` takes; the defaults are torch's.
 
     Attributes:
@@ -31,7 +31,7 @@ class LossScale:
     @property
     def is_default(self) -> bool:
         """Whether nothing was asked for."""
-        return self == LossScale()
+        return self == LossScaling()
 
 
 def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = "trainer.loss_scale.") -> list[str]:
@@ -42,10 +42,10 @@ def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = 
         precision: of the run.
         prefix: what stands before an option's name where it is typed.
     """
-    asked = {**asdict(LossScale()), **given}
-    unknown = sorted(asked.keys() - {item.name for item in fields(LossScale)})
+    asked = {**asdict(LossScaling()), **given}
+    unknown = sorted(asked.keys() - {item.name for item in fields(LossScaling)})
     if unknown:
-        names = ", ".join(item.name for item in fields(LossScale))
+        names = ", ".join(item.name for item in fields(LossScaling))
         return [f"{prefix}{unknown[0]}: there is no such option; options: {names}"]
     problems = []
     for name, example in (("initial", 65536), ("least", 1)):
@@ -58,7 +58,7 @@ def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = 
         )
     if asked["fixed"] and asked["least"]:
         problems.append(f"{prefix}least={asked['least']} with {prefix}fixed=true: a scale that stays needs no limit")
-    other = [f"{prefix}{name}={value}" for name, value in asked.items() if value != getattr(LossScale, name)]
+    other = [f"{prefix}{name}={value}" for name, value in asked.items() if value != getattr(LossScaling, name)]
     if not problems and other and precision != PRECISION:
         problems.append(
             f"{' '.join(other)}: precision={precision} scales no loss; type precision={PRECISION}, or leave it out"

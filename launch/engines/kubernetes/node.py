@@ -45,7 +45,7 @@ _CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Place:
+class PodPlace:
     """Where the agents of a job meet, as the variables of a pod say it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Place:
     is_first: bool
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def place_of(environment: Mapping[str, str]) -> PodPlace:
     """Return where the agents meet.
 
     Args:
@@ -74,7 +74,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
             "launch=kubernetes"
         )
     port = environment.get("PET_MASTER_PORT", "29500")
-    return Place(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
+    return PodPlace(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
 
 
 def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
@@ -127,7 +127,7 @@ def settle(cfg: DictConfig, text: str) -> str | None:
     return None
 
 
-def _run(cfg: DictConfig, verb: str, place: Place) -> AgentEnd:
+def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
     """Be an agent."""
     address = os.environ[POD_IP]
     store = _open_store(place, address) if place.is_first else None
@@ -142,13 +142,13 @@ def _run(cfg: DictConfig, verb: str, place: Place) -> AgentEnd:
             store.close()
 
 
-def _open_store(place: Place, address: str) -> LocalStore:
+def _open_store(place: PodPlace, address: str) -> LocalStore:
     from trainwright.launch.ranks.rendezvous import LocalStore
 
     return LocalStore(place.port, address)
 
 
-def _wait_for_first(place: Place, seconds: float) -> str:
+def _wait_for_first(place: PodPlace, seconds: float) -> str:
     """The name of the first pod, once its store answers: its image may be fetched later than this one's.
 
     Raises:

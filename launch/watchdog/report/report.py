@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from trainwright.launch.watchdog.calls import Call
 from trainwright.launch.watchdog.evidence import Evidence
 from trainwright.launch.watchdog.report.stacks import Frame, Thread
-from trainwright.launch.watchdog.report.verdict import Verdict
+from trainwright.launch.watchdog.report.verdict import HangVerdict
 
 _CALLS_SHOWN = 8
 
 
-def report_of(verdict: Verdict, ranks: Sequence[Evidence]) -> str:
+def report_of(verdict: HangVerdict, ranks: Sequence[Evidence]) -> str:
     """The whole report.
 
     Args:

@@ -39,7 +39,7 @@ _ORDER = [phase for phase in PHASES if phase not in (SETUP, phases.SAVING, *OUTS
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Who hangs.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Waiting:
     group: Group
 
 
-def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> Verdict | None:
+def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> HangVerdict | None:
     """Who keeps the others waiting; ``None`` = nobody, as far as can be told yet.
 
     Args:
@@ -128,7 +128,7 @@ def last_call(one: Evidence) -> str:
 # ---- a rank that does not wait for others --------------------------------------------------------------------------
 
 
-def _standing_still(over: Sequence[Evidence], running: Sequence[Evidence]) -> Verdict | None:
+def _standing_still(over: Sequence[Evidence], running: Sequence[Evidence]) -> HangVerdict | None:
     blamed = [one for one in over if one.wait.kind != waits.COMMUNICATION]
     if not blamed:
         return None
@@ -141,7 +141,7 @@ def _standing_still(over: Sequence[Evidence], running: Sequence[Evidence]) -> Ve
     # A stop is found before anybody has waited for too long.
     witnesses = running if culprit.wait.kind == HALTED else over
     sentence = f"{_missing(culprit, witnesses)}{_doing(culprit)}"
-    return Verdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _standing(culprit))
+    return HangVerdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _standing(culprit))
 
 
 def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
@@ -204,7 +204,7 @@ def _state_words(state: str) -> str:
 # ---- ranks that wait for each other ---------------------------------------------------------------------------------
 
 
-def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> Verdict | None:
+def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> HangVerdict | None:
     """Ranks that made different calls under the same number."""
     for one in waiting:
         made = {
@@ -221,7 +221,7 @@ def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> Verdict
             odd = _furthest(ranks, made)  # as many have made the one as the other
         culprit = odd[0]
         others = [rank for rank in sorted(made) if rank not in odd]
-        return Verdict(
+        return HangVerdict(
             culprit,
             culprit,
             MISMATCH,
@@ -269,7 +269,9 @@ def _place_in_run(one: Evidence) -> tuple[int, int, int]:
     return one.progress.step, one.progress.micro_batches, order
 
 
-def _out_of_step(over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> Verdict | None:
+def _out_of_step(
+    over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: Sequence[Evidence]
+) -> HangVerdict | None:
     """All wait: for a rank that has ended, that is elsewhere, or for each other in different calls."""
     here = {one.rank: one for one in ranks}
     longest_first = sorted(waiting, key=lambda one: one.call.seconds, reverse=True)
@@ -289,7 +291,7 @@ def _out_of_step(over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: S
         others = [rank for rank in one.group.ranks if rank not in here]
         # There a rank may be saving; only its own monitor knows how long that may take.
         if others and one.evidence.stalled > one.evidence.slow_limit:
-            return Verdict(
+            return HangVerdict(
                 others[0],
                 one.evidence.rank,
                 ELSEWHERE,
@@ -299,7 +301,7 @@ def _out_of_step(over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: S
         if others:
             return None
     longest = max(over, key=lambda one: one.stalled)
-    return Verdict(
+    return HangVerdict(
         longest.rank,
         longest.rank,
         DEADLOCK,
@@ -317,11 +319,11 @@ def _has_been_made(one: _Waiting) -> bool:
     )
 
 
-def _entered_alone(one: _Waiting, all_waiting: Sequence[_Waiting]) -> Verdict:
+def _entered_alone(one: _Waiting, all_waiting: Sequence[_Waiting]) -> HangVerdict:
     """A rank waits in a call that is new to the run, and the others in one of those that every step has."""
     rank = one.evidence.rank
     other = next(each for each in all_waiting if _has_been_made(each))
-    return Verdict(
+    return HangVerdict(
         rank,
         rank,
         ALONE,
@@ -332,17 +334,17 @@ def _entered_alone(one: _Waiting, all_waiting: Sequence[_Waiting]) -> Verdict:
     )
 
 
-def _left_out(one: _Waiting, culprit: Evidence) -> Verdict:
+def _left_out(one: _Waiting, culprit: Evidence) -> HangVerdict:
     """A rank has ended, or gone on, without a call that another one waits in."""
     if not culprit.progress.running:
-        return Verdict(
+        return HangVerdict(
             culprit.rank,
             one.evidence.rank,
             ENDED,
             f"rank {culprit.rank} has ended its run without joining {_told(one)}",
             f"rank {culprit.rank} has ended its run, which others wait for in {one.call.name}",
         )
-    return Verdict(
+    return HangVerdict(
         culprit.rank,
         culprit.rank,
         SKIPPED,

@@ -26,7 +26,7 @@ GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MomentumExchange:
     """What replicas average after the warm-up, and what becomes Adam's momentum ``m`` then.
 
     Args:
@@ -56,13 +56,13 @@ class Exchange:
 
 
 # 1-bit Adam, algorithm 1 of arXiv:2102.02888.
-_MOMENTUM = Exchange("sent")
+_MOMENTUM = MomentumExchange("sent")
 # A number that waits for its turn comes with all that it has missed at once. That wait does what momentum does
 # (arXiv:1605.09774), so there is none besides; and whose turn it is, is a matter of how far the weight would move.
-_STEPS = Exchange("none", in_rates=True, in_steps=True)
+_STEPS = MomentumExchange("none", in_rates=True, in_steps=True)
 # What is sent of a matrix at each step is rough, and momentum evens it out; it is no burst that a variance would
 # have to be kept from.
-_FACTORS = Exchange("after", in_rates=True)
+_FACTORS = MomentumExchange("after", in_rates=True)
 
 # Compressor -> what replicas exchange.
 EXCHANGES = {"onebit": _MOMENTUM, "topk": _STEPS, "powersgd": _FACTORS}
@@ -98,7 +98,7 @@ class CompressedAdam:
         steps: optimizer steps that were made; those before a run is resumed are set.
     """
 
-    def __init__(self, average: ReplicaAverage, exchange: Exchange, warmup_steps: int) -> None:
+    def __init__(self, average: ReplicaAverage, exchange: MomentumExchange, warmup_steps: int) -> None:
         self.average = average
         self.exchange = exchange
         self.warmup_steps = warmup_steps
@@ -154,7 +154,12 @@ class _Numbers:
     """
 
     def __init__(
-        self, part: ReplicaPart, state: dict[str, Any], group: dict[str, Any], gradient: Tensor, exchange: Exchange
+        self,
+        part: ReplicaPart,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        gradient: Tensor,
+        exchange: MomentumExchange,
     ) -> None:
         self.given: Tensor | None
         self._gradient = gradient

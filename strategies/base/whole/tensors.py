@@ -13,7 +13,7 @@ from trainwright.core.torch_internals import _pytree as pytree
 _Call = Callable[..., Any]
 
 
-class Wholes(Protocol):
+class WholeTensors(Protocol):
     """What stand-ins ask for values; see :class:`~trainwright.strategies.base.whole.view.WholeView`."""
 
     def parameter(self, name: str) -> Tensor:
@@ -42,15 +42,15 @@ class WholeTensor(Tensor):
     """Stands in user code for the parameter ``name``, or for its gradient, with the shape of the whole.
 
     Metadata is answered at once. Any other function of torch gets the whole tensor in its place, which
-    :class:`Wholes` gathers; what user code writes into that is put back into the parts later.
+    :class:`WholeTensors` gathers; what user code writes into that is put back into the parts later.
     """
 
     whole_name: str
     whole_kind: str
-    wholes: Wholes
+    wholes: WholeTensors
 
     @staticmethod
-    def of(wholes: Wholes, name: str, like: Tensor, shape: torch.Size, kind: str = "parameter") -> WholeTensor:
+    def of(wholes: WholeTensors, name: str, like: Tensor, shape: torch.Size, kind: str = "parameter") -> WholeTensor:
         """Return a stand-in.
 
         Args:

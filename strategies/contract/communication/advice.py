@@ -33,7 +33,7 @@ _DENSE, _HIERARCHICAL = "dense", "hierarchical"
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What an axis was measured to do.
 
     Args:
@@ -64,7 +64,7 @@ class Link:
         return rounds * (self.ranks - 1) * self.latency + sent / self.bandwidth + calls * self.call
 
 
-def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[float, float]) -> Link:
+def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[float, float]) -> MeasuredLink:
     """The latency and bandwidth that explain two all-reduces.
 
     Args:
@@ -76,10 +76,10 @@ def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[f
     """
     small, large = (least_bytes("all_reduce", size, ranks) for size in sizes)
     if seconds[1] <= seconds[0]:
-        return Link(axis, ranks, seconds[1] / (2 * (ranks - 1)), large / seconds[1])
+        return MeasuredLink(axis, ranks, seconds[1] / (2 * (ranks - 1)), large / seconds[1])
     bandwidth = (large - small) / (seconds[1] - seconds[0])
     latency = max(seconds[0] - small / bandwidth, 0.0) / (2 * (ranks - 1))
-    return Link(axis, ranks, latency, bandwidth)
+    return MeasuredLink(axis, ranks, latency, bandwidth)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Advice:
     """
 
     step: MeasuredStep
-    links: Sequence[Link]
+    links: Sequence[MeasuredLink]
     options: Sequence[Option]
     chosen: Option
     changed: str = ""
@@ -257,7 +257,7 @@ class Advice:
         return option.name == (self.step.compression or dense)
 
 
-def advise(step: MeasuredStep, links: Sequence[Link], changed: str = "") -> Advice:
+def advise(step: MeasuredStep, links: Sequence[MeasuredLink], changed: str = "") -> Advice:
     """Compare, and recommend the mildest option that leaves at most :data:`ENOUGH` of a step waiting, else the fastest.
 
     Args:
@@ -273,7 +273,7 @@ def advise(step: MeasuredStep, links: Sequence[Link], changed: str = "") -> Advi
     return Advice(step, links, options, enough or min(usable, key=lambda option: option.exposed), changed)
 
 
-def options_of(step: MeasuredStep, links: Sequence[Link]) -> list[Option]:
+def options_of(step: MeasuredStep, links: Sequence[MeasuredLink]) -> list[Option]:
     """What each way would cost, the mildest first; gradients as they are stand at the beginning."""
     by_axis = {link.axis: link for link in links}
     others = _others(step, by_axis)
@@ -301,7 +301,7 @@ def overlapped(seconds: float, pieces: int, window: float) -> float:
     return max(seconds - window * (1 - 1 / pieces), seconds / pieces)
 
 
-def best_bucket_bytes(link: Link, gradient_bytes: float) -> float:
+def best_bucket_bytes(link: MeasuredLink, gradient_bytes: float) -> float:
     """Bytes of a bucket of gradients for which a step waits least, if its communication fits behind backward.
 
     Small buckets leave little to send when backward has ended, large ones pay latency less often: k buckets cost
@@ -324,7 +324,7 @@ def best_piece_bytes(latency: float, sending: float, gradient_bytes: float) -> f
     return gradient_bytes / max(pieces, 1.0)
 
 
-def _dense(step: MeasuredStep, link: Link, others: float) -> Option:
+def _dense(step: MeasuredStep, link: MeasuredLink, others: float) -> Option:
     sent = least_bytes("all_reduce", step.gradient_bytes, link.ranks)
     calls = 1.0 if step.compression else step.sent.get(("replicate", "all_reduce"), (1.0, 0.0))[0]
     pieces = max(round(calls), 1)
@@ -332,14 +332,14 @@ def _dense(step: MeasuredStep, link: Link, others: float) -> Option:
     return Option(_DENSE, exposed, sent)
 
 
-def _compressed(step: MeasuredStep, link: Link, others: float, name: str) -> Option:
+def _compressed(step: MeasuredStep, link: MeasuredLink, others: float, name: str) -> Option:
     # Compressed gradients are sent when backward has ended, see docs/compression.md.
     sent = step.compressed_bytes[name]
     exposed = max(others - step.window, 0.0) + link.seconds_of(sent, rounds=2)
     return Option(name, exposed, sent, f"compression={name}" if name in _MILDEST else "", changes_numbers=True)
 
 
-def _hierarchical(step: MeasuredStep, links: Mapping[str, Link]) -> list[Option]:
+def _hierarchical(step: MeasuredStep, links: Mapping[str, MeasuredLink]) -> list[Option]:
     """Reduce-scatter within a node, all-reduce of a part across nodes, all-gather within: replicate x shard."""
     if "within" not in links or "across" not in links:
         return []
@@ -352,7 +352,7 @@ def _hierarchical(step: MeasuredStep, links: Mapping[str, Link]) -> list[Option]
     return [Option(_HIERARCHICAL, max(seconds - step.window, 0.0), sent, typed)]
 
 
-def _others(step: MeasuredStep, links: Mapping[str, Link]) -> float:
+def _others(step: MeasuredStep, links: Mapping[str, MeasuredLink]) -> float:
     """Seconds of collectives along axes that none of the options changes."""
     return sum(
         links[axis].seconds_of(sent, rounds=_ROUNDS.get(kind, 1) * calls)

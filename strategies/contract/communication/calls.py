@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective as this rank starts it.
 
     Args:
@@ -56,7 +56,7 @@ class Call:
         return name
 
 
-Listener = Callable[[Call], None]
+Listener = Callable[[CollectiveCall], None]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _stand_before(library: torch.library.Library, name: str, operator: _Operator
     library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
 
-def _read(operator: _Operator, args: Sequence[Any], group: dist.ProcessGroup, behind: Sequence[Any]) -> Call:
+def _read(operator: _Operator, args: Sequence[Any], group: dist.ProcessGroup, behind: Sequence[Any]) -> CollectiveCall:
     tensors, kind = list(_leaves(args[operator.tensors])), operator.kind
     if any(tensor.is_sparse for tensor in tensors):
         kind, size = "all_gather", sum(map(num_bytes, tensors)) * group.size()
@@ -166,7 +166,7 @@ def _read(operator: _Operator, args: Sequence[Any], group: dist.ProcessGroup, be
     every = [tensor for given in args[:2] for tensor in _leaves(given)]
     root = 0 if operator.root is None else args[operator.root]
     elements = max((tensor.numel() for tensor in every), default=0)
-    return Call(kind, group, size, elements, every[0].device.type, root)
+    return CollectiveCall(kind, group, size, elements, every[0].device.type, root)
 
 
 def _leaves(given: Any) -> Iterable[Tensor]:

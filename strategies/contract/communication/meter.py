@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.communication.axes import OTHER, name_of
-from trainwright.strategies.contract.communication.calls import Call, listen, unknown_operators
+from trainwright.strategies.contract.communication.calls import CollectiveCall, listen, unknown_operators
 from trainwright.strategies.contract.communication.costs import least_bytes, sent_bytes
 
 
@@ -95,7 +95,7 @@ class CommunicationMeter:
     ) -> None:
         self.stop()
 
-    def _on_call(self, call: Call) -> None:
+    def _on_call(self, call: CollectiveCall) -> None:
         ranks = call.group.size()
         if ranks == 1 or call.kind == "barrier":
             return
@@ -104,13 +104,13 @@ class CommunicationMeter:
         sent = sent_bytes(call.kind, call.size, ranks, place, call.backend)
         self._add(self._axis_of(call), call.kind, Sent(1, sent, least))
 
-    def _axis_of(self, call: Call) -> str:
+    def _axis_of(self, call: CollectiveCall) -> str:
         key = (call.group, call.kind)
         if key not in self._names:
             self._names[key] = self._name(call)
         return self._names[key]
 
-    def _name(self, call: Call) -> str:
+    def _name(self, call: CollectiveCall) -> str:
         if self._layout is None or self._layout.world_size != dist.get_world_size():
             return OTHER
         try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.core.layout import Layout
-from trainwright.strategies.contract.communication.advice import Link, Way, fit_link, fit_way
+from trainwright.strategies.contract.communication.advice import MeasuredLink, Way, fit_link, fit_way
 from trainwright.strategies.contract.groups import new_subgroup
 
 SIZES = (4 * 2**10, 4 * 2**20)
@@ -20,7 +20,7 @@ SIZES = (4 * 2**10, 4 * 2**20)
 _REPEATS = 5
 
 
-def probe_links(axes: Sequence[tuple[str, Layout, str]], device: torch.device) -> list[Link]:
+def probe_links(axes: Sequence[tuple[str, Layout, str]], device: torch.device) -> list[MeasuredLink]:
     """Measure axes one after the other, all groups of an axis at the same time; a collective of all ranks.
 
     Each group is made for this and ended. Of the times the median of 5 counts, and of the ranks the slowest; so all
@@ -48,7 +48,7 @@ def probe_ways(ways: Mapping[str, Callable[[Tensor], None]], device: torch.devic
     return [fit_way(name, SIZES, (small, large)) for name, (small, large) in zip(ways, slowest.tolist(), strict=True)]
 
 
-def _probe(name: str, layout: Layout, axis: str, device: torch.device) -> Link:
+def _probe(name: str, layout: Layout, axis: str, device: torch.device) -> MeasuredLink:
     own = new_subgroup(layout.groups(axis))
     assert own is not None
     send = partial(dist.all_reduce, group=own)

@@ -10,7 +10,7 @@ import torch
 from trainwright.strategies.contract.waits.waiting import make_spans
 
 
-class Entry(NamedTuple):
+class TimelineEntry(NamedTuple):
     """One piece of work of a stage.
 
     Args:
@@ -34,7 +34,7 @@ _WORK = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "back
 
 
 class HearsStages(Protocol):
-    """Who wants to know when stages of this rank work; ``what`` as in :class:`Entry`."""
+    """Who wants to know when stages of this rank work; ``what`` as in :class:`TimelineEntry`."""
 
     def stage_begins(self, what: str, micro_batch: int, stage: int) -> None:
         """A stage begins to work."""
@@ -134,7 +134,7 @@ class StageTimeline:
         if self._first is not None and self._last is None:
             self._last = self._mark()
 
-    def take(self) -> tuple[float, list[Entry]]:
+    def take(self) -> tuple[float, list[TimelineEntry]]:
         """Seconds from the first mark to the last, and what the stages did in between, by beginning."""
         if self._device.type == "cuda":
             self._last.synchronize()
@@ -142,7 +142,7 @@ class StageTimeline:
         if self._optimizer is not None:
             marks.append((self._optimizer, self._last, "optimizer", -1, -1))
         entries = [
-            Entry(self._since(begin), self._since(end), what, micro_batch, stage)
+            TimelineEntry(self._since(begin), self._since(end), what, micro_batch, stage)
             for begin, end, what, micro_batch, stage in marks
         ]
         return self._since(self._last), sorted(entries)

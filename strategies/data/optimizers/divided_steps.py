@@ -29,7 +29,7 @@ _CLOSURE = (
 
 
 @dataclass(frozen=True)
-class Sharing:
+class OptimizerSharing:
     """What the optimizers of a run have to know of its layout.
 
     Args:
@@ -57,7 +57,7 @@ class DividedSteps:
         owners: of parameters that are stepped whole; ``None``: there are none.
     """
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: OptimizerSharing) -> None:
         self.owners: Owners | None = None
         self._sharing = sharing
         self._steps: list[tuple[Optimizer, PartSteps]] = []
@@ -125,7 +125,7 @@ class DividedSteps:
         return bool(found.item())
 
 
-def _problems(behaviours: Iterable[Behaviour], sharing: Sharing) -> Iterator[str]:
+def _problems(behaviours: Iterable[Behaviour], sharing: OptimizerSharing) -> Iterator[str]:
     for behaviour in behaviours:
         if behaviour.problem is not None:
             yield f"{behaviour.problem}, but under {sharing.layout} {_CLOSURE}"

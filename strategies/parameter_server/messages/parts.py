@@ -14,7 +14,7 @@ _MOST = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """Neighbouring slices of a server.
 
     Args:
@@ -38,7 +38,7 @@ class Part:
         return range(self.first, self.last)
 
 
-def parts_of(held: Sequence[Slice], tables: Collection[int]) -> tuple[Part, ...]:
+def parts_of(held: Sequence[Slice], tables: Collection[int]) -> tuple[ShardPart, ...]:
     """Cut what a server holds into parts, in order; none if they would not be two at least.
 
     Args:
@@ -46,13 +46,13 @@ def parts_of(held: Sequence[Slice], tables: Collection[int]) -> tuple[Part, ...]
         tables: indices of parameters whose gradients are pushed late.
     """
     least = max(LEAST_NUMEL, sum(piece.numel for piece in held) // _MOST)
-    found: list[Part] = []
+    found: list[ShardPart] = []
     first = start = position = 0
     for number, piece in enumerate(held):
         position += piece.numel
         late, following = piece.parameter in tables, held[number + 1 : number + 2]
         changes = any((other.parameter in tables) != late for other in following)
         if position - start >= least or changes or not following:
-            found.append(Part(first, number + 1, start, position, not late))
+            found.append(ShardPart(first, number + 1, start, position, not late))
             first, start = number + 1, position
     return tuple(found) if len(found) > 1 else ()

@@ -11,7 +11,7 @@ from torch import Tensor
 Groups = Sequence[Mapping[str, Any]]
 
 
-class HyperParameters:
+class GroupHyperParameters:
     """Reads and writes all options of parameter groups that are numbers or tuples of numbers.
 
     A worker's schedulers change them as they like; the server's optimizer gets what the worker had when it pushed.

@@ -40,8 +40,8 @@ from trainwright.strategies.parameter_server.messages.wire import (
 from trainwright.strategies.parameter_server.server.clocks import Clocks, Consistency, bound_of
 from trainwright.strategies.parameter_server.server.ending import Ending
 from trainwright.strategies.parameter_server.server.rounds import Round
-from trainwright.strategies.parameter_server.server.shard import Plan, Shard
-from trainwright.strategies.parameter_server.worker.rejoining import Absent, Offer
+from trainwright.strategies.parameter_server.server.shard import Shard, ShardPlan
+from trainwright.strategies.parameter_server.worker.rejoining import LostWorker, Offer
 
 # Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
 _PATIENCE = 5.0
@@ -100,7 +100,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ServerMeeting:
     """Where servers and workers of one run find each other.
 
     Args:
@@ -171,9 +171,9 @@ class Server:
     def __init__(
         self,
         number: int,
-        plan: Plan,
+        plan: ShardPlan,
         rules: Rules,
-        meeting: Meeting,
+        meeting: ServerMeeting,
         workers: int,
         device: Device,
         codec: Codec | None = None,
@@ -197,7 +197,7 @@ class Server:
         self._given: dict[int, Tensor] = {}  # parameters that it has pulled, for delay compensation
         self._meetings, self._met, self._returns = 0, torch.zeros(0), 0
         self._ending = Ending()
-        self._absent, self._replaces = Absent(replaces), replaces
+        self._absent, self._replaces = LostWorker(replaces), replaces
         self._links: list[Link] = []  # closed ones too, for what went over them
         self._ended: str | None = None
         self._threads: list[threading.Thread] = []
@@ -694,7 +694,7 @@ class _EndedError(Exception):
     """The server has been closed or has failed."""
 
 
-def request_size(plan: Plan, server: int) -> int:
+def request_size(plan: ShardPlan, server: int) -> int:
     """Numbers of a request's header: fixed fields, hyper-parameters, and for each slice whether it has a gradient.
 
     Where parts have been sent before, also whether the slice is sent with the request.
@@ -702,7 +702,7 @@ def request_size(plan: Plan, server: int) -> int:
     return FIXED + plan.hyper.size + len(plan.held[server])
 
 
-def parse(plan: Plan, request: Tensor) -> tuple[Tensor, list[bool], list[int]]:
+def parse(plan: ShardPlan, request: Tensor) -> tuple[Tensor, list[bool], list[int]]:
     """Hyper-parameters, presence of gradients, and numbers of the slices that are sent with a request."""
     end = FIXED + plan.hyper.size
     slices = [int(each) for each in request[end:].tolist()]

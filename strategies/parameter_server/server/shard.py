@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.packing import State
-from trainwright.strategies.parameter_server.messages.parts import Part, parts_of
+from trainwright.strategies.parameter_server.messages.parts import ShardPart, parts_of
 from trainwright.strategies.parameter_server.refusals import needs_closure
-from trainwright.strategies.parameter_server.server.hyper import HyperParameters, plain_options
+from trainwright.strategies.parameter_server.server.hyper import GroupHyperParameters, plain_options
 from trainwright.strategies.parameter_server.server.sharder import Shape, Slice, digest_of, share_out
 
 # Whose update of an element depends on that element alone, so that rows may be stepped apart.
@@ -25,7 +25,7 @@ ELEMENTWISE = frozenset(
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerRecipe:
     """How to build an optimizer anew over other tensors.
 
     A copy of the user's own would not do: schedulers put a ``step`` on the instance that steps the worker's parameters.
@@ -41,7 +41,7 @@ class Recipe:
     defaults: dict[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Recipe:
+    def of(cls, optimizer: Optimizer) -> OptimizerRecipe:
         """That of the user's optimizer as it is now."""
         groups = tuple(plain_options(group) for group in optimizer.param_groups)
         return cls(type(optimizer), groups, plain_options(optimizer.defaults))
@@ -70,7 +70,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """Everything that servers and workers agree on before they talk.
 
     Args:
@@ -88,15 +88,15 @@ class Plan:
     shapes: tuple[Shape, ...]
     dtypes: tuple[torch.dtype, ...]
     groups: tuple[int, ...]
-    recipe: Recipe
+    recipe: OptimizerRecipe
     held: tuple[tuple[Slice, ...], ...]
-    hyper: HyperParameters = field(compare=False, repr=False)
-    parts: tuple[tuple[Part, ...], ...] = ()
+    hyper: GroupHyperParameters = field(compare=False, repr=False)
+    parts: tuple[tuple[ShardPart, ...], ...] = ()
 
     @classmethod
     def of(
         cls, optimizer: Optimizer, names: Mapping[int, str], servers: int, only: Collection[int] | None = None
-    ) -> Plan:
+    ) -> ShardPlan:
         """The plan for the parameters of an optimizer; ``names`` by ``id``.
 
         Args:
@@ -111,7 +111,7 @@ class Plan:
         pairs = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
         pairs = [(number, p) for number, p in pairs if only is None or id(p) in only]
         shapes = tuple(tuple(p.shape) for _, p in pairs)
-        recipe = Recipe.of(optimizer)
+        recipe = OptimizerRecipe.of(optimizer)
         held = share_out(shapes, servers, whole=not recipe.splits)
         return cls(
             names=tuple(names.get(id(p), f"unnamed/{index}") for index, (_, p) in enumerate(pairs)),
@@ -120,20 +120,20 @@ class Plan:
             groups=tuple(number for number, _ in pairs),
             recipe=recipe,
             held=tuple(map(tuple, held)),
-            hyper=HyperParameters(optimizer.param_groups),
+            hyper=GroupHyperParameters(optimizer.param_groups),
         )
 
-    def in_parts(self, tables: Collection[int] = ()) -> Plan:
+    def in_parts(self, tables: Collection[int] = ()) -> ShardPlan:
         """The same with parts, where a server holds enough for two; see :func:`parts_of`."""
         return replace(self, parts=tuple(parts_of(held, tables) for held in self.held))
 
-    def parts_of(self, server: int) -> tuple[Part, ...]:
+    def parts_of(self, server: int) -> tuple[ShardPart, ...]:
         """Parts of a server; none: all it holds is one message."""
         return self.parts[server] if self.parts else ()
 
-    def pulled_parts(self, server: int) -> tuple[Part, ...]:
+    def pulled_parts(self, server: int) -> tuple[ShardPart, ...]:
         """What is pulled apart from a server; at least one part, of all it holds."""
-        return self.parts_of(server) or (Part(0, len(self.held[server]), 0, self.numel(server)),)
+        return self.parts_of(server) or (ShardPart(0, len(self.held[server]), 0, self.numel(server)),)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,7 +164,7 @@ class Shard:
         server: whose part.
     """
 
-    def __init__(self, plan: Plan, server: int) -> None:
+    def __init__(self, plan: ShardPlan, server: int) -> None:
         self._plan = plan
         self.slices = plan.held[server]
         self.flat = torch.zeros(plan.numel(server), dtype=plan.dtype)
@@ -207,7 +207,7 @@ class Shard:
         Args:
             gradient: like :attr:`flat`.
             present: for each slice whether it has a gradient; without one it is passed over, as ``grad=None`` is.
-            hyper: options of the groups, see :class:`HyperParameters`.
+            hyper: options of the groups, see :class:`GroupHyperParameters`.
             lr_factor: what learning rates are multiplied by, for this step.
         """
         groups = self._optimizer.param_groups
@@ -236,12 +236,12 @@ class Shard:
                 self._optimizer.state[parameter] = dict(state)
 
 
-def split_state(plan: Plan, states: Sequence[State]) -> list[list[State]]:
+def split_state(plan: ShardPlan, states: Sequence[State]) -> list[list[State]]:
     """The states of whole parameters as those of slices, for each server."""
     return [[_rows(plan, piece, states[piece.parameter]) for piece in held] for held in plan.held]
 
 
-def _rows(plan: Plan, piece: Slice, state: State) -> State:
+def _rows(plan: ShardPlan, piece: Slice, state: State) -> State:
     whole = plan.shapes[piece.parameter]
     return {
         key: value[piece.start : piece.stop].clone() if _is_alike(value, whole) and whole else value
@@ -249,7 +249,7 @@ def _rows(plan: Plan, piece: Slice, state: State) -> State:
     }
 
 
-def join_state(plan: Plan, states: Sequence[Sequence[State]]) -> list[State]:
+def join_state(plan: ShardPlan, states: Sequence[Sequence[State]]) -> list[State]:
     """The states of slices, for each server, as those of whole parameters."""
     parts: list[list[tuple[Slice, State]]] = [[] for _ in plan.names]
     for held, of_server in zip(plan.held, states, strict=True):
@@ -258,7 +258,7 @@ def join_state(plan: Plan, states: Sequence[Sequence[State]]) -> list[State]:
     return [_joined(sorted(each, key=lambda pair: pair[0].start)) for each in parts]
 
 
-def join_norms(plan: Plan, norms: Sequence[Tensor]) -> Tensor:
+def join_norms(plan: ShardPlan, norms: Sequence[Tensor]) -> Tensor:
     """The norms of slices, for each server, as those of whole parameters, without negative ones (not there)."""
     parts: list[list[float]] = [[] for _ in plan.names]
     for held, of_server in zip(plan.held, norms, strict=True):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.wire import Device
-from trainwright.strategies.parameter_server.server.server import Meeting, Rules, Server
-from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
+from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.tables.lookups import Lookups, looks_up_alone
 from trainwright.strategies.parameter_server.worker.client import Client
 
@@ -86,7 +86,7 @@ class ServedTables:
         self.outdated = False
         """Whether servers have yet to be given what was loaded."""
         names = {id(parameter): name for name, parameter in tables.items()}
-        self.plan = Plan.of(optimizer, names, servers, only=names)
+        self.plan = ShardPlan.of(optimizer, names, servers, only=names)
         by_name = dict(tables)
         self.parameters = [by_name[name] for name in self.plan.names]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -109,7 +109,7 @@ class ServedTables:
         assert self._client is not None
         return self._client
 
-    def start(self, rank: int, workers: int, meeting: Meeting, barrier: Callable[[], Any]) -> None:
+    def start(self, rank: int, workers: int, meeting: ServerMeeting, barrier: Callable[[], Any]) -> None:
         """Start servers and workers; tables are those of the first rank."""
         if rank < len(self.plan.held):
             self.server = Server(rank, self.plan, Rules("sync"), meeting, workers, self._device)

@@ -37,12 +37,12 @@ from trainwright.strategies.parameter_server.server.server import (
     BYTES,
     HAS_GRADIENT,
     IS_LATE,
-    Meeting,
     Operation,
+    ServerMeeting,
     Status,
     request_size,
 )
-from trainwright.strategies.parameter_server.server.shard import Plan, join_norms, join_state, split_state
+from trainwright.strategies.parameter_server.server.shard import ShardPlan, join_norms, join_state, split_state
 from trainwright.strategies.parameter_server.server.sharder import Slice
 from trainwright.strategies.parameter_server.worker.early import EarlyPush, copy_slice
 from trainwright.strategies.parameter_server.worker.late import LatePull, put_slices
@@ -78,9 +78,9 @@ class Client:
     def __init__(
         self,
         worker: int,
-        plan: Plan,
+        plan: ShardPlan,
         parameters: Sequence[Tensor],
-        meeting: Meeting,
+        meeting: ServerMeeting,
         device: Device,
         codec: Codec | None = None,
         tables: Collection[int] = (),
@@ -113,7 +113,7 @@ class Client:
         """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ShardPlan:
         """What servers hold."""
         return self._plan
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright.strategies.parameter_server.messages.wire import PART, Sending
-from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.server.sharder import Slice
 
 # Steps in a row whose gradients were changed after backward, until parts are pushed early no more: they go twice.
@@ -30,7 +30,7 @@ class EarlyPush:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ShardPlan,
         parameters: Sequence[Tensor],
         flats: Sequence[Tensor],
         announce: Callable[[int], Sending],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.strategies.parameter_server.messages.wire import PART, Sending
-from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.server.sharder import Slice
 
 # References to the memory of a parameter: its own, and the one of who looks.
@@ -42,7 +42,7 @@ class LatePull:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ShardPlan,
         parameters: Sequence[Tensor],
         flats: Sequence[Tensor],
         module: nn.Module,

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.contract.gradients import refuse_nonfinite
 from trainwright.strategies.parameter_server.messages.packing import State
-from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 
 
@@ -32,7 +32,7 @@ class ServedOptimizer(Optimizer):
         self.apart = False
         """Whether ``state_dict`` gives groups alone, without asking the servers for states."""
         self._client: Client | None = None
-        self._plan: Plan | None = None
+        self._plan: ShardPlan | None = None
         self._clip_value = 0.0
         self._coefficient: float | None = None  # of gradients that are pushed, but not stepped
         self.__setstate__({})
@@ -57,7 +57,7 @@ class ServedOptimizer(Optimizer):
 
     # ---- serving ----------------------------------------------------------------------------------------------------
 
-    def serve(self, client: Client, plan: Plan) -> None:
+    def serve(self, client: Client, plan: ShardPlan) -> None:
         """Let servers do the steps from now on."""
         self._client, self._plan = client, plan
 

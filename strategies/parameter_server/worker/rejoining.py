@@ -112,7 +112,7 @@ def _received(link: Link) -> tuple[Tensor, Tensor]:
     return head, block
 
 
-class Pace:
+class WorkerPace:
     """When to copy the state for workers that may come.
 
     Args:
@@ -148,7 +148,7 @@ class Pace:
 # ---- who is lost -----------------------------------------------------------------------------------------------------
 
 
-class Absent:
+class LostWorker:
     """The workers that a server waits for at meetings, because they are started anew. Not safe between threads.
 
     Args:

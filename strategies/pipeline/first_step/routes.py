@@ -16,7 +16,7 @@ from trainwright.strategies.pipeline.form import Form
 
 
 @dataclass(frozen=True)
-class Routes:
+class StageRoutes:
     """Which values of blocks, and which parameters, each stage gets from the ones before.
 
     Args:
@@ -107,7 +107,7 @@ def plan_routes(
     found: Sequence[tuple[Sequence[set[Source]], Mapping[Source, bool]]],
     forms: Sequence[Form],
     places: Sequence[Places],
-) -> tuple[Routes, list[str]]:
+) -> tuple[StageRoutes, list[str]]:
     """The routes, and why some of what is needed cannot travel.
 
     Args:
@@ -121,7 +121,7 @@ def plan_routes(
     for _, mutated in found:
         for source, at_once in mutated.items():
             cloned[source] = cloned.get(source, False) or at_once
-    routes = Routes(cut, engines, (), forms, places, cloned)
+    routes = StageRoutes(cut, engines, (), forms, places, cloned)
     wanted: list[frozenset[Source]] = []
     for stage, sources in enumerate(needs):
         kept = set()
@@ -143,10 +143,10 @@ def plan_routes(
                 if source.block != cut.spans[stage].start - 1 or not is_output:
                     kept.add(source)
         wanted.append(frozenset(kept | _uneven(routes, stage)))
-    return Routes(cut, engines, wanted, forms, places, cloned), list(dict.fromkeys(problems))
+    return StageRoutes(cut, engines, wanted, forms, places, cloned), list(dict.fromkeys(problems))
 
 
-def needs_everything(routes: Routes, survey: Survey) -> bool:
+def needs_everything(routes: StageRoutes, survey: Survey) -> bool:
     """Whether a whole run on every rank needs more than what each next stage is given and the last block's output.
 
     Args:
@@ -168,7 +168,7 @@ def needs_everything(routes: Routes, survey: Survey) -> bool:
     )
 
 
-def _uneven(routes: Routes, stage: int) -> set[Source]:
+def _uneven(routes: StageRoutes, stage: int) -> set[Source]:
     """Outputs of skipped blocks for which the output that arrives cannot stand, as it has another structure."""
     start = routes.cut.spans[stage].start
     if start == 0:

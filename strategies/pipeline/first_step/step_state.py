@@ -16,7 +16,7 @@ from trainwright.strategies.pipeline.relay import Carrier
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePlace:
     """A buffer or an attribute that a step changes.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
 
 def find_places(
     cut: PipelineCut, module: nn.Module, changes: Iterable[Change], survey: Survey, micro_batches: int
-) -> tuple[list[Place], list[str]]:
+) -> tuple[list[StatePlace], list[str]]:
     """What the stages of this rank must take care of, and what makes several micro-batches impossible.
 
     Args:
@@ -70,7 +70,7 @@ def find_places(
         stage = cut.stage_of_block(block) if block is not None else _stage_for(cut, sources, change)
         if block is None and stage == cut.stages - 1:
             survey.use_results(change.value)
-        places.append(Place(change.path, change.name, stage, block is None))
+        places.append(StatePlace(change.path, change.name, stage, block is None))
     return places, problems
 
 
@@ -115,15 +115,15 @@ class StepState:
         carrier: moves values between them.
     """
 
-    def __init__(self, module: nn.Module, places: Sequence[Place], ranks: Sequence[int], carrier: Carrier) -> None:
+    def __init__(self, module: nn.Module, places: Sequence[StatePlace], ranks: Sequence[int], carrier: Carrier) -> None:
         self._module, self._ranks, self._carrier = module, ranks, carrier
         self._places = list(places)
         self._shared = sorted(
             (place for place in self._places if place.is_shared), key=lambda p: (p.stage, p.path, p.name)
         )
-        self._begun: dict[Place, Any] = {}
-        self._given: dict[Place, Any] = {}
-        self._ended: dict[Place, tuple[Any, bool]] = {}
+        self._begun: dict[StatePlace, Any] = {}
+        self._given: dict[StatePlace, Any] = {}
+        self._ended: dict[StatePlace, tuple[Any, bool]] = {}
 
     def begin_step(self) -> None:
         """Remember the state."""
@@ -159,16 +159,16 @@ class StepState:
             for place, value in zip(mine, values, strict=True):
                 self._put(place, value)
 
-    def _get(self, place: Place) -> Any:
+    def _get(self, place: StatePlace) -> Any:
         owner = self._module.get_submodule(place.path)
         return owner._buffers[place.name] if place.name in owner._buffers else owner.__dict__.get(place.name)
 
-    def _set(self, place: Place, value: Any) -> None:
+    def _set(self, place: StatePlace, value: Any) -> None:
         owner = self._module.get_submodule(place.path)
         held = owner._buffers if place.name in owner._buffers else owner.__dict__
         held[place.name] = value
 
-    def _put(self, place: Place, value: Any) -> None:
+    def _put(self, place: StatePlace, value: Any) -> None:
         held = self._get(place)
         if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
             held.copy_(value)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.cuts import Cut
-from trainwright.strategies.plan.proof.trace import Call, ShapesOnly, is_larger, real_tensor, twin_of
+from trainwright.strategies.plan.proof.trace import BlockCall, ShapesOnly, is_larger, real_tensor, twin_of
 from trainwright.strategies.plan.proof.virtual_ranks import run_virtual_ranks
 from trainwright.strategies.plan.tensor_rules import is_attention, is_projection
 
@@ -38,7 +38,7 @@ Split = Callable[[nn.Module, dist.ProcessGroup], Mapping[str, Cut]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProofVerdict:
     """What a proof has shown.
 
     Args:
@@ -89,7 +89,7 @@ class Proof:
         Exception: if it cannot be called so, or gives no numbers to compare.
     """
 
-    def __init__(self, module: nn.Module, call: Call, size: int) -> None:
+    def __init__(self, module: nn.Module, call: BlockCall, size: int) -> None:
         self._size = size
         self._trusts = is_larger(module, _LARGEST) and not _trains()
         self.projections: list[tuple[str, object]] = []
@@ -98,7 +98,7 @@ class Proof:
         with _disable_current_modes():  # a planner may run its step without memory
             self._run_whole(module, call)
 
-    def _run_whole(self, module: nn.Module, call: Call) -> None:
+    def _run_whole(self, module: nn.Module, call: BlockCall) -> None:
         shapes = ShapesOnly(module) if self._trusts else None
         self._module = _with_random_weights(module) if shapes is None else shapes.twin
         self._call = _real(call) if shapes is None else call
@@ -113,7 +113,7 @@ class Proof:
         if not self._whole.outputs or not all(bool(t.isfinite().all()) for t in numbers):
             raise ValueError("it gives no numbers that could be compared")
 
-    def of(self, split: Split, *, averaged: bool = False) -> Verdict:
+    def of(self, split: Split, *, averaged: bool = False) -> ProofVerdict:
         """Whether the module computes the same when ``split`` splits it.
 
         Args:
@@ -122,19 +122,19 @@ class Proof:
                 not on each rank.
         """
         if self._trusts:
-            return Verdict()
+            return ProofVerdict()
         with _disable_current_modes():
             return self._tried(split, averaged)
 
-    def _tried(self, split: Split, averaged: bool) -> Verdict:
+    def _tried(self, split: Split, averaged: bool) -> ProofVerdict:
         try:
             runs = run_virtual_ranks(self._size, partial(self._work, split))
         except _RaisedError as error:
             cause = error.__cause__
             text = str(cause).strip() or type(cause).__name__
-            return Verdict(f"split, it raises {text.splitlines()[0][:200]}", mixing=error.where)
+            return ProofVerdict(f"split, it raises {text.splitlines()[0][:200]}", mixing=error.where)
         except Exception as error:
-            return Verdict(str(error))
+            return ProofVerdict(str(error))
         mixing = next((name for run in runs for name in run.mixing), None)
         return replace(self._averaged(runs) if averaged else self._judged(runs), mixing=mixing)
 
@@ -155,13 +155,13 @@ class Proof:
         run.parts, run.mixing = {name: cut.part for name, cut in cuts.items()}, watch.mixing
         return run
 
-    def _judged(self, runs: list[_Run]) -> Verdict:
+    def _judged(self, runs: list[_Run]) -> ProofVerdict:
         whole = self._whole
         for run in runs:
             if problem := _output_problem(run, whole):
-                return Verdict(problem)
+                return ProofVerdict(problem)
             if any(_difference(*pair) > _TOLERANCE for pair in zip(run.inputs, whole.inputs, strict=True)):
-                return Verdict("gradients of inputs differ")
+                return ProofVerdict("gradients of inputs differ")
         summed = set()
         for name, wanted in whole.gradients.items():
             found = [run.gradients[name] for run in runs]
@@ -172,19 +172,19 @@ class Proof:
             if max(by) <= _TOLERANCE:
                 continue
             if name in runs[0].parts or _difference(torch.stack(found).sum(0), wanted, self._floor) > _TOLERANCE:
-                return Verdict(f"the gradient of {name.removeprefix(f'{UNIT}.')} differs by {max(by):.1e}")
+                return ProofVerdict(f"the gradient of {name.removeprefix(f'{UNIT}.')} differs by {max(by):.1e}")
             summed.add(name.removeprefix(f"{UNIT}."))
-        return Verdict(summed=frozenset(summed))
+        return ProofVerdict(summed=frozenset(summed))
 
-    def _averaged(self, runs: list[_Run]) -> Verdict:
+    def _averaged(self, runs: list[_Run]) -> ProofVerdict:
         for run in runs:
             if problem := _output_problem(run, self._whole):
-                return Verdict(problem)
+                return ProofVerdict(problem)
         for name, wanted in self._whole.gradients.items():
             mean = torch.stack([run.gradients[name] for run in runs]).mean(0)
             if (by := _difference(mean, wanted, self._floor)) > _TOLERANCE:
-                return Verdict(f"the gradient of {name.removeprefix(f'{UNIT}.')} differs by {by:.1e}")
-        return Verdict()
+                return ProofVerdict(f"the gradient of {name.removeprefix(f'{UNIT}.')} differs by {by:.1e}")
+        return ProofVerdict()
 
     @property
     def _floor(self) -> float:
@@ -286,7 +286,7 @@ def _as_unit(module: nn.Module) -> nn.Module:
     return holder.train()
 
 
-def _run(holder: nn.Module, call: Call) -> _Run:
+def _run(holder: nn.Module, call: BlockCall) -> _Run:
     call = call.renewed()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
@@ -343,9 +343,9 @@ def _drawn(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
     return nn.Parameter(value.mul_(parameter.shape[-1] ** -0.5) if value.dim() > 1 else value.mul_(0.3).add_(1))
 
 
-def _real(call: Call) -> Call:
+def _real(call: BlockCall) -> BlockCall:
     args, kwargs = pytree.tree_map_only(Tensor, _real_tensor, (call.args, dict(call.kwargs)))
-    return Call(args, kwargs)
+    return BlockCall(args, kwargs)
 
 
 def _real_tensor(tensor: Tensor) -> Tensor:

@@ -27,16 +27,16 @@ _LARGEST = 2**26
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """Arguments of a module's forward; tensors are copies, and those that depend on parameters require gradients."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def renewed(self) -> Call:
+    def renewed(self) -> BlockCall:
         """The same in memory of its own."""
         args, kwargs = pytree.tree_map(_copied, (self.args, dict(self.kwargs)))
-        return Call(args, kwargs)
+        return BlockCall(args, kwargs)
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments that require gradients."""
@@ -54,7 +54,7 @@ class Trace:
         functional: names of the parameters among them that are used by other functions than an embedding's.
     """
 
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, BlockCall] = field(default_factory=dict)
     uses: dict[str, set[str]] = field(default_factory=dict)
     functional: set[str] = field(default_factory=set)
 
@@ -160,7 +160,7 @@ class _Watch(TorchFunctionMode):
             for sub in self._twin.modules():
                 for name, buffer in sub._buffers.items():
                     sub._buffers[name] = buffer if buffer is None else real_tensor(buffer)
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, BlockCall] = {}
         self.uses: dict[str, set[str]] = {}
         self.functional: set[str] = set()
         self.ended = False
@@ -180,7 +180,7 @@ class _Watch(TorchFunctionMode):
             self._begun.add(name)
             if name == first and first not in self.calls:
                 args_kwargs = pytree.tree_map_only(FakeTensor, _on_meta, (args, dict(kwargs)))
-                self.calls[first] = Call(*args_kwargs).renewed()
+                self.calls[first] = BlockCall(*args_kwargs).renewed()
             if first not in outputs:
                 self._inside += 1
                 outputs[first] = forward(*args, **kwargs)
@@ -189,7 +189,7 @@ class _Watch(TorchFunctionMode):
 
         return run
 
-    def run(self, given: Call) -> None:
+    def run(self, given: BlockCall) -> None:
         """Run the copy; what went before the first failure is kept."""
         if self._shapes_only is None:
             self._twin(*given.args, **given.kwargs)
@@ -250,7 +250,7 @@ class ShapesOnly:
                 for name, buffer in sub._buffers.items():
                     sub._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: BlockCall) -> None:
         """Call the copy."""
         with self._mode:
             args, kwargs = pytree.tree_map_only(
@@ -291,11 +291,11 @@ def _copied(value: Any) -> Any:
 # ---- inputs -------------------------------------------------------------------------------------------------------
 
 
-def _made_up(module: nn.Module, size: int) -> Iterator[Call]:
+def _made_up(module: nn.Module, size: int) -> Iterator[BlockCall]:
     """Inputs that the forward of ``module`` may take: ids, images, features."""
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        yield Call(example) if isinstance(example, tuple) else Call((example,))
+        yield BlockCall(example) if isinstance(example, tuple) else BlockCall((example,))
     try:
         options = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
@@ -307,12 +307,12 @@ def _made_up(module: nn.Module, size: int) -> Iterator[Call]:
     for length in _lengths(module, size):
         if rows:
             ids = torch.randint(min(rows), (2 * size, length)).to(device)
-            yield Call((), {**dict.fromkeys(named, ids), **further}) if named else Call((ids,), further)
+            yield BlockCall((), {**dict.fromkeys(named, ids), **further}) if named else BlockCall((ids,), further)
     conv = next((sub for sub in module.modules() if isinstance(sub, nn.Conv2d)), None)
     for height, width in _images(module) if conv is not None else ():
-        yield Call((torch.randn(2 * size, conv.in_channels, height, width).to(device),))  # type: ignore[union-attr]
+        yield BlockCall((torch.randn(2 * size, conv.in_channels, height, width).to(device),))  # type: ignore[union-attr]
     if not rows:
-        yield from (Call((x,)) for x in features_for(module, size, device))
+        yield from (BlockCall((x,)) for x in features_for(module, size, device))
 
 
 def features_for(module: nn.Module, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
@@ -340,7 +340,7 @@ def _images(module: nn.Module) -> Iterable[tuple[int, int]]:
     return dict.fromkeys((*(tuple(side) for side in sides if len(side) == 2), *((side, side) for side in _SIDES)))
 
 
-def calls_for(module: nn.Module, size: int) -> Iterator[Call]:
+def calls_for(module: nn.Module, size: int) -> Iterator[BlockCall]:
     """Calls that ``module`` may take: hidden states, and for what else it needs nothing, or the same again."""
     try:
         options = list(inspect.signature(module.forward).parameters.values())[1:]
@@ -348,8 +348,8 @@ def calls_for(module: nn.Module, size: int) -> Iterator[Call]:
         return
     more = sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in options)
     for x in features_for(module, size):
-        yield Call((x, *[None] * more))
+        yield BlockCall((x, *[None] * more))
         if more:
-            yield Call((x, *[x] * more))
+            yield BlockCall((x, *[x] * more))
     if any(isinstance(sub, nn.Conv2d | nn.Embedding) for sub in module.modules()):
         yield from _made_up(module, size)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainwright.callbacks.inject import network
-from trainwright.callbacks.inject.network import Place, cut_off
+from trainwright.callbacks.inject.network import Endpoint, cut_off
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def of(pair: tuple[socket.socket, socket.socket]) -> dict[int, tuple[str, str]]:
     return {number: ends for number, ends in network.connections(os.getpid()).items() if number in numbers}
 
 
-def own() -> Place:
-    return Place("", os.getpid(), ())
+def own() -> Endpoint:
+    return Endpoint("", os.getpid(), ())
 
 
 def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_what_was_closed_meanwhile_is_left_alone(now, pair, tmp_path, monkeypatc
     if now == "a file":
         with (tmp_path / "file").open("w") as file:
             os.dup2(file.fileno(), descriptor)
-    assert cut_off(own(), [Place("", 1, ())]) == 2
+    assert cut_off(own(), [Endpoint("", 1, ())]) == 2
     assert len(os.listdir("/proc/self/fd")) == before, "a descriptor was left open"
     if now != "nothing":
         os.close(descriptor)

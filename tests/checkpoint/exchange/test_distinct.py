@@ -16,13 +16,13 @@ from trainwright.checkpoint.exchange import groups
 from trainwright.checkpoint.exchange.distinct import any_of_ranks, kin_of, of_all_ranks, problems_of_ranks, to_first
 from trainwright.checkpoint.write.dealing import Deal
 from trainwright.checkpoint.write.save import Content, write
-from trainwright.strategies.contract.communication.calls import Call, listen
+from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.same_model import refuse_other_models
 
 
 @contextmanager
-def sent() -> Iterator[list[Call]]:
-    calls: list[Call] = []
+def sent() -> Iterator[list[CollectiveCall]]:
+    calls: list[CollectiveCall] = []
     end = listen(calls.append)
     try:
         yield calls

@@ -13,7 +13,7 @@ from trainwright.checkpoint.write.dealing import (
     Box,
     Deal,
     Dealer,
-    Kin,
+    WriterKin,
     boxes_of,
     choose_writers,
     share_out,
@@ -38,7 +38,7 @@ def test_what_all_hold_is_shared_out_evenly() -> None:
 
 def test_what_one_rank_holds_alone_stays_with_it_and_counts() -> None:
     shared = [box(f"w{index}", 10) for index in range(4)]
-    kins = [Kin([0], shared), Kin([1], [box("alone", 50), *shared])]
+    kins = [WriterKin([0], shared), WriterKin([1], [box("alone", 50), *shared])]
     winners = choose_writers(kins)
     assert share_out(kins[0].boxes, 1, 0, winners) == dict.fromkeys(range(4), 0)
     assert share_out(kins[1].boxes, 1, 1, winners) == {0: 0}
@@ -65,7 +65,7 @@ def test_what_is_said_grows_with_shards_not_with_ranks(replicate: int) -> None:
         [*(box(f"w{name}", 2, 2 * shard, 8) for name in range(6)), *(box(f"step{name}", 1) for name in range(6))]
         for shard in range(4)
     ]
-    kins = [Kin(ranks, [*boxes, box("rank/*/rng", 5)]) for ranks, boxes in zip(lines, held, strict=True)]
+    kins = [WriterKin(ranks, [*boxes, box("rank/*/rng", 5)]) for ranks, boxes in zip(lines, held, strict=True)]
     winners = choose_writers(kins)
     assert len(winners) == 6  # of the scalars that all hold
     deal = Deal(frozenset(), kins, winners)
@@ -79,7 +79,7 @@ def test_what_is_said_grows_with_shards_not_with_ranks(replicate: int) -> None:
 
 def test_who_writes_what_many_hold_is_known_without_the_rest() -> None:
     common = [box(f"c{index}", size) for index, size in enumerate([30, 20, 20, 7, 7, 1])]
-    kins = [Kin([3 * place + kin for place in range(3)], [*common, box(f"own{kin}", 25)]) for kin in range(2)]
+    kins = [WriterKin([3 * place + kin for place in range(3)], [*common, box(f"own{kin}", 25)]) for kin in range(2)]
     winners = choose_writers(kins)
     assert set(winners) == set(common)
     found = writers_of_common(winners, [kin.ranks for kin in kins])

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tests.checkpoint import small
 from trainwright.checkpoint.format.manifest import Manifest
 from trainwright.checkpoint.read.candidates import newest_good
-from trainwright.checkpoint.read.find import Found
+from trainwright.checkpoint.read.find import FoundCheckpoint
 from trainwright.checkpoint.write.retention import Retention, apply
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
 
 def found(step, **metrics):
-    return Found(f"step_{step}", step, "", Manifest({}, {"step": step, "metrics": metrics}))
+    return FoundCheckpoint(f"step_{step}", step, "", Manifest({}, {"step": step, "metrics": metrics}))
 
 
 def kept(retention, checkpoints):

@@ -22,7 +22,7 @@ from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.checkpoint.exchange.distinct import Kin
 from trainwright.checkpoint.format import manifest as manifests
 from trainwright.checkpoint.format import records
-from trainwright.checkpoint.format.directory import Directory, Entry, Place
+from trainwright.checkpoint.format.directory import BoxPlace, Directory, Entry
 from trainwright.checkpoint.format.manifest import read_manifest, records_of, verify
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.candidates import newest_good
@@ -415,7 +415,7 @@ def test_what_a_rank_reads_grows_less_than_the_ranks(ranks: int, kins: int, boxe
 
 
 def test_a_directory_says_alike_once() -> None:
-    places = tuple(Place(number, (number, 0), (number + 1, 8)) for number in range(50))
+    places = tuple(BoxPlace(number, (number, 0), (number + 1, 8)) for number in range(50))
     tensors = {f"block.{number}": Entry("float32", (50, 8), places) for number in range(100)}
     own = {"torch": Entry("uint8", (5056,))}
     directory = Directory(tensors, [own, {}], [(70_000, 0), (1, 1), (29_999, 0)])

@@ -17,7 +17,7 @@ from trainwright.core.processes.process import STOPPED, TRACED, state_of, stop_o
 from trainwright.launch.watchdog import monitor
 from trainwright.launch.watchdog.inquiry import Inquiry
 from trainwright.launch.watchdog.limits import HangLimits
-from trainwright.launch.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
+from trainwright.launch.watchdog.monitor import VARIABLE, DiagnosedHang, HangMonitor
 
 LONG = HangLimits(floor_seconds=600.0, first_timeout=1800.0)
 # Half a second, as those who watch ask.
@@ -55,7 +55,7 @@ class Job:
         command = [sys.executable, "-c", RANK, place["boxes"], str(place["box"])]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def look(self, seconds: float, step: float = LOOK) -> FoundHang | None:
+    def look(self, seconds: float, step: float = LOOK) -> DiagnosedHang | None:
         """Look again and again for so long; what is found, if anything."""
         for _ in range(round(seconds / step)):
             self.clock[0] += step

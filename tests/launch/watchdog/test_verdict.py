@@ -10,7 +10,7 @@ from trainwright.launch.watchdog.evidence import HALTED, KERNEL, Child, Evidence
 from trainwright.launch.watchdog.report import verdict, waits
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import Frame, Thread
-from trainwright.launch.watchdog.report.verdict import Verdict, differing_calls, judge
+from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge
 
 LIMIT, SLOW = 10.0, 100.0
 IN_TORCH = Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce", "work.wait()", False)
@@ -43,7 +43,7 @@ def rank(
     return Evidence(progress, stalled, LIMIT, SLOW, answer, state=state_of_process, **more)
 
 
-def blamed(ranks: list[Evidence], seen_before: bool = False) -> Verdict:
+def blamed(ranks: list[Evidence], seen_before: bool = False) -> HangVerdict:
     found = judge(ranks, seen_before)
     assert found is not None, "nobody is to blame"
     return found

@@ -27,7 +27,7 @@ from trainwright.core.text.plain import rebuilt
 from trainwright.launch.schema import LaunchConfig
 from trainwright.launch.watchdog import answers, monitor
 from trainwright.launch.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
-from trainwright.launch.watchdog.boxes import OTHER, WARM_UP_STEPS, Box, Boxes, Progress
+from trainwright.launch.watchdog.boxes import OTHER, WARM_UP_STEPS, Boxes, Progress, ProgressBox
 from trainwright.launch.watchdog.calls import Call, own_calls, own_groups
 from trainwright.launch.watchdog.check_hangs import hang_problems
 from trainwright.launch.watchdog.limits import HangLimits
@@ -38,7 +38,7 @@ from trainwright.launch.watchdog.report.stacks import Frame, Thread, crash_in, o
 
 def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
     boxes = Boxes(2, tmp_path)
-    box = Box(boxes.address, 1, rank=7)
+    box = ProgressBox(boxes.address, 1, rank=7)
     box.begin(phases.FORWARD)
     box.count(12)
     read = boxes.read(1)
@@ -50,12 +50,12 @@ def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
     boxes.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
-        Box(boxes.address, 1, rank=7)
+        ProgressBox(boxes.address, 1, rank=7)
 
 
 def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
     boxes = Boxes(1, tmp_path)
-    box = Box(boxes.address, 0, 0)
+    box = ProgressBox(boxes.address, 0, 0)
     box.count(7)
     for phase in (phases.FORWARD, phases.SAVING, phases.FORWARD, phases.BACKWARD):
         box.begin(phase)
@@ -351,9 +351,9 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> type[SilentInquiry]:
     return SilentInquiry
 
 
-def _watched_box(watcher: HangMonitor, number: int) -> Box:
+def _watched_box(watcher: HangMonitor, number: int) -> ProgressBox:
     place = json.loads(watcher.environment(number)[VARIABLE])
-    return Box(place["boxes"], place["box"], rank=number)
+    return ProgressBox(place["boxes"], place["box"], rank=number)
 
 
 def test_a_job_that_was_put_to_sleep_is_no_hang(tmp_path: Path, clock: Any, questions: Any) -> None:

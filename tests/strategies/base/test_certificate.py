@@ -26,7 +26,7 @@ from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.expert import engine as expert_engine
 from trainwright.strategies.pipeline import stage
 from trainwright.strategies.pipeline.engine import PipelineEngine
-from trainwright.strategies.plan.proof.proof import Proof, Verdict
+from trainwright.strategies.plan.proof.proof import Proof, ProofVerdict
 from trainwright.strategies.tensor import engine as tensor_engine
 
 ON = {"certificate": "refuse"}
@@ -91,7 +91,7 @@ FAULTS: dict[str, Fault] = {
 def run_with(fault: str, certificate: str) -> list[float]:
     network, options, target, name, wrong = FAULTS[fault]
     # Plans are proven by the same code, which would find some of these sooner.
-    blind = mock.patch.object(Proof, "of", return_value=Verdict())
+    blind = mock.patch.object(Proof, "of", return_value=ProofVerdict())
     with blind, mock.patch.object(target, name, wrong):
         return run(LayoutCase(network, {**options, "certificate": certificate}, steps=1)).losses
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.strategies.context.test_engine import LENGTH as TRAINED_LENGTH
 from tests.strategies.context.test_engine import VOCABULARY, assert_as_one_process, built, split, tokens_of
 from trainwright.strategies.context.order import SequenceOrder
-from trainwright.strategies.context.slices import Rows, SequenceSlice
+from trainwright.strategies.context.slices import SequenceRows, SequenceSlice
 from trainwright.strategies.plan.blocks import find_blocks
 
 BATCH, LENGTH, WIDTH = 2, 8, 6
@@ -92,7 +92,7 @@ def applied_to_slices(balance: bool) -> dict[str, tuple[torch.Tensor, list[torch
     results = {}
     for name, (function, _) in FUNCTIONS.items():
         whole = inputs()
-        x = SequenceSlice(order.part(whole, 1), Rows(dist.group.WORLD, order, LENGTH, 0, LENGTH))
+        x = SequenceSlice(order.part(whole, 1), SequenceRows(dist.group.WORLD, order, LENGTH, 0, LENGTH))
         assert x.shape == whole.shape
         out, gradients, is_slice = applied(x, whole, function)
         for gradient in gradients:
@@ -179,7 +179,7 @@ class _Twice(torch.autograd.Function):
 def custom_function(function: Any) -> None:
     dist.barrier()  # a rank could be gone before the other has connected
     order = SequenceOrder.of(dist.group.WORLD, True)
-    x = SequenceSlice(nn.Parameter(torch.ones(2, 4, 3)), Rows(dist.group.WORLD, order, 8, 0, 8))
+    x = SequenceSlice(nn.Parameter(torch.ones(2, 4, 3)), SequenceRows(dist.group.WORLD, order, 8, 0, 8))
     function.apply(x).sum().backward()
 
 

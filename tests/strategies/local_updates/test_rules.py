@@ -16,7 +16,7 @@ from trainwright.strategies.compose.world import Surroundings
 from trainwright.strategies.contract.options import PlannedRun
 from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.options import LocalSGDOptions
-from trainwright.strategies.local_updates.schedule import Schedule
+from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.tools.verify.verify import problems_of
 
 REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
@@ -123,7 +123,7 @@ def test_ranks_refuse_averages_of_each_replica_by_itself(ranks: Any) -> None:
 
 
 def test_fragments_take_turns() -> None:
-    schedule = Schedule(sync_every=6, fragments=3, warmup_steps=6)
+    schedule = UpdateSchedule(sync_every=6, fragments=3, warmup_steps=6)
     assert [schedule.due(step) for step in range(1, 14)] == [None] * 7 + [1, None, 2, None, 0, None]
     names = ["embed.w", "blocks.0.w", "blocks.1.w", "blocks.2.w", "norm.w"]
     blocks = ["blocks.0", "blocks.1", "blocks.2"]

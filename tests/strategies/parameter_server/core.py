@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trainwright.strategies.parameter_server.messages import parts
 from trainwright.strategies.parameter_server.messages.wire import Device
-from trainwright.strategies.parameter_server.server.server import Meeting, Rules, Server
-from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
+from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 
 PREFIX = "parameter_server"
@@ -78,7 +78,7 @@ class Peer:
         if least_numel is not None:
             with patch.object(parts, "LEAST_NUMEL", least_numel):
                 self.plan = self.plan.in_parts()
-        meeting = Meeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
+        meeting = ServerMeeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
         device = Device()
         self.server: Server | None = None
         if serves and rank < servers:
@@ -90,7 +90,7 @@ class Peer:
         self.clock = self.client.connect()
 
     @staticmethod
-    def plan_of(servers: int = 1, kind: str = "adamw") -> Plan:
+    def plan_of(servers: int = 1, kind: str = "adamw") -> ShardPlan:
         """What peers agree on, for a server that stands alone."""
         model = make_model()
         return _plan(model, make_optimizer(model, kind), servers)
@@ -126,8 +126,8 @@ class Peer:
             self.server.close()
 
 
-def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, servers: int) -> Plan:
-    return Plan.of(optimizer, {id(p): name for name, p in model.named_parameters()}, servers)
+def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, servers: int) -> ShardPlan:
+    return ShardPlan.of(optimizer, {id(p): name for name, p in model.named_parameters()}, servers)
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainwright.core.processes.machine import MachineFacts, cpu_quota
-from trainwright.strategies.contract.communication.advice import Link
+from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor.clocks import Offset, judge_clocks
 from trainwright.tools.doctor.collect import HostReport, report_host, within
 from trainwright.tools.doctor.environment import (
@@ -357,7 +357,9 @@ def seen(*hosts: HostReport, failures: dict[int, str] | None = None) -> Seen:
 def test_reports_and_results_travel_whole():
     sent = HostReport("node1", [CORES, FULL], {"torch": "2.13.0"}, 1e9, {"os": "Linux"})
     assert HostReport.from_json(sent.to_json()) == sent
-    result = RankResult(1, "b", None, Offset(1, 0.5, 0.1), [Pair(1, 0, 1e-5, 1e9)], (1, 1), [Link("all", 2, 1e-5, 1e9)])
+    result = RankResult(
+        1, "b", None, Offset(1, 0.5, 0.1), [Pair(1, 0, 1e-5, 1e9)], (1, 1), [MeasuredLink("all", 2, 1e-5, 1e9)]
+    )
     assert RankResult.from_json(result.to_json()) == result
 
 

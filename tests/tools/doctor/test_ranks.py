@@ -14,14 +14,14 @@ from tests.command.project import run_command
 from trainwright.command.cli import main
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
-from trainwright.strategies.contract.communication.advice import Link
+from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor import measure
 from trainwright.tools.doctor import ranks as of_ranks
 from trainwright.tools.doctor.finding import OK
 from trainwright.tools.doctor.options import parse
 from trainwright.tools.doctor.profile import _with_calls as with_calls
 from trainwright.tools.doctor.profile import profile_of, to_yaml
-from trainwright.tools.doctor.ranks import Board, RankResult, examine
+from trainwright.tools.doctor.ranks import RankResult, StoreBoard, examine
 from trainwright.tools.doctor.report import judge
 from trainwright.tools.doctor.together import Seen
 
@@ -34,7 +34,7 @@ def look(local_size: int, figures: bool = False) -> list[str]:
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     examine(store, rank, size, local_size, torch.device("cpu"), figures)
-    board = Board(store)
+    board = StoreBoard(store)
     found = board.results(size, 60.0)
     # torch counts a group whose making failed; a rank that lives on would name its next one other than the others do.
     dist.distributed_c10d._world.group_count = 0
@@ -81,7 +81,7 @@ def test_a_rank_that_says_nothing_is_named_with_what_it_was_at(ranks):
 
 def silent() -> list[str]:
     store = dist.HashStore()
-    board = Board(store)
+    board = StoreBoard(store)
     board.at(0, "computing on cpu")
     found = [result.failure or "" for result in board.results(2, 0.05)]
     return [text.removeprefix("did not answer; it was ") for text in found]
@@ -110,12 +110,12 @@ def test_a_profile_is_measured_and_written(ranks, tmp_path: Path):
 
 def test_what_a_collective_costs_beside_its_messages():
     """All-reduces of two and of eight ranks that take 10 us a call and 3 us a message."""
-    of_pair, of_all = (Link(name, n, (10e-6 + 2 * (n - 1) * 3e-6) / (2 * (n - 1)), 1e9) for name, n in
+    of_pair, of_all = (MeasuredLink(name, n, (10e-6 + 2 * (n - 1) * 3e-6) / (2 * (n - 1)), 1e9) for name, n in
                        (("pair", 2), ("all", 8)))  # fmt: skip
     assert with_calls(of_all, of_pair) == {"latency": 3e-6, "bandwidth": 1e9, "call": 10e-6}
     assert with_calls(of_all, None) == {"latency": pytest.approx(of_all.latency, rel=1e-3), "bandwidth": 1e9}
     # Noise: two ranks take longer than eight.
-    slow = Link("pair", 2, of_all.latency * 20, 1e9)
+    slow = MeasuredLink("pair", 2, of_all.latency * 20, 1e9)
     noisy = with_calls(of_all, slow)
     assert noisy["latency"] == 0
     assert noisy["call"] == pytest.approx(14 * of_all.latency, rel=1e-3)

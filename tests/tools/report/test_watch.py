@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.tools.report.runs import BEGAN, CONFIG, records_of, small_run, whole_run, write_records
 from trainwright.tools.report.command import run_report_command
 from trainwright.tools.report.files import MetricsFile, Tail
-from trainwright.tools.report.watch import Watched, behind_others, sparkline
+from trainwright.tools.report.watch import WatchedRun, behind_others, sparkline
 
 
 def picture(watched, now=BEGAN + 10):
@@ -24,7 +24,7 @@ def picture(watched, now=BEGAN + 10):
 
 def test_a_run_is_followed_from_before_it_begins(tmp_path):
     run = tmp_path / "run"
-    watched = Watched(run)
+    watched = WatchedRun(run)
     assert "the run has not begun" in picture(watched)
     run.mkdir()
     (run / "config.yaml").write_text(CONFIG)
@@ -47,7 +47,7 @@ def test_a_run_is_followed_from_before_it_begins(tmp_path):
 def test_ranks_are_compared(tmp_path):
     run = whole_run(tmp_path / "run")
     write_records(run, 1, [{"time": BEGAN + 12, "step": 30, "kind": "step", "seconds": {"forward": 4}, "steps": 2}])
-    rows = [line.split() for line in picture(Watched(run)).splitlines() if line[:4].strip().isdigit()]
+    rows = [line.split() for line in picture(WatchedRun(run)).splitlines() if line[:4].strip().isdigit()]
     assert rows[1][:6] == ["1", "30", "5.00", "MiB", "1.00", "GiB"]
     assert rows[0][6:] == ["2", "s", "backward", "50", "%,", "forward", "25", "%"]
     steps = {rank: {"time": BEGAN, "step": 20} for rank in range(4)}

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.strategies.contract.communication.advice import (
     ENOUGH,
-    Link,
+    MeasuredLink,
     MeasuredStep,
     advise,
     best_bucket_bytes,
@@ -19,8 +19,8 @@ from trainwright.strategies.contract.communication.advice import (
 )
 
 GB, US = 1e9, 1e-6
-FAST = Link("replicate", 4, 10 * US, 10 * GB)
-SLOW = Link("replicate", 4, 10 * US, 0.01 * GB)
+FAST = MeasuredLink("replicate", 4, 10 * US, 10 * GB)
+SLOW = MeasuredLink("replicate", 4, 10 * US, 0.01 * GB)
 # 100 MB of gradients, in 4 buckets, and 300 ms of computing.
 STEP = MeasuredStep(
     compute=0.3,
@@ -44,7 +44,7 @@ def test_a_ring_costs_its_rounds_and_its_bytes():
 
 @pytest.mark.parametrize("ranks", [2, 5, 64])
 def test_two_all_reduces_tell_latency_and_bandwidth(ranks):
-    link, sizes = Link("shard", ranks, 25 * US, 3 * GB), (4096.0, 4194304.0)
+    link, sizes = MeasuredLink("shard", ranks, 25 * US, 3 * GB), (4096.0, 4194304.0)
     found = fit_link(
         "shard", ranks, sizes, (link.seconds("all_reduce", sizes[0]), link.seconds("all_reduce", sizes[1]))
     )
@@ -108,9 +108,9 @@ def test_what_is_no_choice_is_not_chosen():
 
 def test_two_levels_serve_slow_links_between_fast_nodes():
     links = [
-        Link("replicate", 16, 10 * US, 0.1 * GB),
-        Link("within", 8, 10 * US, 100 * GB),
-        Link("across", 2, 10 * US, 0.1 * GB),
+        MeasuredLink("replicate", 16, 10 * US, 0.1 * GB),
+        MeasuredLink("within", 8, 10 * US, 100 * GB),
+        MeasuredLink("across", 2, 10 * US, 0.1 * GB),
     ]
     step = replace(STEP, compressed_bytes={})
     found = {option.name: option for option in options_of(step, links)}
@@ -123,7 +123,7 @@ def test_two_levels_serve_slow_links_between_fast_nodes():
 
 
 def test_axes_that_nobody_changes_count_for_every_option():
-    shard = Link("shard", 2, 0.0, 1 * GB)
+    shard = MeasuredLink("shard", 2, 0.0, 1 * GB)
     busy = replace(STEP, sent={**STEP.sent, ("shard", "all_gather"): (3.0, 1.2e9)})
     before, after = exposed(STEP, FAST, shard), exposed(busy, FAST, shard)
     assert after["topk"] - before["topk"] == pytest.approx(1.2 - STEP.window)
@@ -131,7 +131,7 @@ def test_axes_that_nobody_changes_count_for_every_option():
 
 
 def test_no_bucket_is_better_than_the_best():
-    link, size = Link("replicate", 8, 20 * US, 1 * GB), 400e6
+    link, size = MeasuredLink("replicate", 8, 20 * US, 1 * GB), 400e6
     whole = link.seconds("all_reduce", size) - link.seconds("all_reduce", 0)
 
     def cost(bucket):
