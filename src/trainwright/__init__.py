@@ -1,7 +1,6 @@
 """Train one unmodified LightningModule on any layout of machines, chosen by configuration alone.
 
-The names of the public API are loaded on first use: `import trainwright` and `trainwright --help` cost neither torch nor
-Lightning.
+Public names are loaded on first use: `import trainwright` and `trainwright --help` cost neither torch nor Lightning.
 """
 
 import importlib

@@ -377,9 +377,9 @@ def test_what_is_typed_wins_and_the_report_says_so() -> None:
     )
     assert (native["precision"], native["strategy.offload"], native["global_batch_size"]) == (32, "none", 12)
     assert (native["micro_batch_size"], native["optimizer"]) == (3, "sgd")
-    assert line_of(report, "bf16.enabled").typed == ("precision=32",)
-    assert line_of(report, "optimizer.type").typed == ("optimizer=sgd",)
-    assert line_of(report, "train_batch_size").typed == ("global_batch_size=12",)
+    assert line_of(report, "bf16.enabled").overridden_by == ("precision=32",)
+    assert line_of(report, "optimizer.type").overridden_by == ("optimizer=sgd",)
+    assert line_of(report, "train_batch_size").overridden_by == ("global_batch_size=12",)
     assert report.stopping == []
     assert "on the command line: strategy.offload=none" in report.to_text()
     assert not any(text.startswith(("precision", "strategy.offload", "global", "optim")) for text in report.overrides)
@@ -396,7 +396,7 @@ def test_modules_with_their_own_optimizer_keep_it() -> None:
     assert not any(key.startswith("optimizer") for key in native)
     for key in ("optimizer.type", "optimizer.params.lr"):
         line = line_of(report, key)
-        assert (line.status, line.becomes, line.stops) == ("unsupported", (), False)
+        assert (line.status, line.becomes, line.stops_a_run) == ("unsupported", (), False)
     assert "configures its own optimizer" in line_of(report, "optimizer.type").note
 
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import RandomSampler
 
 from trainwright.core.layout import Layout
+from trainwright.strategies.compose.world import options_of
 from trainwright.trainer.balance.check import balance_problems
 from trainwright.trainer.balance.options import BalanceOptions, balance_option_problems, balance_options
 from trainwright.trainer.balance.shares import Bounds, ShareSchedule, deal_out, is_worth_it, seconds_of_wave
@@ -31,6 +32,9 @@ ANY = Bounds()
 ])  # fmt: skip
 def test_the_last_rank_is_done_as_early_as_can_be(samples: int, seconds: list[float], sizes: list[int]) -> None:
     assert deal_out(samples, seconds, ANY) == sizes
+
+
+SERVERS = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
 
 
 def test_no_other_cut_is_faster() -> None:
@@ -172,20 +176,30 @@ def found(
 ) -> list[str]:
     cfg = {
         "balance": {"kind": "auto", **given},
-        "strategy": strategy or {"_target_": "a.DDPStrategy"},
+        "strategy": strategy or {"_target_": "trainwright.strategies.data.ddp.DDPStrategy"},
         "micro_batch_size": micro,
         "launch": {"min_devices": None, "recovery": "restart", **(launch or {})},
         "trainer": {"data_partition": "interleave", "use_distributed_sampler": True, **(trainer or {})},
     }
     cfg["balance"].setdefault("shares", None)
-    return balance_problems(OmegaConf.create(cfg), layout, least)
+    whole = OmegaConf.create(cfg)
+    return balance_problems(whole, options_of(whole.strategy), layout, least)
 
 
 def test_what_is_possible() -> None:
     assert found(Layout(replicate=2)) == []
     assert found(Layout(pipeline=2, shard=2), least=2) == []
     assert found(Layout(), kind="none") == []
-    assert found(Layout(replicate=2), strategy={"_target_": "a.ParameterServerStrategy", "consistency": "sync"}) == []
+    assert (
+        found(
+            Layout(replicate=2),
+            strategy={
+                "_target_": SERVERS,
+                "consistency": "sync",
+            },
+        )
+        == []
+    )
     assert found(Layout(replicate=2), kind="fixed", shares=[3, 1]) == []
     assert balance_option_problems({}) == []
 
@@ -205,7 +219,7 @@ def test_what_is_possible() -> None:
     ),
     ({"kind": "fixed", "shares": [1, 2], "launch": {"recovery": "replicas"}}, "take balance=auto"),
     ({"every_steps": 0}, "balance.every_steps=0"),
-    ({"strategy": {"_target_": "a.ParameterServerStrategy", "consistency": "ssp"}}, "do not make every step"),
+    ({"strategy": {"_target_": SERVERS, "consistency": "ssp"}}, "do not make every step"),
 ])  # fmt: skip
 def test_what_is_not(given: dict[str, Any], said: str) -> None:
     [problem] = found(**{"layout": Layout(replicate=2), **given})

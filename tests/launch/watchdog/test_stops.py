@@ -25,9 +25,9 @@ LOOK = 0.5
 
 RANK = """
 import ctypes, os, signal, sys
-from trainwright.launch.watchdog.boxes import Box
+from trainwright.launch.watchdog.boxes import ProgressBox
 
-box = Box(sys.argv[1], int(sys.argv[2]), rank=int(sys.argv[2]))
+box = ProgressBox(sys.argv[1], int(sys.argv[2]), rank=int(sys.argv[2]))
 box.begin("forward")
 print("ready", flush=True)
 for line in sys.stdin:
