@@ -5,6 +5,7 @@ import gc
 import importlib
 import importlib.metadata
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -13,7 +14,16 @@ import torch.nn.parallel
 import torch.optim.swa_utils  # noqa: F401
 
 # Lightning looks through all installed packages for plugins whenever a Trainer is made; they stay the same here.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[assignment]
+_found = importlib.metadata.entry_points
+_cached = functools.cache(_found)
+
+
+def _entry_points(**words: Any) -> Any:
+    # Tests install packages that have strategies.
+    return _found(**words) if words.get("group") == "trainwright.strategies" else _cached(**words)
+
+
+importlib.metadata.entry_points = _entry_points  # type: ignore[assignment]
 
 LOADED = (
     "trainwright.launch.worker",
