@@ -94,7 +94,7 @@ def problems_of(base: tuple[str, ...], drawn: dict[str, Any], verb: str, *, whol
         try:
             for key, value in drawn.items():
                 OmegaConf.update(cfg, key, value, merge=False)
-        except (OmegaConfBaseException, ValueError):
+        except (OmegaConfBaseException, ValueError, AssertionError):  # it asserts that what holds a key is no text
             return ["of another type"]
         return _checked(cfg, verb)
     except ConfigError as error:
