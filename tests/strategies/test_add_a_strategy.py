@@ -1,6 +1,5 @@
 """The strategy of docs/add_a_strategy.md is what the page says: its files are written as they stand there, and used."""
 
-import importlib
 import math
 import re
 import subprocess
@@ -140,7 +139,6 @@ class Sent(pl.Callback):
 def train_with_it(folder: str) -> tuple[Record, float, int]:
     """On every rank: what was computed, the bytes of a step, and the parameters."""
     sys.path.insert(0, folder)
-    importlib.invalidate_caches()
     try:
         from trainwright import Trainer
 
