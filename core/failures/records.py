@@ -81,8 +81,11 @@ def read_result(folder: Path) -> dict[str, float] | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Write a file that others see whole or not at all; each file has one writer at a time.
+
+    The name of the partial file is fixed: one that a failing disk does not let go is replaced by the next write.
+    """
+    partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
