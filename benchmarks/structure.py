@@ -1,5 +1,5 @@
 """How much code there is and how far a step travels: lines and entries of each folder, classes and methods of each
-strategy, and the files that one optimizer step passes through."""
+strategy, the files that one optimizer step passes through, and those that validate a key before ranks start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import importlib
 import inspect
 import json
 import sys
+import tempfile
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainwright
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks
+from trainwright.command.cli import main as command
 from trainwright.strategies.contract.registry import make_strategy, strategy_names, strategy_options, target_of
 from trainwright.trainer.trainer import Trainer
 
@@ -206,6 +209,43 @@ def walks() -> dict[str, Walk]:
     return {name: run_ranks(walk, 2, strategy, options)[0] for name, (strategy, options) in WALKS.items()}
 
 
+# ---- the path of a key -----------------------------------------------------------------------------------------------
+
+KEY = ("fit", "recipe=gpt", "strategy=hybrid", "strategy.pipeline=2", "devices=2", "accelerator=cpu")
+RANKS_START = "launch/ranks/supervisor.py"
+
+
+class _RanksStart(BaseException):
+    """Ends the command where it would start the first rank; nothing catches it on the way."""
+
+
+def key_path(words: tuple[str, ...] = KEY) -> list[str]:
+    """Files whose functions a command calls before its first rank starts, in the order of their first call."""
+    found: dict[str, None] = {}
+
+    def record(frame: FrameType, event: str, _: Any) -> None:
+        # Bodies of modules and classes, which imports run, have no optimized locals.
+        if event != "call" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            return
+        file = own_file(frame.f_code.co_filename)
+        if file == RANKS_START:
+            sys.setprofile(None)
+            raise _RanksStart
+        if file is not None:
+            found[file] = None
+
+    own_file = cache(_own_file)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.setprofile(record)
+        try:
+            command([*words, f"run_dir={folder}/run"])
+        except _RanksStart:
+            return list(found)
+        finally:
+            sys.setprofile(None)
+    raise RuntimeError(f"{' '.join(words)} started no rank")
+
+
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +259,9 @@ def _report(found: dict[str, Any]) -> Iterator[str]:
     for name, step in found["steps"].items():
         yield f"one optimizer step under {name}: {len(step.files)} files, {step.calls} calls, {step.moves} moves"
         yield from (f"    {file}" for file in step.files)
+    if found["key"]:
+        yield f"{' '.join(KEY)}: {len(found['key'])} files before a rank starts"
+        yield from (f"    {file}" for file in found["key"])
 
 
 def main() -> None:
@@ -227,8 +270,8 @@ def main() -> None:
     parser.add_argument("--no-steps", action="store_true", help="start no ranks, count only")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
-    steps = {} if arguments.no_steps else walks()
-    found = {"folders": folder_counts(), "strategies": strategy_counts(), "steps": steps}
+    steps, key = ({}, []) if arguments.no_steps else (walks(), key_path())
+    found = {"folders": folder_counts(), "strategies": strategy_counts(), "steps": steps, "key": key}
     print(json.dumps(found) if arguments.json else "\n".join(_report(found)))
 
 
