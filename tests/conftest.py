@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.imported import forget_modules_of
 from tests.installed import forget_strategies
@@ -49,6 +50,10 @@ EXPECTED_VARIABLES = {
     "KMP_INIT_AT_FORK",
 }
 
+
+# A call starts torch's pool of threads, and what later tests fork from this process could compute nothing. One thread
+# is what there is in any case. Ranks and commands, whose processes import no conftest, call it as users' do.
+torch.set_num_threads = lambda threads: None
 
 # Files and folders whose tests compare speeds, learn how long something takes or hold limits against a clock: beside
 # others they would find other times than there are. `make check` runs them after the others, one by one. Tests that

@@ -83,11 +83,14 @@ def read_result(folder: Path) -> dict[str, float] | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that others see whole or not at all; each file has one writer at a time.
 
-    The name of the partial file is fixed: one that a failing disk does not let go is replaced by the next write.
+    The name of the partial file is fixed: one that a failing disk did not let go makes room for the next. A link under
+    that name is not followed.
     """
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
         os.replace(partial, path)
     except OSError:
         with suppress(OSError):

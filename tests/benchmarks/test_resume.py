@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import resume, resume_anywhere
 from trainwright.command.cli import main
@@ -41,7 +40,5 @@ def test_one_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_anywhere, "STOP", 2)
     monkeypatch.setattr(resume_anywhere, "END", 4)
     monkeypatch.setattr(resume_anywhere, "run_command", in_this_process)
-    # It would start torch's pool of threads here, and what later tests fork from this process could use none.
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     (row,) = resume_anywhere.measure([("single", "ddp-2")], tmp_path)
     assert row["worst"] <= resume_anywhere.TOLERANCE

@@ -135,10 +135,15 @@ def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, of_thre
 
 
 def test_metrics_that_cannot_be_written_end_a_run_in_one_paragraph(tmp_path: Path) -> None:
-    (tmp_path / f".metrics.csv.{os.getpid()}.partial").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"metrics\.csv cannot be written \(No space left on device\): free") as raised:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    (tmp_path / ".metrics.csv.partial").symlink_to(kept)  # never written through
+    (tmp_path / "metrics.csv").mkdir()
+    with pytest.raises(OSError, match=r"metrics\.csv cannot be written \(Is a directory\): free") as raised:
         fit_with(MetricsCSV(str(tmp_path)), Losses())
     assert Failure.of(raised.value, 0).is_refusal
+    assert kept.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hparams.yaml", "kept", "metrics.csv"]
 
 
 def test_a_log_that_cannot_be_written_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
