@@ -26,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.attention import METHODS, DistributedAttention, Method, heads_problem
+from trainwright.strategies.context.collectives import make_whole
 from trainwright.strategies.context.order import SequenceOrder
-from trainwright.strategies.context.slices import SequenceRows, SequenceSlice, make_whole
+from trainwright.strategies.context.slices import SequenceRows, SequenceSlice
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import head_counts
