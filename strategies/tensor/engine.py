@@ -18,7 +18,7 @@ sequence parallel    all-gather and reduce-scatter of ``n``      reduce-scatter 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -36,10 +36,11 @@ from trainwright.strategies.contract.collectives.differentiable import (
 )
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
+from trainwright.strategies.plan.arguments import arguments, call_of, first_tensor
 from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.names import inside_any, parent_of
 from trainwright.strategies.plan.tensor_rules import (
     has_own_forward,
-    is_inside,
     is_transposed,
     parse_style,
     plan_splits,
@@ -135,11 +136,11 @@ class TensorParallel:
     def _find_summed(self) -> frozenset[str]:
         if self._sequence:
             names = [name for name, _ in self._module.named_parameters(remove_duplicate=False)]
-            return frozenset(n for n in names if n not in self.cuts and is_inside(n, self._plan.blocks))
+            return frozenset(n for n in names if n not in self.cuts and inside_any(n, self._plan.blocks))
         return frozenset(self._plan.summed)
 
     def _parent(self, name: str) -> nn.Module:
-        return self._module.get_submodule(name.rpartition(".")[0])
+        return self._module.get_submodule(parent_of(name))
 
     def _divide_heads(self) -> None:
         size = self._group.size()
@@ -164,29 +165,25 @@ class TensorParallel:
 
     def _patch(self, part: nn.Module, name: str, style: str) -> None:
         kind, _ = parse_style(style)
-        if kind == "vocabulary":
-            _exchange(part, self._vocabulary(cast(nn.Embedding, part)))
-        elif kind == "rowwise":
-            _exchange(part, self._rowwise(part, name))
-        elif kind == "colwise_gather":
-            _exchange(part, self._head(part))
-        else:
-            _exchange(part, self._colwise(part, name))
+        makers: dict[str, Callable[[Any, str], _Forward]] = {
+            "vocabulary": self._vocabulary, "rowwise": self._rowwise, "colwise_gather": self._head
+        }  # fmt: skip
+        _exchange(part, makers.get(kind, self._colwise)(part, name))
 
     def _takes_slices(self, name: str) -> bool:
         """Whether the input of a projection is sliced under sequence parallelism."""
-        return is_inside(name, self._plan.blocks) and not is_inside(name, self._plan.whole_inputs)
+        return inside_any(name, self._plan.blocks) and not inside_any(name, self._plan.whole_inputs)
 
     def _colwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part)
         site = self._site(name)
-        in_blocks, takes_slices = is_inside(name, self._plan.blocks), self._takes_slices(name)
+        in_blocks, takes_slices = inside_any(name, self._plan.blocks), self._takes_slices(name)
 
         def forward(x: Tensor) -> Tensor:
             x = site.given(x)
             if in_blocks and self.slices_sequence:
                 if takes_slices:
-                    x = site.share(x, lambda given: gather(given, _SEQUENCE, self._group))
+                    x = site.share(x, self._gather)
             else:
                 x = site.share(x, self._copy)
             site.begin(x.device)
@@ -203,7 +200,7 @@ class TensorParallel:
 
     def _rowwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part, with_bias=False)
-        in_blocks = is_inside(name, self._plan.blocks)
+        in_blocks = inside_any(name, self._plan.blocks)
 
         def forward(x: Tensor) -> Tensor:
             self._end_split()
@@ -219,7 +216,7 @@ class TensorParallel:
             return reduce_scatter(partial, _SEQUENCE, self._group)
         return reduce_from(partial, self._group)
 
-    def _head(self, part: nn.Module) -> _Forward:
+    def _head(self, part: nn.Module, _: str) -> _Forward:
         project = _projection(part)
 
         def forward(x: Tensor) -> Tensor:
@@ -230,7 +227,7 @@ class TensorParallel:
 
         return forward
 
-    def _vocabulary(self, part: nn.Embedding) -> _Forward:
+    def _vocabulary(self, part: nn.Embedding, _: str) -> _Forward:
         look_up: _Forward = part.forward if has_own_forward(part) else functools.partial(_look_up, part, self._group)
 
         def forward(ids: Tensor) -> Tensor:
@@ -246,8 +243,8 @@ class TensorParallel:
     # Attention of torch
 
     def _patch_attention(self, part: nn.MultiheadAttention, name: str) -> None:
-        in_blocks = is_inside(name, self._plan.blocks)
-        takes_whole = is_inside(name.rpartition(".")[0], self._plan.whole_inputs)
+        in_blocks = inside_any(name, self._plan.blocks)
+        takes_whole = inside_any(parent_of(name), self._plan.whole_inputs)
 
         def enter(*inputs: Tensor) -> tuple[Tensor, ...]:
             """Queries, keys and values as the projections need them; a tensor given thrice is entered once."""
@@ -262,7 +259,7 @@ class TensorParallel:
                     entered[id(x)] = x
                 else:  # a memory of another length is not sliced: the region slices one sequence
                     is_slice = i == 0 or x.shape[_SEQUENCE] == inputs[0].shape[_SEQUENCE]
-                    entered[id(x)] = gather(x, _SEQUENCE, self._group) if is_slice else self._copy(x)
+                    entered[id(x)] = self._gather(x) if is_slice else self._copy(x)
             return tuple(entered[id(x)] for x in inputs)
 
         def forward(
@@ -276,14 +273,10 @@ class TensorParallel:
             is_causal: bool = False,
         ) -> tuple[Tensor, Tensor | None]:
             query, key, value = enter(query, key, value)
-            began = part.training and part.dropout > 0 and self.random.enter(query.device)
-            try:
+            with self.random.region(query.device, part.training and part.dropout > 0):
                 mixed, weights = attend(
                     part, self._group, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
                 )
-            finally:
-                if began:
-                    self.random.leave()
             if weights is not None and average_attn_weights:
                 weights = reduce_from(weights.mean(-3) / self._group.size(), self._group)
             elif weights is not None:
@@ -298,7 +291,7 @@ class TensorParallel:
         """Keep torch's encoder from reading split weights itself in evaluation."""
         split = tuple(self._plan.tensor)
         for name, part in self._module.named_modules():
-            if not any(is_inside(other, (name,)) for other in split) and name:
+            if not any(inside_any(other, (name,)) for other in split) and name:
                 continue
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False
@@ -321,21 +314,23 @@ class TensorParallel:
     def _patch_region(self, first: nn.Module | None, last: nn.Module | None) -> None:
         for name in self._plan.whole_inputs:
             part = self._module.get_submodule(name)
-            if not isinstance(part, nn.MultiheadAttention) and is_inside(name, self._plan.blocks):
-                _exchange(part, self._with_whole_input(part.forward, name))
+            if not isinstance(part, nn.MultiheadAttention) and inside_any(name, self._plan.blocks):
+                _exchange(part, self._changing(part.forward, self._gather, name))
         for name in self._plan.blocks:
             block = self._module.get_submodule(name)
             if draws_randomly(block):
                 _exchange(block, self._with_own_randomness(block.forward))
         if first is not None:
-            _exchange(first, self._slicing(first.forward))
+            _exchange(first, self._changing(first.forward, self._slice, "the first block"))
         if last is not None:
             _exchange(last, self._joining(last.forward))
 
-    def _with_whole_input(self, forward: _Forward, name: str) -> _Forward:
+    def _changing(self, forward: _Forward, change: Callable[[Tensor], Tensor], where: str) -> _Forward:
+        """``forward``, given its first tensor changed where the sequence is sliced."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.slices_sequence:
-                args, kwargs = _change_first_tensor(args, kwargs, lambda x: gather(x, _SEQUENCE, self._group), name)
+                args, kwargs = _change_first_tensor(args, kwargs, change, where)
             return forward(*args, **kwargs)
 
         return run
@@ -344,26 +339,18 @@ class TensorParallel:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self.slices_sequence:
                 return forward(*args, **kwargs)
-            began = self.random.enter(_first_tensor(args, kwargs).device)
-            try:
+            device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            with self.random.region(device):
                 return forward(*args, **kwargs)
-            finally:
-                if began:
-                    self.random.leave()
 
         return run
 
-    def _slicing(self, forward: _Forward) -> _Forward:
-        def slice_of(x: Tensor) -> Tensor:
-            self._check_length(x)
-            return scatter(x, _SEQUENCE, self._group)
+    def _gather(self, x: Tensor) -> Tensor:
+        return gather(x, _SEQUENCE, self._group)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.slices_sequence:
-                args, kwargs = _change_first_tensor(args, kwargs, slice_of, "the first block")
-            return forward(*args, **kwargs)
-
-        return run
+    def _slice(self, x: Tensor) -> Tensor:
+        self._check_length(x)
+        return scatter(x, _SEQUENCE, self._group)
 
     def _joining(self, forward: _Forward) -> _Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -493,17 +480,9 @@ def _nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-
-
 def _change_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], where: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:i], change(value), *args[i + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return args, {**kwargs, name: change(value)}
-    raise TypeError(f"{where} was called without a tensor, and tensor parallelism splits what it is given.")
+    given = arguments(args, kwargs)
+    place = first_tensor(given, f"{where} was called without a tensor, and tensor parallelism splits what it is given.")
+    return call_of({**given, place: change(given[place])})

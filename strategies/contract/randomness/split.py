@@ -6,6 +6,9 @@ Dropout on activations that all tensor ranks hold must drop the same on each; on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -68,6 +71,16 @@ class SplitRandomness:
         if on_device is not None:
             torch.cuda.default_generators[index].manual_seed(inside)
         return True
+
+    @contextmanager
+    def region(self, device: torch.device, draws: bool = True) -> Iterator[None]:
+        """Be inside, unless a region was entered already or nothing ``draws``."""
+        began = draws and self.enter(device)
+        try:
+            yield
+        finally:
+            if began:
+                self.leave()
 
     def leave(self) -> None:
         """Go on where the generators outside were. Does nothing outside of a region."""
