@@ -38,8 +38,9 @@ from trainwright.strategies.parameter_server.messages.wire import Device, Link
 from trainwright.strategies.parameter_server.options import ParameterServerOptions, learning_rate_warning
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.refusals import needs_interface, rank_problems
-from trainwright.strategies.parameter_server.server.clocks import Consistency
-from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
+from trainwright.strategies.parameter_server.server.clocks import Consistency, Rules
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, refuse_unserved
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.onlookers import has_onlookers
@@ -411,7 +412,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._start_server(self._server_number, plan, self._meeting())
         fit.be_ready(self._server_number)
         server = self._server
-        fit.wait_for_end(lambda: server is not None and server.is_deserted)
+        fit.wait_for_end(lambda: server is not None and server.services.is_deserted)
 
     @property
     def _server_number(self) -> int:
@@ -536,7 +537,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
         def hear(phase: str) -> None:
             nonlocal last
-            keeper = self._client if self._server is None else self._server
+            keeper = self._client if self._server is None else self._server.services
             if phase != _STEP_BEGINS or trainer.global_step == last or keeper is None:
                 return
             last = trainer.global_step

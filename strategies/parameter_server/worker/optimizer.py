@@ -125,11 +125,8 @@ class ServedOptimizer(Optimizer):
         if self.inner.state:
             self.inner.state.clear()  # of a checkpoint; from here on it is old
         clip_value, self._clip_value = self._clip_value, 0.0
-        if self._coefficient is None:
-            self._client.step(self._plan.hyper.read(self.param_groups), clip_value)
-        else:
-            coefficient, self._coefficient = self._coefficient, None
-            self._client.commit(coefficient, clip_value)
+        coefficient, self._coefficient = self._coefficient, None
+        self._client.step(self._plan.hyper.read(self.param_groups), clip_value, coefficient)
         inner: Any = self.inner
         inner._opt_called = True  # schedulers warn if theirs has not stepped
         return loss

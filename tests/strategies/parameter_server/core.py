@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from trainwright.strategies.parameter_server.messages import parts
 from trainwright.strategies.parameter_server.messages.wire import Device
-from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
+from trainwright.strategies.parameter_server.server.clocks import Rules
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 
@@ -112,11 +114,8 @@ class Peer:
         loss.backward()
         then(self.model)
         hyper = self.plan.hyper.read(self.optimizer.param_groups)
-        if clip_norm is None:
-            self.client.step(hyper)
-        else:
-            norm = float(self.client.push(hyper).norm())
-            self.client.commit(min(1.0, clip_norm / (norm + 1e-6)))
+        norm = 0.0 if clip_norm is None else float(self.client.push(hyper).norm())
+        self.client.step(hyper, coefficient=None if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6)))
         return loss.item()
 
     def end(self) -> None:
