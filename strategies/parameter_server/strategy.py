@@ -56,7 +56,8 @@ from trainwright.strategies.parameter_server.worker.rejoining import (
     told_place,
 )
 from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushResiduals
-from trainwright.strategies.state.checkpointing import COMPRESSION, NOTHING_KEPT, OF_RUN, KeptBack, rank_of
+from trainwright.strategies.state.checkpointing import OF_RUN
+from trainwright.strategies.state.rank_state import COMPRESSION, NOTHING_KEPT, KeptBack, rank_of
 
 # The name of the phase with which a micro-batch begins.
 _STEP_BEGINS = "data"

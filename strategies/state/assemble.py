@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,20 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.strategies.contract.cuts import Cut
-from trainwright.strategies.state.run_state import StateOwners
 from trainwright.strategies.state.wholes import register_taking, whole_on_device
+
+
+class StateOwners(Protocol):
+    """Of which parameters one rank has the optimizer state, and has it whole."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the parameter ``name`` is one of them."""
+
+    def is_mine(self, name: str) -> bool:
+        """Whether this rank is its owner."""
+
+    def united(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries by name of all ranks among which parameters are dealt. A collective of these."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.strategies.contract.gradients import local_tensor
-from trainwright.strategies.state.run_state import Placement, StateOwners, boxes_of
+from trainwright.strategies.state.assemble import StateOwners
+from trainwright.strategies.state.placement import Placement, boxes_of
 
 
 def trained_boxes(

@@ -12,7 +12,7 @@ from trainwright.checkpoint.memory.held import HeldSource
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.strategies.averaging.compression.options import CompressionChoice
 from trainwright.strategies.parameter_server.worker.client import Client
-from trainwright.strategies.state.checkpointing import NOTHING_KEPT, KeptBack, of_rank
+from trainwright.strategies.state.rank_state import NOTHING_KEPT, KeptBack, of_rank
 
 # What a run state says of it.
 PUSHES = "pushes"

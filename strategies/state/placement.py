@@ -1,4 +1,4 @@
-"""Who holds what of a run state where ranks hold different parts of the module."""
+"""Who holds what of a run state."""
 
 from __future__ import annotations
 
@@ -6,19 +6,33 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.core.errors import CheckpointError
+from trainwright.core.torch_internals import compute_local_shape_and_global_offset
+from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import Assembly
-from trainwright.strategies.state.run_state import boxes_of
 
 
-class LayoutPlacement:
-    """A :class:`~trainwright.strategies.state.run_state.Placement` for modules that are cut.
+def boxes_of(tensor: Tensor) -> TensorParts:
+    """The box that this rank holds of a DTensor, or all of a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return TensorParts.whole(tensor.detach())
+    if any(not (placement.is_shard() or placement.is_replicate()) for placement in tensor.placements):
+        raise CheckpointError(f"A DTensor with placements {tensor.placements} cannot be saved; reduce it first.")
+    part = local_tensor(tensor).detach()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return TensorParts(tensor.shape, part.dtype, [(tuple(offsets), part)])
+
+
+class Placement:
+    """How the ranks of a layout hold things.
 
     Args:
         assembly: where the parts of the module are.
-        is_first: whether this is the first rank of all.
+        is_first: whether this is the first rank of all, which speaks for all where all have the same.
         leads_stage: whether this is the first of the ranks that hold the same stage of the pipeline.
     """
 
@@ -28,13 +42,16 @@ class LayoutPlacement:
         self._leads_stage = leads_stage
 
     def boxes(self, name: str, tensor: Tensor) -> TensorParts:
-        """Boxes of the whole parameter that this rank holds: its rows of its part of every section."""
+        """Boxes of the whole that ``tensor`` holds, laid out like this rank's parameter or buffer ``name``."""
         held = boxes_of(tensor)
         cut = self._assembly.cuts.get(name)
         return held if cut is None or tensor.dim() == 0 else cut.in_whole(held)
 
     def writes(self, name: str, is_parameter: bool) -> bool:
-        """Of what several stages hold, one writes; of buffers, which may differ, its first rank."""
+        """Whether this rank's copy of what is called ``name`` may be written.
+
+        Of what several stages hold, one writes; of buffers, which may differ, its first rank.
+        """
         return self._assembly.owns(name) and (is_parameter or self._leads_stage)
 
     def united(self, mine: dict[str, Any]) -> dict[str, Any]:
