@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ class PipelineEngine:
         module: the user's module, cut (``cut.apply()``).
         cut: how.
         group: ranks of one pipeline, in order.
-        schedule: a key of :data:`~trainwright.strategies.pipeline.schedules.SCHEDULES`.
+        schedule: a key of :data:`~trainwright.strategies.pipeline.schedules.CHOICES`.
         micro_batches: parts of a batch; fewer for a batch with fewer samples.
         device: of activations.
         run: ``run(method, args, kwargs)`` runs a method of the module as the strategy wants it run (precision, root
@@ -192,8 +192,7 @@ class PipelineEngine:
             On every rank what the step would have returned for the whole batch, without gradient: the loss, or a dict;
             ``None`` if all micro-batches gave ``None`` (gradients are then zeros).
         """
-        size = batch_size_of(batch, self._dims)
-        parts = split_batch(batch, min(self._micro_batches, size), self._dims)
+        size, parts = self._split(batch)
         arguments = [replace_argument(args, kwargs, batch, part) for part in parts]
         if self._routes is None:
             if samples is not None and len(parts) > 1:
@@ -202,9 +201,8 @@ class PipelineEngine:
         recorder = LogRecorder(part_sizes(size, len(parts)), self._device, self._module)
         seeds = self._randomness.seeds(len(parts)) if self._draws else []
         self._step = _Step(arguments, recorder, scale, seeds)
-        signatures = [signature(arguments[index]) for index in range(len(parts))]
         for stage in self.stages:
-            stage.signatures = signatures
+            stage.signatures = [signature(given) for given in arguments]
         state = self._state
         if state is not None:
             state.begin_step()
@@ -221,9 +219,12 @@ class PipelineEngine:
 
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
         """The parts that :meth:`train` runs, and the share of the samples in each."""
-        size = batch_size_of(batch, self._dims)
-        parts = split_batch(batch, min(self._micro_batches, size), self._dims)
+        size, parts = self._split(batch)
         return [(part, count / size) for part, count in zip(parts, part_sizes(size, len(parts)), strict=True)]
+
+    def _split(self, batch: Any) -> tuple[int, list[Any]]:
+        size = batch_size_of(batch, self._dims)
+        return size, split_batch(batch, min(self._micro_batches, size), self._dims)
 
     def _forward(self, stage: int, part: int, received: Any) -> Any:
         step = self._step
@@ -466,17 +467,13 @@ class PipelineEngine:
         return output
 
 
-class _Step:
+class _Step(NamedTuple):
     """What is going on in :meth:`PipelineEngine.train`."""
 
-    def __init__(
-        self,
-        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        recorder: LogRecorder,
-        scale: Callable[[Tensor, float], Tensor],
-        seeds: list[int],
-    ) -> None:
-        self.arguments, self.recorder, self.scale, self.seeds = arguments, recorder, scale, seeds
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    recorder: LogRecorder
+    scale: Callable[[Tensor, float], Tensor]
+    seeds: list[int]
 
 
 def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:

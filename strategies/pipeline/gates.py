@@ -22,7 +22,7 @@ from trainwright.strategies.pipeline.first_step.block_values import (
 )
 from trainwright.strategies.pipeline.first_step.routes import StageRoutes
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.first_step.survey import Source
+from trainwright.strategies.pipeline.first_step.survey import Source, tensors_in
 
 
 class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block
@@ -126,7 +126,7 @@ class StagePass:
             output = self._call(index, call, args, kwargs)
         if index == self.span.stop - 1 and not self.is_last:
             self.output = self._copied(index, output)
-            self._versions = [t._version for t in _tensors_of(self.output)]
+            self._versions = [t._version for t in tensors_in(self.output)]
         return output
 
     def _call(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,7 +161,7 @@ class StagePass:
                 self._stand_in = stand_in(self._main) if is_one else pytree.tree_map_only(Tensor, stand_in, self._main)
             return self._stand_in
         form, outputs = routes.forms[index], routes.tensors_of_output(index)
-        main = _tensors_of(self._main)
+        main = tensors_in(self._main)
         tensors = []
         for leaf, tensor in enumerate(form.tensors):
             source = Source("block", block=index, leaf=leaf)
@@ -223,7 +223,7 @@ class StagePass:
         raise RuntimeError(unfinished_message(self._names, self._next))
 
     def _check_unchanged(self) -> None:
-        if self._versions != [t._version for t in _tensors_of(self.output)]:
+        if self._versions != [t._version for t in tensors_in(self.output)]:
             raise RuntimeError(
                 f"What the block {self._names[self.span.stop - 1]!r} returned is changed in place before the next "
                 f"block is called, which it was not in the first step. The next stage would do so again: use an "
@@ -248,7 +248,3 @@ def order_message(names: Sequence[str], index: int, expected: int) -> str:
         f"of plan.blocks in every step: no block twice, none left out, none in another order. Use pipeline=1 for this "
         f"model, or name other blocks (plan.blocks)."
     )
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.pipeline.micro_batches import map_tensors
+from trainwright.core.torch_internals import _pytree as pytree
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
 
@@ -119,7 +119,7 @@ class LogRecorder:
                 f"training_step returned a loss of shape {tuple(loss.shape)}. Return one number: loss.mean()."
             )
         kept = dict(output) if isinstance(output, Mapping) else output
-        self._outputs[micro_batch] = map_tensors(lambda tensor: tensor.detach(), kept)
+        self._outputs[micro_batch] = pytree.tree_map_only(Tensor, Tensor.detach, kept)
         return loss
 
     def merged(self) -> tuple[Any, dict[str, _Logged]]:
@@ -223,7 +223,7 @@ class Publisher:
             elif how[0] == "tensor":
                 entries[key] = self._sent_tensor(how, output[key] if self._is_source else None)
             else:
-                entries[key] = map_tensors(lambda tensor: tensor.to(self._device), how[1])
+                entries[key] = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), how[1])
         for name, dtype, kwargs, sized in layout.logs:
             value = next(numbers)
             extra = {"batch_size": round(next(numbers).item())} if sized else {}
@@ -267,7 +267,7 @@ def _how(value: Any) -> tuple[Any, ...]:
         return ("tensor", value.dtype, tuple(value.shape)) if value.ndim else ("scalar", value.dtype)
     if isinstance(value, float):
         return ("scalar", None)
-    return ("object", map_tensors(lambda tensor: tensor.cpu(), value))
+    return ("object", pytree.tree_map_only(Tensor, Tensor.cpu, value))
 
 
 def _scalars(output: Any, logs: Mapping[str, _Logged], layout: _Layout, device: torch.device) -> Tensor:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -19,7 +17,7 @@ from trainwright.checkpoint.memory.handing_over import HANDED_OVER
 from trainwright.checkpoint.memory.held import HeldSource
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.layout import Layout
-from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, set_random_state
+from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, seed_all, set_random_state
 
 # Key there of what compression remembers, and the prefix of what each replica has kept back.
 COMPRESSION, OF_REPLICA = "compression", "compression/"
@@ -110,9 +108,7 @@ def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -
     before = random_state(device)
     set_random_state(state, device)
     seed = (int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    seed_all(seed)
     seeded = random_state(device)
     set_random_state(before, device)
     return seeded
