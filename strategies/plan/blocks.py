@@ -85,10 +85,7 @@ def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def checkpoint_activations(
-    module: nn.Module,
-    mode: str,
-    blocks: Iterable[nn.Module],
-    patterns: Sequence[str] | None,
+    module: nn.Module, mode: str, blocks: Iterable[nn.Module], patterns: Sequence[str] | None
 ) -> None:
     """Recompute activations in backward instead of keeping them.
 

@@ -110,10 +110,7 @@ def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def guesses(
-    unit: nn.Module,
-    calls: Sequence[tuple[str, object]],
-    reads: Mapping[str, Mapping[str, int]],
-    size: int,
+    unit: nn.Module, calls: Sequence[tuple[str, object]], reads: Mapping[str, Mapping[str, int]], size: int
 ) -> Iterator[list[Guess]]:
     """Ways to split each group of weights, likelier ones first; a caller that takes one skips groups that overlap.
 

@@ -45,13 +45,7 @@ class ShardServices:
     """
 
     def __init__(
-        self,
-        number: int,
-        plan: ShardPlan,
-        rules: Rules,
-        workers: int,
-        codec: Codec | None,
-        replaces: bool,
+        self, number: int, plan: ShardPlan, rules: Rules, workers: int, codec: Codec | None, replaces: bool
     ) -> None:
         self.shard = Shard(plan, number)
         self.links: list[Link] = []

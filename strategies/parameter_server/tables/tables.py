@@ -75,12 +75,7 @@ class ServedTables:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        tables: Mapping[str, nn.Parameter],
-        optimizer: Optimizer,
-        servers: int,
-        device: Device,
+        self, module: nn.Module, tables: Mapping[str, nn.Parameter], optimizer: Optimizer, servers: int, device: Device
     ) -> None:
         self.optimizer = optimizer
         self.server: Server | None = None
