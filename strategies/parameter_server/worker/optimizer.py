@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.contract.gradients import refuse_nonfinite
@@ -55,6 +56,17 @@ class ServedOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         self.inner.state = state
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all groups, in order."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def client(self) -> Client:
+        """Of the servers, while they do the steps."""
+        assert self._client is not None
+        return self._client
+
     # ---- serving ----------------------------------------------------------------------------------------------------
 
     def serve(self, client: Client, plan: ShardPlan) -> None:
@@ -63,8 +75,7 @@ class ServedOptimizer(Optimizer):
 
     def upload(self) -> None:
         """Give the servers this rank's parameters and the state that was loaded."""
-        assert self._client is not None
-        self._client.load(self._states())
+        self.client.load(self._states())
 
     def forget_state(self) -> None:
         """The servers have it."""
@@ -77,15 +88,13 @@ class ServedOptimizer(Optimizer):
         self._client = None
 
     def _states(self) -> list[State]:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return [dict(self.inner.state.get(parameter, {})) for parameter in parameters]
+        return [dict(self.inner.state.get(parameter, {})) for parameter in self.parameters]
 
     def _fetch(self) -> None:
         if self._client is None or self.outdated or self.apart:
             return
         self.inner.state.clear()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for parameter, state in zip(parameters, self._client.state(), strict=True):
+        for parameter, state in zip(self.parameters, self._client.state(), strict=True):
             if state:
                 self.inner.state[parameter] = {
                     key: value.to(parameter.device) if _is_like(value, parameter) else value
@@ -100,10 +109,9 @@ class ServedOptimizer(Optimizer):
         Raises:
             RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set, on every rank.
         """
-        assert self._client is not None
         assert self._plan is not None
         # From here on as torch.nn.utils.clip_grad_norm_ does it, to the bit; a NaN spreads.
-        norm = torch.linalg.vector_norm(self._client.push(self._plan.hyper.read(self.param_groups)))
+        norm = torch.linalg.vector_norm(self.client.push(self._plan.hyper.read(self.param_groups)))
         if error_if_nonfinite:
             refuse_nonfinite(float(norm), max_norm)
         self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
