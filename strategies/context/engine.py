@@ -140,8 +140,7 @@ class ContextParallel:
         self.attention = DistributedAttention(group, self.order, method, _ATTENTION)
         self.split_outputs = split_outputs
         self.sequence_dims = dict(sequence_dims or {})
-        self._blocks = list(blocks)
-        self._first = self._blocks[0] if enters else first
+        self._blocks, self._first = list(blocks), blocks[0] if enters else first
         self.enters, self._leaves = enters, leaves
         self._further = further or (lambda: 1)
         self._names = {id(submodule): name for name, submodule in module.named_modules()}

@@ -34,7 +34,7 @@ from trainwright.strategies.pipeline.micro_batches import (
     split_batch,
 )
 from trainwright.strategies.pipeline.relay import Carrier, RelayPass
-from trainwright.strategies.pipeline.results import LogRecorder, Publisher, bound_log
+from trainwright.strategies.pipeline.results import LogRecorder, Publisher, logged_to
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, known_to_be_taken
@@ -207,7 +207,7 @@ class PipelineEngine:
         if state is not None:
             state.begin_step()
         try:
-            with self._logged_to(recorder.log):
+            with logged_to(self._module, recorder.log):
                 self._run_schedule(len(parts))
         except BaseException:
             self._forget_step()
@@ -272,7 +272,7 @@ class PipelineEngine:
             state = ModuleState(self._module)
             survey.name_state(self._module)
             try:
-                with self._logged_to(lambda name, value, **options: survey.use_results(value)):
+                with logged_to(self._module, lambda name, value, **options: survey.use_results(value)):
                     survey.use_results(self._relayed(run, lambda: self._look("training_step", args, kwargs)))
                 places, problems = find_places(self.cut, self._module, state.changes(), survey, micro_batches)
                 if run.passes != 1:
@@ -318,22 +318,6 @@ class PipelineEngine:
             taken = None if orders is None else known_to_be_taken(orders, dist.get_rank(self._group))
             self._schedules[count] = made, taken
         return self._schedules[count]
-
-    @contextmanager
-    def _logged_to(self, record: Callable[..., None]) -> Iterator[None]:
-        log = getattr(self._module, "log", None)
-        if log is None:
-            yield
-            return
-        attributes = self._module.__dict__
-        before = attributes.get("log")
-        attributes["log"] = bound_log(log, record)
-        try:
-            yield
-        finally:
-            del attributes["log"]
-            if before is not None:
-                attributes["log"] = before
 
     def _end_step(self) -> None:
         self._step = None
@@ -434,7 +418,7 @@ class PipelineEngine:
             return self._relayed(run, function, draws)
         survey = Survey(self.cut, self._device)
         run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
-        with self._logged_to(partial(_logged_and_used, getattr(self._module, "log", _no_log), survey)):
+        with logged_to(self._module, partial(_logged_and_used, getattr(self._module, "log", _no_log), survey)):
             output = self._relayed(run, function)
         survey.use_results(output)
         survey.finish()

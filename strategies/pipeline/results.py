@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,13 +250,13 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def bound_log(log: Callable[..., Any], record: Callable[..., None]) -> Callable[..., None]:
-    """A stand-in for a module's ``log`` that takes its arguments by position too.
-
-    Args:
-        log: what it stands for.
-        record: called as ``record(name, value, **kwargs)``.
-    """
+@contextmanager
+def logged_to(module: nn.Module, record: Callable[..., None]) -> Iterator[None]:
+    """Within it the module's ``log``, if it has one, calls ``record(name, value, **kwargs)``."""
+    log = getattr(module, "log", None)
+    if log is None:
+        yield
+        return
 
     def stand_in(*args: Any, **kwargs: Any) -> None:
         if len(args) <= 2:
@@ -267,4 +268,12 @@ def bound_log(log: Callable[..., Any], record: Callable[..., None]) -> Callable[
         arguments.update(arguments.pop(extra, {}))
         record(**arguments)
 
-    return stand_in
+    attributes = module.__dict__
+    before = attributes.get("log")
+    attributes["log"] = stand_in
+    try:
+        yield
+    finally:
+        del attributes["log"]
+        if before is not None:
+            attributes["log"] = before
