@@ -38,8 +38,7 @@ def _pieces(value: Any, level: int) -> Iterator[bytes]:
     elif isinstance(value, str | int | float | complex | bytes | None):
         yield repr(value).encode()
     elif level < _MOST_LEVELS:
-        for name, item in children(value) or getattr(value, "__dict__", {}).items():
-            yield repr(name).encode()
+        for item in _items(value):
             yield from _pieces(item, level + 1)
 
 
@@ -49,14 +48,14 @@ def _sample(tensor: Tensor) -> bytes:
     return chosen.view(torch.uint8).cpu().numpy().tobytes()
 
 
-def children(value: Any) -> list[tuple[Any, Any]]:
-    """Name and value of each item of a mapping, sequence or dataclass; empty for anything else."""
+def _items(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return []
+        for key, item in value.items():
+            yield key if isinstance(key, str | int) else None
+            yield item
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from (getattr(value, field.name) for field in dataclasses.fields(value))
+    else:
+        yield from getattr(value, "__dict__", {}).values()

@@ -22,7 +22,7 @@ from trainwright.strategies.pipeline.first_step.routes import StageRoutes, needs
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.step_state import StatePlace, StepState, find_places
 from trainwright.strategies.pipeline.first_step.survey import Survey
-from trainwright.strategies.pipeline.form import FormBook
+from trainwright.strategies.pipeline.form import Carrier, FormBook
 from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
 from trainwright.strategies.pipeline.micro_batches import (
     BatchDims,
@@ -33,7 +33,7 @@ from trainwright.strategies.pipeline.micro_batches import (
     signature,
     split_batch,
 )
-from trainwright.strategies.pipeline.relay import Carrier, RelayPass
+from trainwright.strategies.pipeline.relay import RelayPass
 from trainwright.strategies.pipeline.results import LogRecorder, Publisher, logged_to
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
 from trainwright.strategies.pipeline.sends import Place as SendPlace

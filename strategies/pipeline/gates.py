@@ -22,7 +22,8 @@ from trainwright.strategies.pipeline.first_step.block_values import (
 )
 from trainwright.strategies.pipeline.first_step.routes import StageRoutes
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.first_step.survey import Source, tensors_in
+from trainwright.strategies.pipeline.first_step.survey import Source
+from trainwright.strategies.pipeline.form import tensors_in
 
 
 class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainwright.strategies.contract.batch_digest import children
-
 # Path of a tensor ("inputs.0.ids") -> tensor dimension of the samples; None: every micro-batch gets it whole.
 BatchDims = Mapping[str, int | None]
 
@@ -139,8 +137,20 @@ def _dim_of(tensor: Tensor, path: str, dims: BatchDims) -> int | None:
 def _tensors(batch: Any, dims: BatchDims, path: str = "") -> Iterator[tuple[str, Tensor, int | None]]:
     if isinstance(batch, Tensor):
         yield path, batch, _dim_of(batch, path, dims)
-    for name, value in children(batch):
+    for name, value in _children(batch):
         yield from _tensors(value, dims, f"{path}.{name}" if path else str(name))
+
+
+def _children(batch: Any) -> list[tuple[Any, Any]]:
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return list(zip(batch._fields, batch, strict=True))
+    if isinstance(batch, (list, tuple)):
+        return list(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+    return []
 
 
 def _taken(batch: Any, piece: _Piece, path: str) -> Any:
@@ -162,7 +172,7 @@ def _taken(batch: Any, piece: _Piece, path: str) -> Any:
 
 def _taken_sequence(batch: Any, piece: _Piece, path: str) -> Any:
     if hasattr(batch, "_fields"):
-        return batch._make(_taken(value, piece, f"{path}.{name}" if path else name) for name, value in children(batch))
+        return batch._make(_taken(value, piece, f"{path}.{name}" if path else name) for name, value in _children(batch))
     if len(batch) == piece.size and next(_tensors(batch, {}), None) is None:
         return piece.of_list(batch)
     return type(batch)(
@@ -180,7 +190,7 @@ def _rebuilt(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
     if isinstance(batch, Mapping):
         return type(batch)({name: change(name, value) for name, value in batch.items()})  # type: ignore[call-arg]
     new = copy.copy(batch)
-    for name, value in children(batch):
+    for name, value in _children(batch):
         object.__setattr__(new, name, change(name, value))
     return new
 

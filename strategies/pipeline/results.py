@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.pipeline.relay import Carrier
+from trainwright.strategies.pipeline.form import Carrier
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
 
@@ -151,6 +151,7 @@ class Publisher:
         self._source, self._device = source, device
         self._is_source = dist.get_rank(group) == source
         self._carrier = Carrier(group, device)
+        self._sent: tuple[Any, bytes] = (None, b"")
         self._known: tuple[bytes, Any] = (b"", None)
 
     def publish(self, recorder: LogRecorder, log: Callable[..., Any]) -> Any:
@@ -199,15 +200,17 @@ class Publisher:
             values += [_reduced(each), *([sum(each.batch_sizes)] if each.batch_sizes else [])]
         logged = [(name, _named(each.kwargs), bool(each.batch_sizes)) for name, each in logs.items()]
         metrics = [(name, where, _named(kwargs)) for name, (where, kwargs) in recorder.metrics.items()]
+        names = (isinstance(output, dict), hows, logged, metrics)
         try:
-            description = pack((isinstance(output, dict), hows, logged, metrics))
+            if not _same(names, self._sent[0]):
+                self._sent = names, pack(names)
         except UnsupportedValueError as error:
             return (
                 f"What training_step returned or logged cannot be sent to the other stages of the pipeline: {error} "
                 f"Return and log numbers, tensors and plain values."
             )
         numbers = torch.stack([_number(value, self._device) for value in (0, *values)])[1:]
-        return description, [entries[key].to(self._device) for key, how in hows if how == ("tensor",)], numbers
+        return self._sent[1], [entries[key].to(self._device) for key, how in hows if how == ("tensor",)], numbers
 
 
 def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,6 +251,13 @@ def _is_scalar(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # tensors or arrays in an object
+        return False
 
 
 @contextmanager
