@@ -14,6 +14,7 @@ from torch import nn
 
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import parent_of, starred
+from trainwright.strategies.plan.outside import tied_groups
 
 STYLES = ("colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise")
 # Attributes by which attention modules of many libraries call the width of one head.
@@ -307,10 +308,7 @@ def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]
 
 def _tie_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
     found = plan_splits(module, plan)
-    groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    for names in (*plan.tied, *(names for names in groups.values() if len(names) > 1)):
+    for names in (*plan.tied, *tied_groups(module)):
         if len({found.get(name) for name in names}) > 1:
             styles = ", ".join(f"{name}: {plan.tensor.get(name.rpartition('.')[0], 'none')}" for name in sorted(names))
             yield (
