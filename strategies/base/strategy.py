@@ -52,9 +52,8 @@ from trainwright.strategies.plan.blocks import (
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly, StateOwners
 from trainwright.strategies.state.checkpointing import RunStates
-from trainwright.strategies.state.held import trained_boxes
 from trainwright.strategies.state.loading import teach_lightning
-from trainwright.strategies.state.placement import Placement
+from trainwright.strategies.state.placement import Placement, trained_boxes
 from trainwright.strategies.state.wholes import whole_tensor
 
 # Before anybody can have written a run state with a strategy.

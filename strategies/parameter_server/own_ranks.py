@@ -148,7 +148,7 @@ class Worlds(NamedTuple):
     workers: int
     servers: int
 
-    def part(self, backend: str | None, timeout: timedelta | None, device: torch.device | None) -> dist.Store | None:
+    def part(self, backend: str, timeout: timedelta | None, device: torch.device | None) -> dist.Store | None:
         """Make the process group of the ranks that train; one that serves stays alone.
 
         Args:

@@ -19,9 +19,8 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
-from trainwright.strategies.contract.same_model import take_from_first
+from trainwright.strategies.contract.same_model import average_buffers, take_from_first
 from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
-from trainwright.strategies.parameter_server.averaging import average_buffers
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.own_ranks import ToldFit, Worlds
 from trainwright.strategies.parameter_server.refusals import rank_problems

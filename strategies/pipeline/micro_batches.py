@@ -172,8 +172,10 @@ def _rebuilt(batch: Any, values: dict[Any, Any]) -> Any:
     """``batch`` with other values under the names of its children."""
     if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
         return type(batch)(values)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return batch._make(values.values())
     if isinstance(batch, list | tuple):
-        return batch._make(values.values()) if hasattr(batch, "_fields") else type(batch)(values.values())
+        return type(batch)(values.values())
     new = copy.copy(batch)  # which keeps what a subclass carries besides its items
     for name, value in values.items():
         new.__setitem__(name, value) if isinstance(batch, Mapping) else object.__setattr__(new, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +10,11 @@ Arguments = dict[int | str, Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Arguments by position or name, in the order of the call."""
-    return {**dict(enumerate(args)), **kwargs}
+    given: Arguments = dict(enumerate(args))
+    given.update(kwargs)
+    return given
 
 
 def call_of(given: Arguments) -> Call:

@@ -97,7 +97,7 @@ class Client:
         """Asked at each push whether this worker was told that the run is to end; the first server tells all."""
         self.wants_offer = True
         """Whether the first server has asked for :meth:`offer`; as it said with its last reply."""
-        self._plan, self._parameters, self._codec = plan, list(parameters), codec
+        self.plan, self._parameters, self._codec = plan, list(parameters), codec
         self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
         self._links: list[Link] = []
         self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
@@ -110,11 +110,6 @@ class Client:
         self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
         """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
 
-    @property
-    def plan(self) -> ShardPlan:
-        """What servers hold."""
-        return self._plan
-
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
     def connect(self) -> int:
@@ -124,18 +119,18 @@ class Client:
             ServerGoneError: if one cannot be met, or does not take this worker.
         """
         proofs = []
-        for server in range(len(self._plan.held)):
+        for server in range(len(self.plan.held)):
             name = self._meeting.come(server, self.worker)
             proofs.append(self._meeting.proof(name))
             lost = partial(self._lost, server)
             self._links.append(Link(self._meeting.client(), name, False, self._device, lost))
-        digest = self._plan.digest
+        digest = self.plan.digest
         hellos = {s: self._send(s, Operation.HELLO, digest=digest, proof=proof) for s, proof in enumerate(proofs)}
         replies = self._receive(hellos)
-        if any(self._plan.parts) and self._codec is None and self.pushes_early:
-            self._early = EarlyPush(self._plan, self._parameters, self._gradients, self._announce, self._send_early)
-        if any(self._plan.parts) and self._module is not None:
-            self._late = LatePull(self._plan, self._parameters, self._pulled, self._module, self._links)
+        if any(self.plan.parts) and self._codec is None and self.pushes_early:
+            self._early = EarlyPush(self.plan, self._parameters, self._gradients, self._announce, self._send_early)
+        if any(self.plan.parts) and self._module is not None:
+            self._late = LatePull(self.plan, self._parameters, self._pulled, self._module, self._links)
         return int(max(field(reply, "clock") for reply in replies))
 
     def leave(self) -> None:
@@ -216,9 +211,9 @@ class Client:
         Returns:
             The norm of each parameter's gradient in the order of the plan, without those that no worker has one of.
         """
-        norms = [torch.zeros(len(held), dtype=torch.float64) for held in self._plan.held]
+        norms = [torch.zeros(len(held), dtype=torch.float64) for held in self.plan.held]
         self._receive(self._push(hyper, hold=1), norms)
-        return join_norms(self._plan, norms)
+        return join_norms(self.plan, norms)
 
     def pull(self, into: Sequence[Tensor] | None = None) -> None:
         """Take the servers' parameters as they are.
@@ -231,7 +226,7 @@ class Client:
 
     def free(self) -> None:
         """Give back the memory of messages as long as all parameters, until one is sent or received."""
-        self._gradients = [torch.zeros(self._plan.numel(s), dtype=self._plan.dtype) for s in range(len(self._pulled))]
+        self._gradients = [torch.zeros(self.plan.numel(s), dtype=self.plan.dtype) for s in range(len(self._pulled))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
 
     def pull_rows(self, index: int, numbers: Tensor) -> Tensor:
@@ -241,24 +236,24 @@ class Client:
             index: of the parameter in the plan.
             numbers: of the rows, int64 ``(k,)``, ascending, on the CPU.
         """
-        width = math.prod(self._plan.shapes[index][1:])
-        rows = torch.empty(numbers.numel(), width, dtype=self._plan.dtype)
+        width = math.prod(self.plan.shapes[index][1:])
+        rows = torch.empty(numbers.numel(), width, dtype=self.plan.dtype)
         sent, found = {}, {}
-        for server, held in enumerate(self._plan.held):
+        for server, held in enumerate(self.plan.held):
             wanted = [rows_within(numbers, p) if p.parameter == index else numbers[:0] for p in held]
             if count := sum(each.numel() for each in wanted):
                 body = ask_for(wanted)
                 sent[server] = self._send(server, Operation.ROWS, (body, PAYLOAD), bytes=body.nbytes)
-                found[server] = torch.empty(count, width, dtype=self._plan.dtype)
+                found[server] = torch.empty(count, width, dtype=self.plan.dtype)
         self._receive(sent, list(found.values()))
         for server, values in found.items():
             first = 0
-            for piece in self._plan.held[server]:
+            for piece in self.plan.held[server]:
                 if piece.parameter == index:
                     start, stop = torch.searchsorted(numbers, torch.tensor([piece.start, piece.stop])).tolist()
                     rows[start:stop] = values[first : first + stop - start]
                     first += stop - start
-        return rows.view(-1, *self._plan.shapes[index][1:])
+        return rows.view(-1, *self.plan.shapes[index][1:])
 
     def meet(self) -> int:
         """Wait until all workers do, and take the servers' parameters, the same on all.
@@ -319,7 +314,7 @@ class Client:
     def _push(self, hyper: Tensor, **fields: float) -> dict[int, list[Sending]]:
         sent = {}
         for server, flat in enumerate(self._gradients):
-            held, early = self._plan.held[server], None if self._early is None else self._early.end(server)
+            held, early = self.plan.held[server], None if self._early is None else self._early.end(server)
             marks = torch.tensor([self._parameters[p.parameter].grad is not None for p in held]).double() * HAS_GRADIENT
             on_their_way: list[Sending] = []
             if early is None:
@@ -378,7 +373,7 @@ class Client:
 
     def _take(self, into: Sequence[Tensor] | None = None) -> None:
         """Put what was pulled into the parameters."""
-        for held, flat in zip(self._plan.held, self._pulled, strict=True):
+        for held, flat in zip(self.plan.held, self._pulled, strict=True):
             put_slices(held, flat, into or self._parameters)
 
     # ---- states -----------------------------------------------------------------------------------------------------
@@ -390,14 +385,14 @@ class Client:
             data = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
             self._links[server].receive(data, BYTES).wait()
             states.append(unpack(data, int(field(reply, "text"))))
-        return join_state(self._plan, states)
+        return join_state(self.plan, states)
 
     def load(self, states: Sequence[State]) -> None:
         """Give the servers this worker's parameters and the optimizer's state of each; no worker may push meanwhile."""
-        for server, of_server in enumerate(split_state(self._plan, states)):
+        for server, of_server in enumerate(split_state(self.plan, states)):
             flat, (data, text) = self._pulled[server], pack(of_server)
             position = 0
-            for piece in self._plan.held[server]:
+            for piece in self.plan.held[server]:
                 parameter = self._parameters[piece.parameter].detach()
                 copy_slice(parameter, piece, flat[position : position + piece.numel])
                 position += piece.numel
@@ -408,7 +403,7 @@ class Client:
 
     def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
         self.settle()  # what follows must not get in the way of what is coming
-        return header(request_size(self._plan, server), operation=operation, **fields)
+        return header(request_size(self.plan, server), operation=operation, **fields)
 
     def _send(self, server: int, operation: Operation, *bodies: tuple[Tensor, int], **fields: float) -> list[Sending]:
         """Begin to send a request and what follows it, each with its tag."""

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.strategies.parameter_server.messages import parts
 from trainwright.strategies.parameter_server.messages.wire import Device
+from trainwright.strategies.parameter_server.server import sharder
 from trainwright.strategies.parameter_server.server.clocks import Rules
 from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
 from trainwright.strategies.parameter_server.server.server import Server
@@ -78,7 +78,7 @@ class Peer:
         self.optimizer = make_optimizer(self.model, kind)
         self.plan = _plan(self.model, self.optimizer, servers)
         if least_numel is not None:
-            with patch.object(parts, "LEAST_NUMEL", least_numel):
+            with patch.object(sharder, "LEAST_NUMEL", least_numel):
                 self.plan = self.plan.in_parts()
         meeting = ServerMeeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
         device = Device()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.strategies.parameter_server.core import Peer, flat
-from trainwright.strategies.parameter_server.messages import parts
+from trainwright.strategies.parameter_server.server import sharder
 
 WORKERS, STEPS, DIES_AT = 3, 12, 3
 
@@ -61,7 +61,7 @@ def serve(rules: dict[str, Any]) -> Any:
 
     pids = [fork(worker, rules) for worker in range(WORKERS)] + [fork(1, rules, replaces=True)]
     store = dist.FileStore("store", -1)
-    with patch.object(parts, "LEAST_NUMEL", 4):
+    with patch.object(sharder, "LEAST_NUMEL", 4):
         plan = Peer.plan_of().in_parts()
     server = Server(0, plan, Rules(**rules), ServerMeeting(store, "parameter_server"), WORKERS, Device())
     server.start()
