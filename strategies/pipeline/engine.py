@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
 from trainwright.strategies.pipeline.first_step.block_values import Placeholder
 from trainwright.strategies.pipeline.first_step.module_state import ModuleState
@@ -24,15 +25,7 @@ from trainwright.strategies.pipeline.first_step.step_state import StatePlace, St
 from trainwright.strategies.pipeline.first_step.survey import Survey
 from trainwright.strategies.pipeline.form import Carrier, FormBook
 from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
-from trainwright.strategies.pipeline.micro_batches import (
-    BatchDims,
-    batch_size_of,
-    check_samples,
-    part_sizes,
-    replace_argument,
-    signature,
-    split_batch,
-)
+from trainwright.strategies.pipeline.micro_batches import BatchDims
 from trainwright.strategies.pipeline.relay import RelayPass
 from trainwright.strategies.pipeline.results import LogRecorder, Publisher, logged_to
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
@@ -193,16 +186,16 @@ class PipelineEngine:
             ``None`` if all micro-batches gave ``None`` (gradients are then zeros).
         """
         size, parts = self._split(batch)
-        arguments = [replace_argument(args, kwargs, batch, part) for part in parts]
+        arguments = [batches.replace_argument(args, kwargs, batch, part) for part in parts]
         if self._routes is None:
             if samples is not None and len(parts) > 1:
-                check_samples(batch, self._dims, size, samples)
+                batches.check_samples(batch, self._dims, size, samples)
             self._learn(arguments[0], len(parts))
-        recorder = LogRecorder(part_sizes(size, len(parts)), self._device, self._module)
+        recorder = LogRecorder(batches.part_sizes(size, len(parts)), self._device, self._module)
         seeds = self._randomness.seeds(len(parts)) if self._draws else []
         self._step = _Step(arguments, recorder, scale, seeds)
         for stage in self.stages:
-            stage.signatures = [signature(given) for given in arguments]
+            stage.signatures = [batches.signature(given) for given in arguments]
         state = self._state
         if state is not None:
             state.begin_step()
@@ -220,11 +213,12 @@ class PipelineEngine:
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
         """The parts that :meth:`train` runs, and the share of the samples in each."""
         size, parts = self._split(batch)
-        return [(part, count / size) for part, count in zip(parts, part_sizes(size, len(parts)), strict=True)]
+        counts = batches.part_sizes(size, len(parts))
+        return [(part, count / size) for part, count in zip(parts, counts, strict=True)]
 
     def _split(self, batch: Any) -> tuple[int, list[Any]]:
-        size = batch_size_of(batch, self._dims)
-        return size, split_batch(batch, min(self._micro_batches, size), self._dims)
+        size = batches.batch_size_of(batch, self._dims)
+        return size, batches.split_batch(batch, min(self._micro_batches, size), self._dims)
 
     def _forward(self, stage: int, part: int, received: Any) -> Any:
         step = self._step

@@ -11,15 +11,8 @@ from torch import Tensor, nn
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.pipeline.cut import put
-from trainwright.strategies.pipeline.first_step.block_values import (
-    BlockValue,
-    Call,
-    Placeholder,
-    known_call,
-    placeholder,
-    refuse_placeholders,
-    replay,
-)
+from trainwright.strategies.pipeline.first_step import block_values
+from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, Placeholder
 from trainwright.strategies.pipeline.first_step.routes import StageRoutes
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.survey import Source
@@ -122,7 +115,7 @@ class StagePass:
         if index < self.span.start:
             return self._skip(index)
         if any(type(value) is Placeholder for value in (*args, *kwargs.values())):
-            refuse_placeholders((args, kwargs), f"What is given to the block {self._names[index]!r}")
+            block_values.refuse_placeholders((args, kwargs), f"What is given to the block {self._names[index]!r}")
         with self.randomness.block() if self.randomness is not None else nullcontext():
             output = self._call(index, call, args, kwargs)
         if index == self.span.stop - 1 and not self.is_last:
@@ -133,7 +126,7 @@ class StagePass:
     def _call(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index not in self._routes.kept:
             return call(*args, **kwargs)
-        value = known_call(self._cut.blocks[index], call, args, kwargs, self._routes.places[index])
+        value = block_values.known_call(self._cut.blocks[index], call, args, kwargs, self._routes.places[index])
         _, tensors = value.take_apart(f"The block {self._names[index]!r}")
         if len(tensors) != len(self._routes.forms[index].tensors):
             raise RuntimeError(
@@ -173,11 +166,11 @@ class StagePass:
                 tensors.append(carried.clone() if source in routes.cloned else carried)
             else:
                 shape = main[leaf].shape if leaf < min(outputs, len(main)) else tensor.shape
-                made = placeholder(shape, tensor.dtype, main[0].device if main else torch.device("cpu"))
+                made = block_values.placeholder(shape, tensor.dtype, main[0].device if main else torch.device("cpu"))
                 tensors.append(made.clone() if source in routes.cloned else made)
         output, attributes, hooked = form.build(tensors)
         value = BlockValue(output, dict(zip(routes.places[index].attributes, attributes, strict=True)), hooked)
-        return replay(self._cut.blocks[index], value, routes.engines)
+        return block_values.replay(self._cut.blocks[index], value, routes.engines)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Result of ``function``, which runs the user's step, or what is sent on if the stage ends before.
@@ -196,7 +189,7 @@ class StagePass:
             for name, _ in borrowed:
                 self._cut.put_ghost_back(name)
         self.finish()
-        refuse_placeholders(output, "What training_step returns")
+        block_values.refuse_placeholders(output, "What training_step returns")
         return output
 
     def _outgoing(self) -> Any:

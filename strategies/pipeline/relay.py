@@ -9,14 +9,8 @@ from functools import cache
 from typing import Any
 
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.first_step.block_values import (
-    BlockValue,
-    Call,
-    HookRange,
-    Places,
-    observed_call,
-    replay,
-)
+from trainwright.strategies.pipeline.first_step import block_values
+from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, HookRange, Places
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.survey import Survey
 from trainwright.strategies.pipeline.form import Carrier, Form, take_apart
@@ -101,10 +95,10 @@ class RelayPass:
                 raise RuntimeError(told)
             value = BlockValue(*told)
             self._keep(index, value, name)
-            return replay(block, value, self._engines)
+            return block_values.replay(block, value, self._engines)
         try:
             with self._random(), self.survey.running(index) if self.survey is not None else nullcontext():
-                value = observed_call(block, call, args, kwargs, self._engines, self.survey)
+                value = block_values.observed_call(block, call, args, kwargs, self._engines, self.survey)
             take_apart(tuple(value), name)
         except Exception as error:
             self._carrier.broadcast(rank, f"{name} failed on its rank: {type(error).__name__}: {error}", name)

@@ -33,29 +33,12 @@ from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.contract.part import Host
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.state import rank_state, run_state
 from trainwright.strategies.state.assemble import StateOwners
 from trainwright.strategies.state.collector import OF_CALLBACKS, Collector
 from trainwright.strategies.state.placement import Placement
-from trainwright.strategies.state.rank_state import (
-    BUFFERS,
-    COMPRESSION,
-    KeptBack,
-    digest_of,
-    saved_buffers,
-    saved_rank_state,
-)
-from trainwright.strategies.state.run_state import (
-    OPTIMIZERS,
-    WEIGHTS,
-    can_fill,
-    fill_weights,
-    is_stored,
-    listed,
-    misfit,
-    mismatch,
-    optimizer_parts,
-    refuse_other_optimizer,
-)
+from trainwright.strategies.state.rank_state import BUFFERS, COMPRESSION, KeptBack
+from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS
 
 # Key of what this project adds to Lightning's dict of a run.
 OF_RUN = "trainwright"
@@ -177,14 +160,13 @@ class RunStates:
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Buffers that differ from those of the rank that writes them, such as running statistics. A collective."""
-        buffers = saved_buffers(self._strategy.lightning_module)
+        buffers = rank_state.saved_buffers(self._strategy.lightning_module)
         if not self.any_rank(bool(buffers)):
             return {}
-        mine = {
-            name: (digest_of(buffer), self._strategy.placement.writes(name, False)) for name, buffer in buffers.items()
-        }
+        writes = self._strategy.placement.writes
+        mine = {name: (rank_state.digest_of(buffer), writes(name, False)) for name, buffer in buffers.items()}
         found = self.of_all_ranks(mine)
-        written = {name: digest for rank in found for name, (digest, writes) in rank.items() if writes}
+        written = {name: digest for rank in found for name, (digest, is_written) in rank.items() if is_written}
         return {f"{BUFFERS}{name}": buffer for name, buffer in buffers.items() if mine[name][0] != written[name]}
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +214,7 @@ class RunStates:
         if of_run is not None and self.is_fitting():
             own = self._strategy
             where = (own.layout, own._rank, own.data_rank, own.root_device)
-            self.pending = saved_rank_state(state, of_run, *where)
+            self.pending = rank_state.saved_rank_state(state, of_run, *where)
             self._trained_before = set(of_run.get("trained", ()))
             self.certified_before = str(of_run.get("certificate", ""))
             self._pending_kept_back = (state, of_run)
@@ -324,15 +306,15 @@ class RunStates:
         if isinstance(self._strategy.precision_plugin, DoublePrecision):
             # Lightning does so after loading: parameters of 32 bits would cut off what was saved in 64.
             self._strategy.precision_plugin.convert_module(module)
-        if not is_stored(state):
+        if not run_state.is_stored(state):
             names = [] if strict else self._strategy._whole_keys()
             if names and not any(name in state for name in names):
-                report = mismatch(names, sorted(state), [])
-                raise misfit(f"The checkpoint {module.trainer.ckpt_path}", report, some_fit=False)
+                report = run_state.mismatch(names, sorted(state), [])
+                raise run_state.misfit(f"The checkpoint {module.trainer.ckpt_path}", report, some_fit=False)
             plainly(checkpoint, strict)
-        elif can_fill(module):
+        elif run_state.can_fill(module):
             where = f"The checkpoint {module.trainer.ckpt_path}"
-            fill_weights(
+            run_state.fill_weights(
                 module, self._strategy.placement, state, self._strategy._whole_keys(), strict=strict, where=where
             )
         else:
@@ -356,16 +338,16 @@ class RunStates:
             # An imported file knows parameters by their position.
             self._strategy._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
             for optimizer in self._strategy.optimizers:
-                refuse_other_optimizer(optimizer, "the checkpoint")
+                run_state.refuse_other_optimizer(optimizer, "the checkpoint")
             return
         self._refuse_state_of_other_shapes(checkpoint)
         for optimizer, state in zip(self._strategy.optimizers, states, strict=True):
             where, owners = "the checkpoint", self._strategy._state_owners
-            parts = optimizer_parts(
+            parts = run_state.optimizer_parts(
                 optimizer, state, self._strategy.placement, self._strategy._name_of(), where, owners
             )
             optimizer.load_state_dict(parts)
-            refuse_other_optimizer(optimizer, "the checkpoint")
+            run_state.refuse_other_optimizer(optimizer, "the checkpoint")
 
     def _refuse_state_of_other_shapes(self, checkpoint: Mapping[str, Any]) -> None:
         """``strict=False`` passes over weights of another shape; the state of their optimizer cannot be passed over."""
@@ -377,9 +359,10 @@ class RunStates:
             if name in stepped and _is_here(weights.get(name)) and tuple(weights[name].shape) != shape
         ]
         if wrong:
+            report = run_state.mismatch((), (), wrong)
             raise CheckpointError(
-                f"The checkpoint holds the optimizer's state of {mismatch((), (), wrong)} An optimizer cannot go on "
-                "with it: begin from the weights alone with init_from=<the checkpoint>."
+                f"The checkpoint holds the optimizer's state of {report} An optimizer cannot go on with it: begin from "
+                "the weights alone with init_from=<the checkpoint>."
             )
 
     # ---- weights from elsewhere -------------------------------------------------------------------------------------
@@ -418,7 +401,7 @@ class RunStates:
             # What is left out was told; a module's extra state, which is no tensor, was not.
             expected = [*names, *(key for key in expected if key not in shapes)]
         state = {name: StoredTensor(source, key) for name, key in names.items()}
-        fill_weights(module, self._strategy.placement, state, expected, strict=strict, where=where)
+        run_state.fill_weights(module, self._strategy.placement, state, expected, strict=strict, where=where)
         self._strategy._weights_changed()
 
     def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -450,9 +433,10 @@ class RunStates:
         self._trained_before = set()
         if frozen:
             rank_zero_warn(
-                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: {listed(frozen)}. They "
-                "keep the values of the checkpoint. If they are to be trained, unfreeze them (requires_grad_(True)) "
-                "when the module is built; a finetuning callback does so at the beginning of an epoch only."
+                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: "
+                f"{run_state.listed(frozen)}. They keep the values of the checkpoint. If they are to be trained, "
+                "unfreeze them (requires_grad_(True)) when the module is built; a finetuning callback does so at the "
+                "beginning of an epoch only."
             )
 
     def restore(self) -> None:

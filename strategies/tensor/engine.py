@@ -26,14 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.strategies.contract.collectives.differentiable import (
-    copy_to,
-    gather,
-    gather_same,
-    reduce_from,
-    reduce_scatter,
-    scatter,
-)
+from trainwright.strategies.contract.collectives import differentiable as collectives
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
 from trainwright.strategies.plan.arguments import arguments, call_of, first_tensor
@@ -196,7 +189,7 @@ class TensorParallel:
         kind = x.device.type
         if x.is_floating_point() and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # the projection would; so its gradient travels in that dtype
-        return copy_to(x, self._group)
+        return collectives.copy_to(x, self._group)
 
     def _rowwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part, with_bias=False)
@@ -213,8 +206,8 @@ class TensorParallel:
     def _reduce(self, partial: Tensor, in_blocks: bool) -> Tensor:
         if in_blocks and self.slices_sequence:
             self._check_length(partial)
-            return reduce_scatter(partial, _SEQUENCE, self._group)
-        return reduce_from(partial, self._group)
+            return collectives.reduce_scatter(partial, _SEQUENCE, self._group)
+        return collectives.reduce_from(partial, self._group)
 
     def _head(self, part: nn.Module, _: str) -> _Forward:
         project = _projection(part)
@@ -223,7 +216,7 @@ class TensorParallel:
             logits: Tensor = project(self._copy(x))
             if self._loss and torch.is_grad_enabled():
                 return ShardedLogits.wrap(logits, self._group)
-            return gather_same(logits, -1, self._group)
+            return collectives.gather_same(logits, -1, self._group)
 
         return forward
 
@@ -235,7 +228,7 @@ class TensorParallel:
             local = ids - self._group.rank() * rows
             missing = (local < 0) | (local >= rows)
             found = look_up(local.masked_fill(missing, 0))
-            return reduce_from(found.masked_fill(missing[..., None], 0), self._group)
+            return collectives.reduce_from(found.masked_fill(missing[..., None], 0), self._group)
 
         return forward
 
@@ -278,9 +271,9 @@ class TensorParallel:
                     part, self._group, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
                 )
             if weights is not None and average_attn_weights:
-                weights = reduce_from(weights.mean(-3) / self._group.size(), self._group)
+                weights = collectives.reduce_from(weights.mean(-3) / self._group.size(), self._group)
             elif weights is not None:
-                weights = gather_same(weights, weights.dim() - 3, self._group)
+                weights = collectives.gather_same(weights, weights.dim() - 3, self._group)
             out = part.out_proj
             y = self._reduce(F.linear(mixed, out.weight), in_blocks)
             return (y if out.bias is None else y + out.bias.to(y.dtype)), weights
@@ -346,11 +339,11 @@ class TensorParallel:
         return run
 
     def _gather(self, x: Tensor) -> Tensor:
-        return gather(x, _SEQUENCE, self._group)
+        return collectives.gather(x, _SEQUENCE, self._group)
 
     def _slice(self, x: Tensor) -> Tensor:
         self._check_length(x)
-        return scatter(x, _SEQUENCE, self._group)
+        return collectives.scatter(x, _SEQUENCE, self._group)
 
     def _joining(self, forward: _Forward) -> _Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -358,9 +351,9 @@ class TensorParallel:
             if not self.slices_sequence:
                 return output
             if isinstance(output, Tensor):
-                return gather_same(output, _SEQUENCE, self._group)
+                return collectives.gather_same(output, _SEQUENCE, self._group)
             if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-                return (gather_same(output[0], _SEQUENCE, self._group), *output[1:])
+                return (collectives.gather_same(output[0], _SEQUENCE, self._group), *output[1:])
             raise TypeError(
                 f"sequence_parallel=true: the last block returned a {type(output).__name__}; it must return the hidden "
                 "states, or a tuple that begins with them. Set sequence_parallel=false."

@@ -13,17 +13,9 @@ import torch
 from trainwright.core.text.bounded import ContentError
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.contract.groups import wait_for_key
+from trainwright.strategies.parameter_server.messages import wire
 from trainwright.strategies.parameter_server.messages.requests import Operation, request_size
-from trainwright.strategies.parameter_server.messages.wire import (
-    COMING,
-    HEADER,
-    PATIENCE,
-    Device,
-    Link,
-    LinkError,
-    reading,
-    whole,
-)
+from trainwright.strategies.parameter_server.messages.wire import Device, Link, LinkError
 from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
 from trainwright.strategies.parameter_server.server.services import EndedError, Rules, ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
@@ -140,9 +132,9 @@ class Server:
         self.services.links.append(link)
         return link
 
-    def _receive(self, link: Link, patience: timedelta = PATIENCE) -> torch.Tensor:
+    def _receive(self, link: Link, patience: timedelta = wire.PATIENCE) -> torch.Tensor:
         request = torch.zeros(request_size(self._plan, self._number), dtype=torch.float64)
-        link.receive(request, HEADER).wait(patience)
+        link.receive(request, wire.HEADER).wait(patience)
         return request
 
     def _admit(self, link: Link, worker: int, number: int) -> None:
@@ -151,9 +143,9 @@ class Server:
         Raises:
             ContentError: if it is no worker of this run, or has another model.
         """
-        request = self._receive(link, COMING)
+        request = self._receive(link, wire.COMING)
         proof = self._meeting.proof(self._meeting.link(self._number, number))
-        if whole(request, "proof") != proof or whole(request, "operation") != Operation.HELLO:
+        if wire.whole(request, "proof") != proof or wire.whole(request, "operation") != Operation.HELLO:
             raise ContentError("it is not of this run")
         self.services.hello(link, worker, request)
 
@@ -164,8 +156,8 @@ class Server:
             ContentError: if it is malformed.
         """
         request = self._receive(link)
-        with reading("a request"):
-            operation = Operation(whole(request, "operation"))
+        with wire.reading("a request"):
+            operation = Operation(wire.whole(request, "operation"))
         if operation != Operation.LEAVE:
             self.services.serve(operation, link, worker, request)
         return operation

@@ -15,32 +15,10 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.compressor import encode_with_feedback
 from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
+from trainwright.strategies.parameter_server.messages import requests, sparse_rows, wire
 from trainwright.strategies.parameter_server.messages.packing import State, pack, unpack
-from trainwright.strategies.parameter_server.messages.requests import (
-    BYTES,
-    HAS_GRADIENT,
-    IS_LATE,
-    Operation,
-    Status,
-    request_size,
-)
-from trainwright.strategies.parameter_server.messages.sparse_rows import (
-    Rows,
-    ask_for,
-    pack_rows,
-    rows_within,
-    touched_rows,
-)
-from trainwright.strategies.parameter_server.messages.wire import (
-    FIXED,
-    HEADER,
-    PAYLOAD,
-    Device,
-    Link,
-    Sending,
-    field,
-    header,
-)
+from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size
+from trainwright.strategies.parameter_server.messages.wire import HEADER, PAYLOAD, Device, Link, Sending
 from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, join_norms, join_state, split_state
 from trainwright.strategies.parameter_server.server.sharder import Slice
@@ -131,7 +109,7 @@ class Client:
             self._early = EarlyPush(self.plan, self._parameters, self._gradients, self._announce, self._send_early)
         if any(self.plan.parts) and self._module is not None:
             self._late = LatePull(self.plan, self._parameters, self._pulled, self._module, self._links)
-        return int(max(field(reply, "clock") for reply in replies))
+        return int(max(wire.field(reply, "clock") for reply in replies))
 
     def leave(self) -> None:
         """Say goodbye."""
@@ -185,7 +163,7 @@ class Client:
         else:
             sent = self._send_all(Operation.COMMIT, coefficient=coefficient, **fields)
         replies = self._receive(sent, self._pulled if pulls and not late else (), late=late)
-        self.staleness = int(max(field(reply, "staleness") for reply in replies))
+        self.staleness = int(max(wire.field(reply, "staleness") for reply in replies))
         self._hear(replies[0])
         if pulls and not late:
             self._take()
@@ -240,9 +218,9 @@ class Client:
         rows = torch.empty(numbers.numel(), width, dtype=self.plan.dtype)
         sent, found = {}, {}
         for server, held in enumerate(self.plan.held):
-            wanted = [rows_within(numbers, p) if p.parameter == index else numbers[:0] for p in held]
+            wanted = [sparse_rows.rows_within(numbers, p) if p.parameter == index else numbers[:0] for p in held]
             if count := sum(each.numel() for each in wanted):
-                body = ask_for(wanted)
+                body = sparse_rows.ask_for(wanted)
                 sent[server] = self._send(server, Operation.ROWS, (body, PAYLOAD), bytes=body.nbytes)
                 found[server] = torch.empty(count, width, dtype=self.plan.dtype)
         self._receive(sent, list(found.values()))
@@ -264,12 +242,12 @@ class Client:
         replies = self._receive(self._send_all(Operation.MEET), self._pulled)
         self._hear(replies[0])
         self._take()
-        return int(field(replies[0], "returns"))
+        return int(wire.field(replies[0], "returns"))
 
     def _hear(self, reply: Tensor) -> None:
-        number = int(field(reply, "notice"))
-        left = int(field(reply, "steps_left"))
-        self.heard = HeardNotice(number, field(reply, "notice_age"), left) if number else None
+        number = int(wire.field(reply, "notice"))
+        left = int(wire.field(reply, "steps_left"))
+        self.heard = HeardNotice(number, wire.field(reply, "notice_age"), left) if number else None
 
     def _told(self, server: int) -> dict[str, float]:
         """What a push to a server says of a notice that this worker was given."""
@@ -291,12 +269,12 @@ class Client:
     def traffic(self) -> list[tuple[int, int]]:
         """Messages and bytes that each server has sent so far, to all."""
         replies = self._receive(self._send_all(Operation.TRAFFIC))
-        return [(int(field(reply, "messages")), int(field(reply, "sent"))) for reply in replies]
+        return [(int(wire.field(reply, "messages")), int(wire.field(reply, "sent"))) for reply in replies]
 
     def vote(self, value: float) -> float:
         """The largest value of all workers, by way of the first server."""
         (reply,) = self._receive({0: self._send(0, Operation.VOTE, vote=value)})
-        return field(reply, "vote")
+        return wire.field(reply, "vote")
 
     def _announce(self, server: int) -> Sending:
         (sending,) = self._send(server, Operation.PARTS)
@@ -315,18 +293,19 @@ class Client:
         sent = {}
         for server, flat in enumerate(self._gradients):
             held, early = self.plan.held[server], None if self._early is None else self._early.end(server)
-            marks = torch.tensor([self._parameters[p.parameter].grad is not None for p in held]).double() * HAS_GRADIENT
+            has = torch.tensor([self._parameters[p.parameter].grad is not None for p in held])
+            marks = has.double() * requests.HAS_GRADIENT
             on_their_way: list[Sending] = []
             if early is None:
                 body, is_packed = self._message(server, held, flat)
             else:
                 on_their_way, late = early
-                marks[late] += IS_LATE
+                marks[late] += requests.IS_LATE
                 body, is_packed = self._late_message([held[each] for each in late], flat), True
             fields |= {"bytes": body.nbytes if is_packed else 0, "parts": early is not None}
             request = self._request(server, Operation.PUSH, **fields, **self._told(server))
-            request[FIXED : FIXED + hyper.numel()] = hyper
-            request[FIXED + hyper.numel() :] = marks
+            request[wire.FIXED : wire.FIXED + hyper.numel()] = hyper
+            request[wire.FIXED + hyper.numel() :] = marks
             self.sent_bytes += body.nbytes
             link = self._links[server]
             sent[server] = [*on_their_way, link.send(request, HEADER), link.send(body, PAYLOAD)]
@@ -336,7 +315,7 @@ class Client:
         """This worker's gradients of all that a server holds, and whether they are packed: few rows of some."""
         rows = self._gather(held, flat)
         if any(each is not None for each in rows):
-            return pack_rows(flat, held, rows), True
+            return sparse_rows.pack_rows(flat, held, rows), True
         return self._written(server, flat), False
 
     def _late_message(self, pieces: Sequence[Slice], flat: Tensor) -> Tensor:
@@ -344,11 +323,11 @@ class Client:
         if not pieces:
             return flat[:0]
         memory = flat.new_empty(sum(piece.numel for piece in pieces))
-        return pack_rows(memory, pieces, self._gather(pieces, memory))
+        return sparse_rows.pack_rows(memory, pieces, self._gather(pieces, memory))
 
-    def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[Rows | None]:
+    def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[sparse_rows.Rows | None]:
         """Gather this worker's gradients of some slices, one after the other; but for those of few rows, these."""
-        touched: list[Rows | None] = []
+        touched: list[sparse_rows.Rows | None] = []
         position = 0
         for piece in pieces:
             gradient = self._parameters[piece.parameter].grad
@@ -358,12 +337,12 @@ class Client:
             position += piece.numel
         return touched
 
-    def _few_rows(self, gradient: Tensor | None, piece: Slice) -> Rows | None:
+    def _few_rows(self, gradient: Tensor | None, piece: Slice) -> sparse_rows.Rows | None:
         if gradient is None or gradient.dim() < 2 or self._codec is not None:
             return None
         if not gradient.is_sparse and piece.parameter not in self._tables:
             return None
-        return touched_rows(gradient, piece)
+        return sparse_rows.touched_rows(gradient, piece)
 
     def _written(self, server: int, flat: Tensor) -> Tensor:
         if self._codec is None:
@@ -382,9 +361,9 @@ class Client:
         """The optimizer's state of every parameter, whole, in the order of the plan."""
         states = []
         for server, reply in enumerate(self._receive(self._send_all(Operation.STATE))):
-            data = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
+            data = torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8)
             self._links[server].receive(data, BYTES).wait()
-            states.append(unpack(data, int(field(reply, "text"))))
+            states.append(unpack(data, int(wire.field(reply, "text"))))
         return join_state(self.plan, states)
 
     def load(self, states: Sequence[State]) -> None:
@@ -403,7 +382,7 @@ class Client:
 
     def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
         self.settle()  # what follows must not get in the way of what is coming
-        return header(request_size(self.plan, server), operation=operation, **fields)
+        return wire.header(request_size(self.plan, server), operation=operation, **fields)
 
     def _send(self, server: int, operation: Operation, *bodies: tuple[Tensor, int], **fields: float) -> list[Sending]:
         """Begin to send a request and what follows it, each with its tag."""
@@ -423,7 +402,7 @@ class Client:
             bodies: where to receive what follows each reply; empty: nothing does.
             late: parameters follow in parts, which are taken later.
         """
-        replies = {server: torch.zeros(FIXED, dtype=torch.float64) for server in sent}
+        replies = {server: torch.zeros(wire.FIXED, dtype=torch.float64) for server in sent}
         coming = {server: self._links[server].receive(reply, HEADER) for server, reply in replies.items()}
         following = {
             server: self._links[server].receive(body, PAYLOAD) for server, body in zip(sent, bodies, strict=False)
@@ -435,15 +414,15 @@ class Client:
                 each.wait()
             self._refuse_ended(server, reply)
             if server == 0:
-                self.wants_offer = bool(field(reply, "wanted"))
+                self.wants_offer = bool(wire.field(reply, "wanted"))
             if server in following:
                 following[server].wait()
         return list(replies.values())
 
     def _refuse_ended(self, server: int, reply: Tensor) -> None:
-        if int(field(reply, "operation")) == Status.OK:
+        if int(wire.field(reply, "operation")) == Status.OK:
             return
-        text = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
+        text = torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8)
         self._links[server].receive(text, BYTES).wait()
         raise self._lost(server, bytes(text.numpy()).decode())
 
