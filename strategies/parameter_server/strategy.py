@@ -36,9 +36,8 @@ from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
 from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
-from trainwright.strategies.parameter_server.worker.clipping import ServedClipping
 from trainwright.strategies.parameter_server.worker.linking import Linking
-from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
+from trainwright.strategies.parameter_server.worker.optimizer import ServedClipping, ServedOptimizer
 from trainwright.strategies.parameter_server.worker.rejoining import (
     incarnation,
     keep_offering,

@@ -255,7 +255,7 @@ class PipelineEngine:
         """
         args, kwargs = arguments
         survey = Survey(self.cut, self._device, arguments)
-        run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
+        run = RelayPass(self.cut, self._ranks, self._carrier, survey, everything=True)
         error: Exception | None = None
         places: list[StatePlace] = []
         problems: list[str] = []
@@ -284,7 +284,7 @@ class PipelineEngine:
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]
-            self._routes, unsent = plan_routes(self.cut, self._ranks, self.cut.engine_hooks, survey, needs, forms, left)
+            self._routes, unsent = plan_routes(self.cut, self._ranks, survey, needs, forms, left)
             problems = list(dict.fromkeys([*unsent, *(problem for each in found for problem in each[2])]))
             if problems:
                 raise RuntimeError(" ".join(problems)) from error
@@ -408,15 +408,15 @@ class PipelineEngine:
         """
         if kind in self._relays:
             everything, draws = self._relays[kind]
-            run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, None, everything)
+            run = RelayPass(self.cut, self._ranks, self._carrier, None, everything)
             return self._relayed(run, function, draws)
         survey = Survey(self.cut, self._device)
-        run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
+        run = RelayPass(self.cut, self._ranks, self._carrier, survey, everything=True)
         with logged_to(self._module, partial(_logged_and_used, getattr(self._module, "log", _no_log), survey)):
             output = self._relayed(run, function)
         survey.use_results(output)
         survey.finish()
-        routes = StageRoutes(self.cut, self.cut.engine_hooks, (), *run.known())
+        routes = StageRoutes(self.cut, (), *run.known())
         everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, survey)
         flags = torch.tensor([int(everything), int(survey.draws)], device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)

@@ -170,7 +170,7 @@ class StagePass:
                 tensors.append(made.clone() if source in routes.cloned else made)
         output, attributes, hooked = form.build(tensors)
         value = BlockValue(output, dict(zip(routes.places[index].attributes, attributes, strict=True)), hooked)
-        return block_values.replay(self._cut.blocks[index], value, routes.engines)
+        return block_values.replay(self._cut.blocks[index], value, self._cut.engine_hooks)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Result of ``function``, which runs the user's step, or what is sent on if the stage ends before.

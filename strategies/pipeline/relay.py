@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.first_step import block_values
-from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, HookRange, Places
+from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, Places
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.survey import Survey
 from trainwright.strategies.pipeline.form import Carrier, Form, take_apart
@@ -33,7 +33,6 @@ class RelayPass:
         cut: the cut of the module.
         ranks: rank in the pipeline of each stage.
         carrier: moves activations.
-        engines: hooks on blocks that are not the user's.
         survey: follows what is computed; ``None``: nothing does.
         everything: whether every rank gets all that each block leaves; ``False``: what its next stage is given, and the
             output of the last block.
@@ -48,12 +47,11 @@ class RelayPass:
         cut: PipelineCut,
         ranks: Sequence[int],
         carrier: Carrier,
-        engines: HookRange,
         survey: Survey | None = None,
         everything: bool = False,
     ) -> None:
         self._cut, self._ranks, self._carrier = cut, ranks, carrier
-        self._engines, self.survey, self._everything = engines, survey, everything
+        self.survey, self._everything = survey, everything
         self.randomness: StepRandomness | None = None
         self._forms: dict[int, Form] = {}
         self._places: dict[int, Places] = {}
@@ -95,10 +93,10 @@ class RelayPass:
                 raise RuntimeError(told)
             value = BlockValue(*told)
             self._keep(index, value, name)
-            return block_values.replay(block, value, self._engines)
+            return block_values.replay(block, value, self._cut.engine_hooks)
         try:
             with self._random(), self.survey.running(index) if self.survey is not None else nullcontext():
-                value = block_values.observed_call(block, call, args, kwargs, self._engines, self.survey)
+                value = block_values.observed_call(block, call, args, kwargs, self._cut.engine_hooks, self.survey)
             take_apart(tuple(value), name)
         except Exception as error:
             self._carrier.broadcast(rank, f"{name} failed on its rank: {type(error).__name__}: {error}", name)
