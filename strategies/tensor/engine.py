@@ -29,17 +29,11 @@ from torch import Tensor, nn
 from trainwright.strategies.contract.collectives import differentiable as collectives
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
+from trainwright.strategies.plan import tensor_rules as rules
 from trainwright.strategies.plan.arguments import arguments, call_of, first_tensor
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import inside_any, parent_of
-from trainwright.strategies.plan.tensor_rules import (
-    has_own_forward,
-    is_transposed,
-    parse_style,
-    plan_splits,
-    site_name,
-    validate_tensor,
-)
+from trainwright.strategies.plan.tensor_rules import validate_tensor
 from trainwright.strategies.tensor.sharded_logits import ShardedLogits
 from trainwright.strategies.tensor.split_attention import attend
 
@@ -90,7 +84,7 @@ class TensorParallel:
         self._sites: dict[str, _Site] = {}
         self.splitting: _Site | None = None
         self.cuts: dict[str, Cut] = {
-            name: Cut(group, split.dim, split.sections) for name, split in plan_splits(module, plan).items()
+            name: Cut(group, split.dim, split.sections) for name, split in rules.plan_splits(module, plan).items()
         }
         self.summed: frozenset[str] = self._find_summed() if group.size() > 1 else frozenset()
 
@@ -147,7 +141,7 @@ class TensorParallel:
 
     def _site(self, name: str) -> _Site:
         """The place where the projection ``name`` shares its input with others."""
-        key = site_name(self._module, name)
+        key = rules.site_name(self._module, name)
         if key not in self._sites:
             parts = self._group.size() if key in self._plan.narrow else 1
             self._sites[key] = _Site(self, self._module.get_submodule(key), parts)
@@ -157,7 +151,7 @@ class TensorParallel:
     # Projections
 
     def _patch(self, part: nn.Module, name: str, style: str) -> None:
-        kind, _ = parse_style(style)
+        kind, _ = rules.parse_style(style)
         makers: dict[str, Callable[[Any, str], _Forward]] = {
             "vocabulary": self._vocabulary, "rowwise": self._rowwise, "colwise_gather": self._head
         }  # fmt: skip
@@ -221,7 +215,9 @@ class TensorParallel:
         return forward
 
     def _vocabulary(self, part: nn.Embedding, _: str) -> _Forward:
-        look_up: _Forward = part.forward if has_own_forward(part) else functools.partial(_look_up, part, self._group)
+        look_up: _Forward = (
+            part.forward if rules.has_own_forward(part) else functools.partial(_look_up, part, self._group)
+        )
 
         def forward(ids: Tensor) -> Tensor:
             rows = part.weight.shape[0]
@@ -449,9 +445,9 @@ def _exchange(part: nn.Module, forward: _Forward) -> None:
 
 def _projection(part: nn.Module, with_bias: bool = True) -> _Forward:
     """What a projection computes, from the parameters that it holds when it runs."""
-    if is_transposed(part):
+    if rules.is_transposed(part):
         return functools.partial(_transposed_projection, part, with_bias)
-    if with_bias or has_own_forward(part):
+    if with_bias or rules.has_own_forward(part):
         return part.forward
     return lambda x: F.linear(x, cast(Tensor, part.weight))
 

@@ -12,13 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from trainwright.strategies.contract.randomness.state import (
-    random_state,
-    seed_all,
-    set_random_state,
-    set_torch_state,
-    torch_state,
-)
+from trainwright.strategies.contract.randomness import state as generators
 
 
 class StepRandomness:
@@ -41,22 +35,22 @@ class StepRandomness:
     @contextmanager
     def outside(self, seed: int) -> Iterator[None]:
         """Generators begin from ``seed``, and go on afterwards where they were, or :meth:`block` has left them."""
-        before = random_state(self._device)
-        self._inside = torch_state(self._device)
-        seed_all(seed)
+        before = generators.random_state(self._device)
+        self._inside = generators.torch_state(self._device)
+        generators.seed_all(seed)
         try:
             yield
         finally:
-            set_random_state(before, self._device)
-            set_torch_state(self._inside, self._device)
+            generators.set_random_state(before, self._device)
+            generators.set_torch_state(self._inside, self._device)
 
     @contextmanager
     def block(self) -> Iterator[None]:
         """Torch's generators are those of the rank."""
-        outside = torch_state(self._device)
-        set_torch_state(self._inside, self._device)
+        outside = generators.torch_state(self._device)
+        generators.set_torch_state(self._inside, self._device)
         try:
             yield
         finally:
-            self._inside = torch_state(self._device)
-            set_torch_state(outside, self._device)
+            self._inside = generators.torch_state(self._device)
+            generators.set_torch_state(outside, self._device)
