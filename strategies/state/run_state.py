@@ -16,7 +16,7 @@ from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.read.run_state import StoredTensor, materialised
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.contract.gradients import local_tensor
-from trainwright.strategies.state.assemble import StateOwners
+from trainwright.strategies.state.assemble import StateOwners, numbered
 from trainwright.strategies.state.placement import Placement
 from trainwright.strategies.state.wholes import only_takes_parts
 
@@ -178,21 +178,18 @@ def optimizer_parts(
     _refuse_other_groups(placement.group_names(optimizer, name_of), saved["param_groups"], where)
     reader = _OptimizerReader(placement)
     state: dict[int, dict[str, Any]] = {}
-    param_groups, position = [], 0
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        first = position
-        for parameter in group["params"]:
-            name = name_of(parameter)
-            values = saved["state"].get(name)
-            if values is not None and (owners is None or name not in owners):
-                state[position] = {k: reader.value(name, parameter, k, v) for k, v in values.items()}
-            elif values is not None and owners is not None and owners.is_mine(name):
-                state[position] = materialised(values)
-            position += 1
-        param_groups.append({**materialised(dict(saved_group)), "params": list(range(first, position))})
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        name = name_of(parameter)
+        values = saved["state"].get(name)
+        if values is not None and (owners is None or name not in owners):
+            state[index] = {k: reader.value(name, parameter, k, v) for k, v in values.items()}
+        elif values is not None and owners is not None and owners.is_mine(name):
+            state[index] = materialised(values)
     reader.read()
     rest = {k: materialised(v) for k, v in saved.items() if k not in ("by_name", "state", "param_groups")}
-    return {**rest, "state": state, "param_groups": param_groups}
+    sizes = (len(group["params"]) for group in optimizer.param_groups)
+    groups = numbered((materialised(dict(group)) for group in saved["param_groups"]), sizes)
+    return {**rest, "state": state, "param_groups": groups}
 
 
 def refuse_other_optimizer(optimizer: Optimizer, where: str) -> None:
