@@ -311,16 +311,8 @@ LONG = {
     "strategies/base/whole/view.py",
     "strategies/compose/engines.py",
     "strategies/compose/hybrid.py",
-    "strategies/context/engine.py",
     "strategies/data/zero.py",
-    "strategies/expert/engine.py",
-    "strategies/parameter_server/server/server.py",
     "strategies/parameter_server/strategy.py",
-    "strategies/parameter_server/worker/client.py",
-    "strategies/pipeline/engine.py",
-    "strategies/state/checkpointing.py",
-    "strategies/state/run_state.py",
-    "strategies/tensor/engine.py",
     "trainer/loop/fit_loop.py",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -67,14 +67,19 @@ class StoredTensor:
 
 def materialised(tree: Any) -> Any:
     """A copy of nested dicts, lists and tuples with every :class:`StoredTensor` read."""
-    if isinstance(tree, StoredTensor):
-        return tree.whole()
+    return map_tree(tree, StoredTensor, StoredTensor.whole)
+
+
+def map_tree(tree: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples with every value of a kind changed, in order."""
+    if isinstance(tree, kind):
+        return change(tree)
     if isinstance(tree, dict):
         copy = tree.copy()  # the same class
-        copy.update((key, materialised(value)) for key, value in tree.items())
+        copy.update((key, map_tree(value, kind, change)) for key, value in tree.items())
         return copy
     if type(tree) in (list, tuple):
-        return type(tree)(materialised(value) for value in tree)
+        return type(tree)(map_tree(value, kind, change) for value in tree)
     return tree
 
 

@@ -12,7 +12,7 @@ from trainwright.strategies.contract.communication.advice import Advice, Measure
 from trainwright.strategies.contract.communication.options import copies_of_a_node
 from trainwright.strategies.contract.communication.probe import probe_links
 from trainwright.strategies.contract.part import Host
-from trainwright.strategies.state.run_state import Placement
+from trainwright.strategies.state.placement import Placement
 
 
 class Averaged(Host, Protocol):

@@ -26,7 +26,7 @@ from trainwright.strategies.contract.communication.options import (
 )
 from trainwright.strategies.contract.communication.probe import probe_ways
 from trainwright.strategies.contract.precision import before_update
-from trainwright.strategies.state.checkpointing import NOTHING_KEPT, KeptBack, drop_kept_back
+from trainwright.strategies.state.rank_state import NOTHING_KEPT, KeptBack, drop_kept_back
 
 
 class Averaging:

@@ -29,7 +29,7 @@ from trainwright.strategies.averaging.compression.options import (
 )
 from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
 from trainwright.strategies.contract.precision import before_update, takes_before_update
-from trainwright.strategies.state.checkpointing import (
+from trainwright.strategies.state.rank_state import (
     COMPRESSION,
     OF_REPLICA,
     KeptBack,

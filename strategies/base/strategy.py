@@ -50,11 +50,10 @@ from trainwright.strategies.plan.blocks import (
     find_blocks,
 )
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
-from trainwright.strategies.state.assemble import Assembly
+from trainwright.strategies.state.assemble import Assembly, StateOwners
 from trainwright.strategies.state.checkpointing import RunStates
-from trainwright.strategies.state.held import trained_boxes
 from trainwright.strategies.state.loading import teach_lightning
-from trainwright.strategies.state.run_state import Placement, StateOwners, WholePlacement
+from trainwright.strategies.state.placement import Placement, trained_boxes
 from trainwright.strategies.state.wholes import whole_tensor
 
 # Before anybody can have written a run state with a strategy.
@@ -615,7 +614,7 @@ class LayoutStrategy(Strategy):
     @property
     def placement(self) -> Placement:
         """How the ranks of this layout hold the module."""
-        return WholePlacement(is_first=self.is_global_zero)
+        return Placement(Assembly.of_whole(), self.is_global_zero, leads_stage=self.is_global_zero)
 
     @property
     def _state_owners(self) -> StateOwners | None:

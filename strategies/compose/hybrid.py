@@ -54,12 +54,11 @@ from trainwright.strategies.pipeline.optimization import optimize_after_zero_gra
 from trainwright.strategies.plan.deferred import Piece
 from trainwright.strategies.plan.names import parent_of, starred, within
 from trainwright.strategies.state.assemble import Assembly
-from trainwright.strategies.state.layout_placement import LayoutPlacement
+from trainwright.strategies.state.placement import Placement
 from trainwright.strategies.state.run_state import (
     CURRENT_WEIGHTS,
     OPTIMIZERS,
     WEIGHTS,
-    Placement,
     is_stored,
     misfit,
     mismatch,
@@ -700,7 +699,7 @@ class HybridStrategy(ZeroStrategy):
             return super().placement
         place = self.layout.coordinates(self.global_rank)
         leads = all(index == 0 for axis, index in place.items() if axis != "pipeline")
-        return LayoutPlacement(self._assembly, self.is_global_zero, leads)
+        return Placement(self._assembly, self.is_global_zero, leads)
 
     def _module_parts(self) -> ModuleParts | None:
         if not isinstance(self._engines, Engines):

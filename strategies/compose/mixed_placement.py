@@ -29,7 +29,7 @@ from trainwright.strategies.parameter_server.refusals import (
     steps_are_served,
     tables_are_not_averaged,
 )
-from trainwright.strategies.parameter_server.server.server import ServerMeeting
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.tables.placement import served_names
 from trainwright.strategies.parameter_server.tables.tables import ServedTables, find_tables, scale_gradients

@@ -19,16 +19,17 @@ Ring: Liu et al., https://arxiv.org/abs/2310.01889. Ulysses: Jacobs et al., http
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.strategies.context.kernels import attend, attend_backward
+from trainwright.strategies.context.collectives import gather_all, to_heads, to_positions
+from trainwright.strategies.context.kernels import PartialAttention
 from trainwright.strategies.context.order import SequenceOrder
-from trainwright.strategies.contract.collectives.flat import gather_parts, reduce_scatter
+from trainwright.strategies.contract.collectives.flat import gather_parts, scatter_sum
 
 Method = Literal["ring", "ulysses", "gather"]
 METHODS: tuple[Method, ...] = ("ring", "ulysses", "gather")
@@ -86,18 +87,32 @@ class DistributedAttention:
             raise ValueError("attn_mask with is_causal=True (allowed: one of them; put causality into the mask).")
         # Fused kernels read rows of features as if they were contiguous.
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(query, key, value))
+        call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale)
         if query.size(2) != key.size(2):
-            return self._cross(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        mask = None if attn_mask is None else self._whole_columns(attn_mask, query.size(2))
+            return self._across(call)
+        if attn_mask is not None:
+            call = call._replace(mask=self._whole_columns(attn_mask, query.size(2)))
         if self.method == "ulysses":
-            return self._by_heads(query, key, value, mask, dropout_p, is_causal, scale)
-        if mask is not None:
-            mask = self._own_rows(mask, query.size(2))
-        if self.method == "gather" and (mask is not None or dropout_p):
-            return self._by_rows(query, key, value, mask, dropout_p, is_causal, scale)
-        if dropout_p:
+            return self._by_heads(call)
+        call = call._replace(mask=self._own_rows(call.mask, query.size(2)))
+        if self.method == "gather" and (call.mask is not None or dropout_p):
+            return self._by_rows(call)
+        return self._by_pieces(call)
+
+    def _across(self, call: _Call) -> Tensor:
+        """Attention to the keys of another sequence."""
+        if call.is_causal:
             raise ValueError(
-                f"Attention dropout {dropout_p} with the context method 'ring' (allowed: 0). Set the model's attention "
+                f"Causal attention of {call.query.size(2)} queries of this rank over {call.key.size(2)} keys (allowed: "
+                "keys of the same sequence). With a cache of earlier keys, pass use_cache=False while context is split."
+            )
+        return call._replace(mask=self._own_rows(call.mask, call.query.size(2))).computed(self._local)
+
+    def _by_pieces(self, call: _Call) -> Tensor:
+        query, key, value, mask, dropout, causal, scale = call
+        if dropout:
+            raise ValueError(
+                f"Attention dropout {dropout} with the context method 'ring' (allowed: 0). Set the model's attention "
                 "dropout to 0, or use the method 'gather' or 'ulysses'."
             )
         if mask is not None and mask.requires_grad:
@@ -106,62 +121,25 @@ class DistributedAttention:
                 "bias). Use the method 'gather' or 'ulysses'."
             )
         scale = query.size(-1) ** -0.5 if scale is None else scale
-        job = _Job(self.group, self.order, self.method == "ring", is_causal, scale)
+        job = _Job(self.group, self.order, self.method == "ring", causal, scale)
         # Scores and what is merged stay exact: autocast would round the products of the plain kernel.
         with torch.autocast(query.device.type, enabled=False):
             out: Tensor = _SplitAttention.apply(query, key, value, mask, job)
         return out
 
-    def _cross(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor:
-        if is_causal:
-            raise ValueError(
-                f"Causal attention of {query.size(2)} queries of this rank over {key.size(2)} keys (allowed: keys of "
-                "the same sequence). With a cache of earlier keys, pass use_cache=False while context is split."
-            )
-        if mask is not None and mask.size(-2) == query.size(2) * self.order.size:
-            mask = self.order.part(mask, mask.ndim - 2)
-        return self._local(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
-
-    def _by_rows(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
+    def _by_rows(self, call: _Call) -> Tensor:
         """All keys and values, against the rows of this rank."""
-        key, value = (_Gathered.apply(tensor, self.group, self.order) for tensor in (key, value))
-        if is_causal:
+        key, value = (gather_all(tensor, self.group, self.order, 2) for tensor in (call.key, call.value))
+        mask = call.mask
+        if call.is_causal:
             length = key.size(2)
             rows = self.order.positions(length, key.device)
             mask = rows[:, None] >= torch.arange(length, device=key.device)
-        gqa = key.size(1) != query.size(1)
-        return self._local(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=gqa)
+        return call._replace(key=key, value=value, mask=mask, is_causal=False).computed(self._local)
 
-    def _by_heads(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
+    def _by_heads(self, call: _Call) -> Tensor:
         """All positions of some heads."""
+        query, key, value, mask, *_ = call
         size = self.order.size
         if problem := heads_problem(query.size(1), key.size(1), size):
             raise ValueError(problem)
@@ -174,12 +152,10 @@ class DistributedAttention:
             mask = mask.chunk(size, 1)[self.order.rank]
         if key.size(1) % size:
             key, value = (tensor.repeat_interleave(size // tensor.size(1), 1) for tensor in (key, value))
-        query, key, value = _ToHeads.apply(self.group, self.order, query, key, value)
-        gqa = query.size(1) != key.size(1)
-        out = self._local(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa)
-        (local,) = _ToPositions.apply(self.group, self.order, out)
-        result: Tensor = local
-        return result
+        query, key, value = to_heads(self.group, self.order, query, key, value)
+        out = call._replace(query=query, key=key, value=value, mask=mask).computed(self._local)
+        (local,) = to_positions(self.group, self.order, out)
+        return local
 
     def _whole_columns(self, mask: Tensor, held: int) -> Tensor:
         """``mask`` as ``(B | 1, H | 1, rows, T)`` or ``(rows, T)``."""
@@ -188,8 +164,7 @@ class DistributedAttention:
             return mask
         if columns == held and mask.size(-2) == 1:  # a mask of padding that was cut with the hidden states
             if mask.requires_grad:
-                whole: Tensor = _Gathered.apply(mask, self.group, self.order, mask.ndim - 1)
-                return whole
+                return gather_all(mask, self.group, self.order, mask.ndim - 1)
             sent = mask.to(torch.uint8) if mask.dtype is torch.bool else mask  # NCCL has no booleans
             whole = self.order.whole(gather_parts(sent, self.group).unbind(), mask.ndim - 1)
             return whole.to(mask.dtype)
@@ -199,8 +174,26 @@ class DistributedAttention:
             "input knows this rank's positions only: build it before the blocks and pass it in, or use is_causal=True."
         )
 
-    def _own_rows(self, mask: Tensor, held: int) -> Tensor:
-        return mask if mask.size(-2) in (1, held) else self.order.part(mask, mask.ndim - 2)
+    def _own_rows(self, mask: Tensor | None, held: int) -> Tensor | None:
+        is_whole = mask is not None and mask.size(-2) == held * self.order.size
+        return self.order.part(mask, mask.ndim - 2) if mask is not None and is_whole else mask
+
+
+class _Call(NamedTuple):
+    """Arguments of one call of attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    is_causal: bool
+    scale: float | None
+
+    def computed(self, attention: Callable[..., Tensor]) -> Tensor:
+        gqa = self.query.size(1) != self.key.size(1)
+        *given, scale = self
+        return attention(*given, scale=scale, enable_gqa=gqa)
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,6 +257,14 @@ class _Job(NamedTuple):
             return _Piece(everything, (0, half), False)
         return _Piece((half, half), everything, False)
 
+    def partial(
+        self, piece: _Piece, source: int, query: Tensor, packed: Sequence[Tensor], mask: Tensor | None
+    ) -> PartialAttention:
+        """The attention of a piece: of rows of ``query`` over keys and values of rank ``source``."""
+        key, value = (tensor.narrow(2, *piece.columns) for tensor in packed)
+        mask = None if mask is None else self.order.part(mask, mask.ndim - 1, source)
+        return PartialAttention(query.narrow(2, *piece.rows), key, value, mask, piece.causal, self.scale)
+
     def source(self, step: int) -> int:
         """The rank whose keys are here at ``step``; at first this one's own."""
         return (self.order.rank - step) % self.order.size
@@ -297,11 +298,9 @@ class _SplitAttention(torch.autograd.Function):
         merged = _Merged()
         for source, flat in job.visits(packed) if gathered is None else _from_own(gathered, job):
             piece = job.piece(source, query.size(2))
-            if piece is None:
-                continue
-            k, v = (tensor.narrow(2, *piece.columns) for tensor in _unpack(flat, key, value))
-            out, lse = attend(query.narrow(2, *piece.rows), k, v, _columns(mask, source, job), piece.causal, job.scale)
-            merged.add(out, lse, *piece.rows)
+            if piece is not None:
+                partial = job.partial(piece, source, query, _unpack(flat, key, value), mask)
+                merged.add(*partial.attend(), *piece.rows)
         out = merged.out.to(query.dtype)
         ctx.job = job
         ctx.save_for_backward(query, key, value, mask, out, merged.lse, gathered)
@@ -311,7 +310,7 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse, gathered = ctx.saved_tensors
         job: _Job = ctx.job
-        gradient = _Gradient(job, query, key, value, mask, out, lse, grads[0].contiguous())
+        gradient = _Gradient(job, (query, key, value, mask), (grads[0].contiguous(), out, lse))
         with torch.autocast(query.device.type, enabled=False):
             if gathered is None:
                 flat = _return_round(gradient, _pack(key, value))
@@ -346,33 +345,27 @@ def _return_at_once(gradient: _Gradient, gathered: Tensor) -> Tensor:
     rows = torch.empty(gathered.shape, dtype=gradient.dtype, device=gathered.device)
     for source, packed in _from_own(gathered, gradient.job):
         rows[source] = gradient.add(source, packed)
-    flat = rows.new_empty(rows.size(1))
-    reduce_scatter(flat, rows.view(-1), group=gradient.job.group)
-    return flat
+    return scatter_sum(rows, gradient.job.group)
 
 
 class _Gradient:
-    """Adds up the gradient of the queries and gives that of each rank's keys and values."""
+    """Adds up the gradient of the queries and gives that of each rank's keys and values.
+
+    Args:
+        job: the call.
+        given: queries, keys, values and mask.
+        rows: gradient of the result, result, and log-sum-exp of the scores.
+    """
 
     def __init__(
-        self,
-        job: _Job,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
+        self, job: _Job, given: tuple[Tensor, Tensor, Tensor, Tensor | None], rows: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         self.job = job
         # Pieces of many ranks are added: in half precision each addition would round.
-        self.dtype = lse.dtype
-        self.query = torch.zeros_like(query, dtype=self.dtype)
-        self._rows = (grad, query, out)
-        self._lse = lse
-        self._like = (key, value)
-        self._mask = mask
+        self.dtype = rows[-1].dtype
+        self._of, *self._like, self._mask = given
+        self._rows = rows
+        self.query = torch.zeros_like(self._of, dtype=self.dtype)
 
     def add(self, source: int, packed: Tensor) -> Tensor:
         """The part of this rank's rows in the gradient of the keys and values of ``source``, packed as these."""
@@ -380,11 +373,8 @@ class _Gradient:
         piece = self.job.piece(source, self.query.size(2))
         if piece is None:
             return flat
-        k, v = (tensor.narrow(2, *piece.columns) for tensor in _unpack(packed, *self._like))
-        grad, query, out = (tensor.narrow(2, *piece.rows) for tensor in self._rows)
-        mask = _columns(self._mask, source, self.job)
-        lse = self._lse.narrow(2, *piece.rows)
-        d_query, *d_packed = attend_backward(grad, query, k, v, out, lse, mask, piece.causal, self.job.scale)
+        partial = self.job.partial(piece, source, self._of, _unpack(packed, *self._like), self._mask)
+        d_query, *d_packed = partial.backward(*(tensor.narrow(2, *piece.rows) for tensor in self._rows))
         self.query.narrow(2, *piece.rows).add_(d_query)
         for total, part in zip(_unpack(flat, *self._like), d_packed, strict=True):
             total.narrow(2, *piece.columns).copy_(part)
@@ -427,73 +417,3 @@ def _pack(key: Tensor, value: Tensor) -> Tensor:
 def _unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Views of ``packed`` in the shapes of ``key`` and ``value``."""
     return packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape)
-
-
-def _columns(mask: Tensor | None, source: int, job: _Job) -> Tensor | None:
-    return None if mask is None else job.order.part(mask, mask.ndim - 1, source)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Collectives with a gradient
-
-
-class _Gathered(torch.autograd.Function):
-    """The whole sequence along ``dim``; backward adds up the gradients that all ranks have of this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int = 2) -> Tensor:
-        ctx.group, ctx.order, ctx.dim = group, order, dim
-        return order.whole(gather_parts(part, group).unbind(), dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order: SequenceOrder = ctx.order
-        rows = torch.stack([order.part(grads[0], ctx.dim, rank) for rank in range(order.size)])
-        own = torch.empty_like(rows[0])
-        reduce_scatter(own.view(-1), rows.view(-1), group=ctx.group)
-        return own, None, None, None
-
-
-class _ToHeads(torch.autograd.Function):
-    """From ``(B, H, S, d)`` to ``(B, H / c, T, d)``, several tensors in one exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, order: SequenceOrder, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.order = group, order
-        return _to_heads(tensors, group, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *_to_positions(grads, ctx.group, ctx.order))
-
-
-class _ToPositions(torch.autograd.Function):
-    """From ``(B, H / c, T, d)`` to ``(B, H, S, d)``, several tensors in one exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, order: SequenceOrder, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.order = group, order
-        return _to_positions(tensors, group, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *_to_heads(grads, ctx.group, ctx.order))
-
-
-def _to_heads(tensors: tuple[Tensor, ...], group: dist.ProcessGroup, order: SequenceOrder) -> tuple[Tensor, ...]:
-    sent = [tensor.unflatten(1, (order.size, -1)).movedim(1, 0) for tensor in tensors]
-    return tuple(order.whole(part.unbind(), 2) for part in _exchange(sent, group))
-
-
-def _to_positions(tensors: tuple[Tensor, ...], group: dist.ProcessGroup, order: SequenceOrder) -> tuple[Tensor, ...]:
-    sent = [torch.stack([order.part(tensor, 2, rank) for rank in range(order.size)]) for tensor in tensors]
-    return tuple(part.movedim(0, 1).flatten(1, 2) for part in _exchange(sent, group))
-
-
-def _exchange(sent: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Row ``r`` of each tensor goes to rank ``r``; row ``r`` of each result came from rank ``r``."""
-    packed = torch.cat([tensor.flatten(1) for tensor in sent], 1)
-    arrived = torch.empty_like(packed)
-    dist.all_to_all_single(arrived, packed, group=group)
-    pieces = arrived.split([tensor[0].numel() for tensor in sent], 1)
-    return [piece.unflatten(1, tensor.shape[1:]) for piece, tensor in zip(pieces, sent, strict=True)]

@@ -26,9 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.attention import METHODS, DistributedAttention, Method, heads_problem
+from trainwright.strategies.context.collectives import make_whole
 from trainwright.strategies.context.order import SequenceOrder
-from trainwright.strategies.context.slices import SequenceRows, SequenceSlice, make_whole
+from trainwright.strategies.context.slices import SequenceRows, SequenceSlice
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
+from trainwright.strategies.plan.arguments import Arguments, arguments, call_of, first_tensor
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import head_counts
 
@@ -138,8 +140,7 @@ class ContextParallel:
         self.attention = DistributedAttention(group, self.order, method, _ATTENTION)
         self.split_outputs = split_outputs
         self.sequence_dims = dict(sequence_dims or {})
-        self._blocks = list(blocks)
-        self._first = self._blocks[0] if enters else first
+        self._blocks, self._first = list(blocks), blocks[0] if enters else first
         self.enters, self._leaves = enters, leaves
         self._further = further or (lambda: 1)
         self._names = {id(submodule): name for name, submodule in module.named_modules()}
@@ -165,45 +166,33 @@ class ContextParallel:
         """Whether sequences are cut in the pass under way."""
         return torch.is_grad_enabled() or not self._whole_pass
 
-    def hidden(self, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, int]:
+    def hidden(self, names: Sequence[str], given: Arguments) -> tuple[int | str, int]:
         """Place of the hidden states, the first tensor among the arguments, and their dim of positions.
 
         Raises:
             TypeError: if there is no tensor.
         """
-        for i, value in enumerate(args):
-            if isinstance(value, Tensor):
-                return i, self._hidden_dim(names[i] if i < len(names) else "")
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return name, self._hidden_dim(name)
-        raise TypeError("A block was called without a tensor, so there are no hidden states to cut.")
+        place = first_tensor(given, "A block was called without a tensor, so there are no hidden states to cut.")
+        dim = self.sequence_dims.get(_name_at(names, place), 1)
+        return place, 1 if dim is None else dim
 
-    def cut_others(
-        self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = False
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cut_others(self, names: Sequence[str], given: Arguments, is_first: bool = False) -> Arguments:
         """The arguments with all but the hidden states cut to the positions of this rank.
 
         Args:
-            names, args, kwargs: of a block's call.
+            names, given: of a block's call.
             is_first: whether it is the model's first block, which slices its hidden states further itself.
         """
-        place, dim = self.hidden(names, args, kwargs)
-        held = (args[place] if isinstance(place, int) else kwargs[place]).size(dim)
-        held *= 1 if is_first else self._further()
-        cut_args = tuple(
-            value if i == place else self._cut(names[i] if i < len(names) else "", value, held)
-            for i, value in enumerate(args)
-        )
-        return cut_args, {name: v if name == place else self._cut(name, v, held) for name, v in kwargs.items()}
+        hidden, dim = self.hidden(names, given)
+        held = given[hidden].size(dim) * (1 if is_first else self._further())
+        return {
+            place: value if place == hidden else self._cut(_name_at(names, place), value, held)
+            for place, value in given.items()
+        }
 
     def forget_cuts(self) -> None:
         """Let go of tensors that were cut for several blocks."""
         self._cuts.clear()
-
-    def _hidden_dim(self, name: str) -> int:
-        dim = self.sequence_dims.get(name, 1)
-        return 1 if dim is None else dim
 
     def _cut(self, name: str, value: Any, held: int) -> Any:
         if not isinstance(value, Tensor | tuple | list | dict):
@@ -227,10 +216,10 @@ class ContextParallel:
     @torch.compiler.disable
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide whether this pass is cut, and cut it."""
-        names = _argument_names(block)
-        place, dim = self.hidden(names, args, kwargs)
-        states = args[place] if isinstance(place, int) else kwargs[place]
-        cached = _cached_positions(args, kwargs)
+        given = arguments(args, kwargs)
+        place, dim = self.hidden(_argument_names(block), given)
+        states = given[place]
+        cached = _cached_positions(given)
         if torch.is_grad_enabled():
             self.order.check(states.size(dim))
             if cached:
@@ -241,21 +230,18 @@ class ContextParallel:
         self._whole_pass = cached is not None or not self.order.divides(states.size(dim))
         if not self.splits or not self.enters:
             return None
-        part = self.order.part(states, dim)
-        if isinstance(place, int):
-            return (*args[:place], part, *args[place + 1 :]), kwargs
-        return args, {**kwargs, place: part}
+        return call_of({**given, place: self.order.part(states, dim)})
 
     @torch.compiler.disable
     def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Make what comes out of the last block whole."""
         if not self.splits:
             return None
-        place, dim = self.hidden(_argument_names(block), args, kwargs)
-        states = args[place] if isinstance(place, int) else kwargs[place]
+        given = arguments(args, kwargs)
+        place, dim = self.hidden(_argument_names(block), given)
         if isinstance(output, Tensor):
             return self._make_whole(output, dim)
-        held = states.size(dim)
+        held = given[place].size(dim)
         return pytree.tree_map_only(
             Tensor, lambda t: self._make_whole(t, dim) if t.ndim > dim and t.size(dim) == held else t, output
         )
@@ -299,9 +285,16 @@ def _check_other_states(name: str, tensor: Tensor, held: int) -> None:
         )
 
 
-def _cached_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _name_at(names: Sequence[str], place: int | str) -> str:
+    """Name of an argument of a block; ``""``: it is one of ``*args``."""
+    if isinstance(place, str):
+        return place
+    return names[place] if place < len(names) else ""
+
+
+def _cached_positions(given: Arguments) -> int | None:
     """How many earlier positions a cache among the arguments holds; ``None``: there is no cache."""
-    for value in (*args, *kwargs.values()):
+    for value in given.values():
         if callable(getattr(value, "get_seq_length", None)):
             return int(value.get_seq_length())
     return None
@@ -309,13 +302,12 @@ def _cached_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | No
 
 def _argument_names(block: nn.Module) -> list[str]:
     """Names of the positional arguments of a block."""
-    cls: Any = type(block)
-    return _names_of_class(cls)
+    return _names_of(type(block).forward)
 
 
 @functools.cache
-def _names_of_class(cls: Any) -> list[str]:
-    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+def _names_of(forward: Callable[..., Any]) -> list[str]:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
@@ -370,9 +362,11 @@ class _BlockForward:
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call."""
         args, kwargs, is_entered = self._begin(args, kwargs)
+        given = arguments(args, kwargs)
+        place, dim = self.engine.hidden(self._names, given)
         calls = self.engine.exchange.calls
         try:
-            with self.engine.exchange, self._watch(args, kwargs):
+            with self.engine.exchange, _PositionWatch(self.name, self._block, given[place].size(dim)):
                 output = self.forward(*args, **kwargs)
         finally:
             self._end(is_entered)
@@ -391,10 +385,10 @@ class _BlockForward:
         """The arguments, cut, and whether random numbers of this rank's own were begun."""
         if self._is_first:
             self.engine.forget_cuts()
-        is_first = self._is_first and self.engine.enters
-        args, kwargs = self.engine.cut_others(self._names, args, kwargs, is_first)
+        given = self.engine.cut_others(self._names, arguments(args, kwargs), self._is_first and self.engine.enters)
+        place, _ = self.engine.hidden(self._names, given)
         draws = self._draws and self._block.training
-        return args, kwargs, draws and self.engine.randomness.enter(self._states(args, kwargs)[0].device)
+        return *call_of(given), draws and self.engine.randomness.enter(given[place].device)
 
     @torch.compiler.disable
     def _end(self, is_entered: bool) -> None:
@@ -402,15 +396,6 @@ class _BlockForward:
             self.engine.randomness.leave()
         if self._is_last:
             self.engine.forget_cuts()
-
-    def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int]:
-        """The hidden states and their dim of positions."""
-        place, dim = self.engine.hidden(self._names, args, kwargs)
-        return args[place] if isinstance(place, int) else kwargs[place], dim
-
-    def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PositionWatch:
-        states, dim = self._states(args, kwargs)
-        return _PositionWatch(self.name, self._block, states.size(dim))
 
 
 class _PositionWatch(TorchFunctionMode):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,41 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.context.collectives import make_whole, sum_alike
 from trainwright.strategies.context.order import SequenceOrder
-from trainwright.strategies.contract.collectives.flat import gather_parts
-
-
-def make_whole(part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int) -> Tensor:
-    """The whole sequence on every rank; the gradient is this rank's rows times the number of ranks."""
-    whole: Tensor = _Whole.apply(part, group, order, dim)
-    return whole
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int) -> Tensor:
-        ctx.order, ctx.dim = order, dim
-        return order.whole(gather_parts(part, group).unbind(), dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order = cast(SequenceOrder, ctx.order)
-        return order.part(grads[0], ctx.dim) * order.size, None, None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks; the gradient is that of the sum times the number of ranks, as behind :class:`_Whole`."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.size = dist.get_world_size(group)
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.size, None
 
 
 @dataclass(frozen=True)
@@ -398,7 +365,7 @@ def _row_loss(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     # Row by row: in half precision a sum over all rows would overflow.
     losses = func(scores.local, rows.select(target, 0), reduction="none", **given)
     exact = losses.dtype if losses.dtype is torch.float64 else torch.float32
-    total = cast(Tensor, _Summed.apply(losses.to(exact).sum(), rows.group))
+    total = sum_alike(losses.to(exact).sum(), rows.group)
     if reduction == "mean":
         total = total / (target != given.get("ignore_index", -100)).sum()
     return total.to(losses.dtype)
@@ -431,19 +398,7 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
     "dropout": _dropout,
     **dict.fromkeys(
-        [
-            "softmax",
-            "log_softmax",
-            "mean",
-            "sum",
-            "var",
-            "logsumexp",
-            "argmax",
-            "argmin",
-            "amax",
-            "amin",
-            "max",
-        ],
+        ["softmax", "log_softmax", "mean", "sum", "var", "logsumexp", "argmax", "argmin", "amax", "amin", "max"],
         _last_dim,
     ),
     "__getitem__": _index,

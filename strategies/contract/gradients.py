@@ -74,10 +74,7 @@ def _split_over(parameter: Tensor, scope: GradientScope | None) -> tuple[dist.Pr
 
 
 def squares_by_block(
-    tensors: Iterable[tuple[str, Tensor]],
-    blocks: Sequence[str],
-    parts_of: Callable[[str], int],
-    device: torch.device,
+    tensors: Iterable[tuple[str, Tensor]], blocks: Sequence[str], parts_of: Callable[[str], int], device: torch.device
 ) -> Tensor:
     """This rank's part of squared L2 norms; added up over all ranks of the world they are those of whole tensors.
 
@@ -134,10 +131,7 @@ def _sum_of_squares(tensors: list[Tensor], groups: tuple[dist.ProcessGroup, ...]
 
 
 def clip_gradient_norm(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    error_if_nonfinite: bool = False,
-    scope: GradientScope | None = None,
+    parameters: Iterable[Tensor], max_norm: float, error_if_nonfinite: bool = False, scope: GradientScope | None = None
 ) -> Tensor:
     """Scale all gradients in place so that their joint L2 norm is at most ``max_norm``.
 

@@ -66,10 +66,7 @@ class LayoutGroups:
         names = tuple(names[0] for names in kept)
         members = [group for group in groups if group is not None]
         return DeviceMesh.from_group(
-            members if len(members) > 1 else members[0],
-            self._device_type,
-            mesh=ranks.view(shape),
-            mesh_dim_names=names,
+            members if len(members) > 1 else members[0], self._device_type, mesh=ranks.view(shape), mesh_dim_names=names
         )
 
     def _neighbours(self, axes: Sequence[str]) -> list[int]:

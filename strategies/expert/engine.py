@@ -26,10 +26,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from trainwright.core.config.options import refuse
-from trainwright.strategies.contract.collectives.differentiable import all_to_all
+from trainwright.strategies.contract.collectives.differentiable import LinearMap, all_to_all, linear, same
 from trainwright.strategies.contract.collectives.flat import gather_parts
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.plan.model_plan import ModelPlan
@@ -481,37 +480,17 @@ def _sum_rows(rows: Tensor, target: Tensor, count: int) -> Tensor:
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
-    return cast(Tensor, _ScaleGradient.apply(x, factor))
+    return linear(x, same, lambda gradient: gradient * factor)
 
 
 def _connect(x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
+    """``x``; the others get a gradient of zero (a product with zero would turn an inf into NaN)."""
     if not any(other.requires_grad for other in others):
         return x
-    return cast(Tensor, _Connect.apply(x, *others))
+    # Not the tensors: FSDP2 frees gathered parameters until backward, and only their form is needed.
+    forms = [(other.shape, other.dtype, other.device) for other in others]
 
+    def backward(gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in forms)
 
-class _ScaleGradient(Function):
-    """Identity; the gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
-
-
-class _Connect(Function):
-    """The first input; the others get a gradient of zero (a product with zero would turn an inf into NaN)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
-        # Not the tensors: FSDP2 frees gathered parameters until backward, and only their form is needed.
-        ctx.forms = [(other.shape, other.dtype, other.device) for other in others]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
+    return cast(Tensor, LinearMap.apply(lambda x, *_: same(x), backward, x, *others))

@@ -25,7 +25,8 @@ from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.outer import OuterParameters
-from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS, Placement, spread_like
+from trainwright.strategies.state.placement import Placement
+from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS, spread_like
 
 # Prefixes of keys.
 INNER, OUTER = "inner/", "outer/"

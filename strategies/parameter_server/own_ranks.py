@@ -14,13 +14,19 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 
+from trainwright.checkpoint.exchange.groups import default_store
+from trainwright.core.lightning_internals import _init_dist_connection
 from trainwright.core.text.bounded import ContentError
 from trainwright.core.text.messages import run_token, seal, unseal
-from trainwright.strategies.contract.groups import wait_for_key
+from trainwright.strategies.contract.groups import leave_groups, wait_for_key
+from trainwright.strategies.parameter_server.worker.rejoining import meet_alone
 
 _log = logging.getLogger(__name__)
 _PREPARED, _READY, _END = "prepared", "ready/{}", "end"
@@ -125,3 +131,46 @@ class ToldFit:
         value = wait_for_key(self._store, key)
         assert value is not None
         return value
+
+
+class Worlds(NamedTuple):
+    """The ranks of a run, of which the last ones only serve.
+
+    Args:
+        environment: of the cluster.
+        rank: of this process among all.
+        workers: ranks that train.
+        servers: ranks that only serve.
+    """
+
+    environment: ClusterEnvironment
+    rank: int
+    workers: int
+    servers: int
+
+    def part(self, backend: str, timeout: timedelta | None, device: torch.device | None) -> dist.Store | None:
+        """Make the process group of the ranks that train; one that serves stays alone.
+
+        Args:
+            backend: of the group.
+            timeout: of its collectives.
+            device: it is bound to; ``None``: to none.
+
+        Returns:
+            The store of a process group of all ranks that others had made; ``None``: there was none.
+        """
+        serves, store = self.rank >= self.workers, None
+        if dist.is_initialized() and dist.get_world_size() == self.workers + self.servers:  # made by others
+            store = default_store()
+            own = dist.PrefixStore("parameter_server/workers", store)
+            leave_groups()
+            if not serves:
+                dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.workers, timeout=timeout)
+        if not serves:
+            _init_dist_connection(self.environment, backend, world_size=self.workers, timeout=timeout, device_id=device)
+            return store
+        os.environ["MASTER_ADDR"] = self.environment.main_address
+        os.environ["MASTER_PORT"] = str(self.environment.main_port)
+        if not dist.is_initialized():
+            meet_alone()
+        return store

@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
-import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.checkpoint.memory.held import HeldSource, HeldState
-from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
-from trainwright.core.layout import Layout
-from trainwright.core.lightning_internals import _init_dist_connection, _MockOptimizer
-from trainwright.strategies.averaging.averaged import Averaging
-from trainwright.strategies.averaging.compression.codecs import Codec
-from trainwright.strategies.averaging.compression.names import choose_compression, codec_of
+from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
-from trainwright.strategies.contract.groups import leave_groups
-from trainwright.strategies.contract.precision import AgreedGradScaler
-from trainwright.strategies.contract.same_model import take_from_first, varying_buffers
+from trainwright.strategies.contract.same_model import average_buffers, take_from_first
 from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
-from trainwright.strategies.parameter_server.averaging import average_buffers
-from trainwright.strategies.parameter_server.messages.wire import Device, Link
-from trainwright.strategies.parameter_server.options import ParameterServerOptions, learning_rate_warning
-from trainwright.strategies.parameter_server.own_ranks import ToldFit
-from trainwright.strategies.parameter_server.refusals import needs_interface, rank_problems
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
+from trainwright.strategies.parameter_server.own_ranks import ToldFit, Worlds
+from trainwright.strategies.parameter_server.refusals import rank_problems
+from trainwright.strategies.parameter_server.run_checks import (
+    refuse_optimizers,
+    refuse_other_optimizers,
+    say_what_varies,
+    setup_problems,
+    warn_of_learning_rates,
+)
 from trainwright.strategies.parameter_server.server.clocks import Consistency
-from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
-from trainwright.strategies.parameter_server.server.shard import ShardPlan, refuse_unserved
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.server import Server
+from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
-from trainwright.strategies.parameter_server.worker.onlookers import has_onlookers
-from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
+from trainwright.strategies.parameter_server.worker.linking import Linking
+from trainwright.strategies.parameter_server.worker.optimizer import ServedClipping, ServedOptimizer
 from trainwright.strategies.parameter_server.worker.rejoining import (
-    WorkerPace,
     incarnation,
+    keep_offering,
     meet_alone,
     meet_anew,
     run_store,
@@ -54,11 +48,8 @@ from trainwright.strategies.parameter_server.worker.rejoining import (
     tell_place,
     told_place,
 )
-from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushResiduals
-from trainwright.strategies.state.checkpointing import COMPRESSION, NOTHING_KEPT, OF_RUN, KeptBack, rank_of
-
-# The name of the phase with which a micro-batch begins.
-_STEP_BEGINS = "data"
+from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushedAverages, PushResiduals
+from trainwright.strategies.state.checkpointing import OF_RUN
 
 
 class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
@@ -92,16 +83,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def __init__(self, consistency: Consistency | None = None, **kwargs: Any) -> None:
         super().__init__(consistency=consistency, **kwargs)
         options = self.options
-        self.averaging = _Pushes(self._kept_back, self._keep_back)
         self.servers = options.servers
         # Ranks that only serve, the last ones of the run; 0 where servers are beside workers.
         self._server_ranks = options.serving_ranks
-        how: Any = options.consistency
-        self._rules = Rules(how, options.bound, options.delay_compensation, options.scale_by_staleness)
-        self._compression = choose_compression(options.compression)
-        self._residuals = PushResiduals(self._compression)
-        self._interface = options.interface
-        self._leases, self._overlap = options.leases, options.overlap
+        self._linking = Linking(options)
+        self._residuals = PushResiduals(self._linking.compression)
+        self.averaging = PushedAverages(self, self._residuals)
+        self._leases = options.leases
         self._client: Client | None = None
         self._server: Server | None = None
         self._alone = False  # within a step that other ranks need not make
@@ -153,7 +141,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def _in_step(self) -> bool:
-        return self._rules.consistency == "sync"
+        return self.options.consistency == "sync"
 
     @property
     def leases_samples(self) -> str | None:
@@ -199,10 +187,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             return {}
         return {self.world_size + server: sent for server, sent in enumerate(self._client.traffic())}
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and gradient of this rank's own samples: the average is the servers' alone."""
-        return super().named_gradients()
-
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See ``whole_gradients``; averaged for the occasion."""
         for name, gradient in self.named_gradients():
@@ -237,31 +221,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """Make the process group: of the ranks that train, without those that only serve."""
         if self._server_ranks and not self.joins:
             self.set_world_ranks()
-            self._part()
+            assert self.cluster_environment is not None
+            worlds = Worlds(self.cluster_environment, self.global_rank, self.world_size, self._server_ranks)
+            device = None if self.root_device.type == "cpu" else self.root_device
+            self._run_store = worlds.part(self._get_process_group_backend(), self._timeout, device) or self._run_store
         super().setup_distributed()
-
-    def _part(self) -> None:
-        assert self.cluster_environment is not None
-        backend = self._get_process_group_backend()
-        everyone = self.world_size + self._server_ranks
-        if dist.is_initialized() and dist.get_world_size() == everyone:  # made by others, of all ranks
-            self._run_store = default_store()
-            workers = dist.PrefixStore("parameter_server/workers", self._run_store)
-            leave_groups()
-            if not self.serves:
-                dist.init_process_group(
-                    backend, store=workers, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout
-                )
-        if self.serves:
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            if not dist.is_initialized():
-                meet_alone()
-            return
-        device = None if self.root_device.type == "cpu" else self.root_device
-        _init_dist_connection(
-            self.cluster_environment, backend, world_size=self.world_size, timeout=self._timeout, device_id=device
-        )
 
     def _store_of_run(self) -> dist.Store:
         if self._run_store is None:
@@ -281,7 +245,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._refuse_impossible(trainer)
+            how = f"consistency={self.options.consistency}"
+            alone = how if self._incarnation is None else "launch.recovery=rejoin"
+            refuse(list(setup_problems(trainer, self.options, None if self.steps_are_collective else alone)))
         if self.serves:
             # By the same code as on the other ranks, but without memory and without any of them.
             self.precision_plugin.convert_module(self.lightning_module)
@@ -301,33 +267,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.state.begin_from_weights()
-        if fitting and not self._in_step and self.world_size > 1 and not self._rules.scale_by_staleness:
-            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-            rank_zero_warn(learning_rate_warning(self._rules.consistency, self.world_size, groups))
-
-    def _refuse_impossible(self, trainer: Trainer) -> None:
-        module = self.lightning_module
-        problems = [] if self._server_ranks else rank_problems(self.servers, self.world_size)
-        if not module.automatic_optimization:
-            problems.append(
-                f"{type(module).__name__} optimizes manually (automatic_optimization=False), but servers have to know "
-                "where a step ends; use automatic optimization, or strategy=ddp"
-            )
-        if self.num_nodes > 1 and self._interface is None:
-            problems.append(needs_interface(self.num_nodes))
-        if not self.steps_are_collective:
-            problems += self._tied_steps(trainer)
-        refuse(problems)
-
-    def _tied_steps(self, trainer: Trainer) -> Iterator[str]:
-        """What would make ranks wait for each other at every step."""
-        how = self._rules.consistency if self._incarnation is None else "launch.recovery=rejoin"
-        ending = f"which ties ranks together at every step, but with {how} they step by themselves"
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if getattr(callback, "needs_collective_steps", False) or isinstance(callback, Timer):
-                yield f"the callback {type(callback).__name__}, {ending}; leave it out, or use consistency=sync"
-        if self._layer_sync is not None:
-            yield f"sync_batchnorm=True, {ending}; leave it out: statistics are averaged where ranks meet"
+        if fitting:
+            warn_of_learning_rates(self.options, self.world_size, self.optimizers)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Build the user's optimizer, and stand in for it.
@@ -338,24 +279,15 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             return  # the module has none: nothing is trained
-        for optimizer in self.optimizers:
-            refuse_unserved(optimizer)
-        if len(self.optimizers) > 1:
-            raise ValueError(
-                f"configure_optimizers made {len(self.optimizers)} optimizers; servers step one, with as many "
-                "parameter groups as you like. Put the parameters into groups of one, or use strategy=ddp."
-            )
+        refuse_optimizers(self.optimizers)
         self.optimizers = [ServedOptimizer(optimizer) for optimizer in self.optimizers]
 
     def setup_precision_plugin(self) -> None:
         """Let overflows and clipping be decided on the average of all workers, where they step together."""
         super().setup_precision_plugin()
-        plugin: Any = self.precision_plugin
-        if hasattr(plugin, "clipper"):
-            plugin.clipper = self if self._in_step else None
-        scaler = getattr(plugin, "scaler", None)
-        if isinstance(scaler, AgreedGradScaler):
-            scaler.always_agrees, scaler.agree = True, self._agree_on_overflow
+        served = self._served
+        if served is not None:
+            ServedClipping(served, self._in_step).attach(self.precision_plugin)
 
     @property
     def _served(self) -> ServedOptimizer | None:
@@ -374,8 +306,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._go_on_from_servers(served)
             return
         plan = self._plan(served)
-        self._refuse_other_optimizers(plan)
-        self._say_what_varies()
+        refuse_other_optimizers(self.state.of_all_ranks(plan.digest))
+        if self.world_size > 1:
+            say_what_varies(self.lightning_module)
         meeting = self._meeting()
         self._store = meeting.store
         if self._fit is not None:
@@ -395,10 +328,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return ServerMeeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
 
     def _start_server(self, number: int, plan: ShardPlan, meeting: ServerMeeting) -> None:
-        replaces = self._incarnation is not None
-        server = Server(number, plan, self._rules, meeting, self.world_size, self._device, self._codec, replaces)
-        server.start()
-        self._server = server
+        self._server = self._linking.server(number, plan, meeting, self.world_size, self._incarnation is not None)
 
     def serve(self) -> None:
         """See ``serve``; the module's memory is given up first."""
@@ -411,49 +341,17 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._start_server(self._server_number, plan, self._meeting())
         fit.be_ready(self._server_number)
         server = self._server
-        fit.wait_for_end(lambda: server is not None and server.is_deserted)
+        fit.wait_for_end(lambda: server is not None and server.services.is_deserted)
 
     @property
     def _server_number(self) -> int:
         return self.global_rank - self.world_size
 
     def _plan(self, served: ServedOptimizer) -> ShardPlan:
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        plan = ShardPlan.of(served.inner, names, self.servers)
-        return plan.in_parts(self._tables(_of_groups(served))) if self._overlap else plan
-
-    @property
-    def _pushes_early(self) -> bool:
-        # A worker that steps alone clips by the norm of all its gradients.
-        return self._in_step or self.lightning_module.trainer.gradient_clip_val is None
-
-    @property
-    def _pulls_late(self) -> bool:
-        # What is compiled reads parameters where nobody sees it.
-        return self._overlap and not self._compile and not has_onlookers(self.lightning_module.trainer)
-
-    @cached_property
-    def _device(self) -> Device:
-        return Device(self._interface)
-
-    @property
-    def _codec(self) -> Codec | None:
-        choice = self._compression
-        return None if choice is None else codec_of(choice.name, **choice.options)
-
-    def _tables(self, parameters: Sequence[nn.Parameter]) -> list[int]:
-        """Which of the parameters are tables of embeddings, of which a batch touches few rows."""
-        parts = self.lightning_module.modules()
-        embeddings = {id(each.weight) for each in parts if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
-        return [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
+        return self._linking.plan(self.lightning_module, served)
 
     def _connect(self, served: ServedOptimizer, plan: ShardPlan, meeting: ServerMeeting) -> Client:
-        parameters = _of_groups(served)
-        tables = self._tables(parameters)
-        module = self.lightning_module if self._pulls_late else None
-        client = Client(self.global_rank, plan, parameters, meeting, self._device, self._codec, tables, module)
-        self._client = client
-        client.pushes_early = self._pushes_early
+        client = self._client = self._linking.client(self.lightning_module, self.global_rank, served, plan, meeting)
         client.connect()
         served.serve(client, plan)
         return client
@@ -467,24 +365,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._served.forget_state()
         self.barrier()  # nobody meets before the servers have it
         self._client.meet()
-
-    def _refuse_other_optimizers(self, plan: ShardPlan) -> None:
-        """Hold how every rank is to train its parameters against the first; a collective."""
-        digests = self.state.of_all_ranks(plan.digest)
-        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if other:
-            raise ValueError(
-                f"Rank(s) {', '.join(map(str, other))} optimize otherwise than rank 0, so servers cannot step what "
-                "they push: the optimizer, its groups or their options differ. Build the same one on every rank."
-            )
-
-    def _say_what_varies(self) -> None:
-        varying = varying_buffers(self.lightning_module)
-        if varying and self.world_size > 1:
-            rank_zero_info(
-                f"Statistics such as {varying[0]} differ from rank to rank while training; they are averaged where all "
-                "ranks meet: before a validation, a save and the end of an epoch."
-            )
 
     def meet(self) -> None:
         """Wait for all workers, take the servers' parameters, and average buffers."""
@@ -507,11 +387,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._store = run_store()
         meeting = ServerMeeting(self._store, told_place(self._store))
         self._connect(self._served, self._plan(self._served), meeting)
-        link = Link(meeting.client(), meeting.come(0, self.global_rank, wants_state=True), False, self._device)
-        try:
-            return take(link)
-        finally:
-            link.close()
+        return take(meeting, self.global_rank, self._linking.device)
 
     def _go_on_from_servers(self, served: ServedOptimizer) -> None:
         """What was loaded came from a rank whose servers have it, or newer parameters."""
@@ -530,22 +406,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return None if self._client is None else self._client.heard
 
     def _make_offers(self) -> None:
-        """Keep a copy of this rank's state for workers that come again, from where steps begin."""
         trainer: Any = self.lightning_module.trainer
-        pace, last = WorkerPace(), -1
-
-        def hear(phase: str) -> None:
-            nonlocal last
-            keeper = self._client if self._server is None else self._server
-            if phase != _STEP_BEGINS or trainer.global_step == last or keeper is None:
-                return
-            last = trainer.global_step
-            if pace.is_due(keeper.wants_offer):
-                begin = pace.now
-                keeper.offer(self._own_state(trainer), trainer.global_step)
-                pace.copied(begin)
-
-        self._end_offers = trainer.phases.listen(hear) if hasattr(trainer, "phases") else self._end_offers
+        if hasattr(trainer, "phases"):
+            keeper = self._client if self._server is None else self._server.services
+            hear = keep_offering(trainer, keeper, lambda: self._own_state(trainer))
+            self._end_offers = trainer.phases.listen(hear)
 
     def _own_state(self, trainer: Any) -> Content:
         """This rank's state of the run, without asking anybody for what servers have."""
@@ -661,31 +526,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._alone:
             raise RuntimeError(
                 f"training_step asked for a value of all ranks ({what}), but with consistency="
-                f"{self._rules.consistency} ranks step by themselves and would wait for each other at every step. Log "
+                f"{self.options.consistency} ranks step by themselves and would wait for each other at every step. Log "
                 "with on_step=False (self.log(..., on_step=False, on_epoch=True, sync_dist=True)), or use "
                 "strategy.consistency=sync."
             )
-
-    def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
-        """Clip the averaged gradient; see :class:`~trainwright.strategies.contract.precision.GradientClipper`."""
-        if self._served is not None and not self._overflows:
-            self._served.clip_norm(max_norm, error_if_nonfinite)
-
-    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp the averaged gradient; see :class:`~trainwright.strategies.contract.precision.GradientClipper`."""
-        if self._served is not None and not self._overflows:
-            self._served.clip_value(limit)
-
-    # Whether this step is skipped because a scaled gradient of some worker is not finite.
-    _overflows = False
-
-    def _agree_on_overflow(self, flag: Tensor) -> Tensor:
-        """Whether any worker's gradients overflow, where all make the step; else whether this one's do."""
-        assert self._client is not None
-        if self._in_step:
-            flag = flag.new_tensor(self._client.vote(float(flag)))
-        self._overflows = bool(flag)
-        return flag
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -708,45 +552,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _knows_left_behind(self, of: str) -> bool:
         return of == PUSHES
 
-    def _kept_back(self) -> KeptBack:
-        return NOTHING_KEPT if self._client is None or self._is_apart else self._residuals.kept_back(self._client)
-
-    def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
-        saved = of_run.get(COMPRESSION)
-        if saved is None or self.joins:
-            return
-        rank: int | None = None
-        if Layout(**of_run["layout"]) == self.layout:
-            rank = rank_of(state) if isinstance(state, HeldSource) else self._rank
-        self._residuals.load(state, saved, rank)
-        if self._client is not None:  # training goes back
-            self._residuals.take_up(self._client)
-
     def _weights_changed(self) -> None:
         super()._weights_changed()
         if self._served is not None:
             self._served.outdated = True
-
-
-class _Pushes(Averaging):
-    """Servers average; what is left out of a push is kept back.
-
-    Args:
-        kept: what this rank keeps back.
-        keep: takes over what a state has of it.
-    """
-
-    def __init__(
-        self, kept: Callable[[], KeptBack], keep: Callable[[RunState | HeldSource, Mapping[str, Any]], None]
-    ) -> None:
-        self._kept, self._keep = kept, keep
-
-    def kept_back(self, complete: bool) -> KeptBack:
-        return self._kept()
-
-    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
-        self._keep(state, of_run)
-
-
-def _of_groups(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
 from trainwright.strategies.pipeline.first_step.block_values import Placeholder
 from trainwright.strategies.pipeline.first_step.module_state import ModuleState
@@ -22,19 +23,11 @@ from trainwright.strategies.pipeline.first_step.routes import StageRoutes, needs
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.step_state import StatePlace, StepState, find_places
 from trainwright.strategies.pipeline.first_step.survey import Survey
-from trainwright.strategies.pipeline.form import FormBook
+from trainwright.strategies.pipeline.form import Carrier, FormBook
 from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
-from trainwright.strategies.pipeline.micro_batches import (
-    BatchDims,
-    batch_size_of,
-    check_samples,
-    part_sizes,
-    replace_argument,
-    signature,
-    split_batch,
-)
-from trainwright.strategies.pipeline.relay import Carrier, RelayPass
-from trainwright.strategies.pipeline.results import LogRecorder, Publisher, bound_log
+from trainwright.strategies.pipeline.micro_batches import BatchDims
+from trainwright.strategies.pipeline.relay import RelayPass
+from trainwright.strategies.pipeline.results import LogRecorder, Publisher, logged_to
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, known_to_be_taken
@@ -55,7 +48,7 @@ class PipelineEngine:
         module: the user's module, cut (``cut.apply()``).
         cut: how.
         group: ranks of one pipeline, in order.
-        schedule: a key of :data:`~trainwright.strategies.pipeline.schedules.SCHEDULES`.
+        schedule: a key of :data:`~trainwright.strategies.pipeline.schedules.CHOICES`.
         micro_batches: parts of a batch; fewer for a batch with fewer samples.
         device: of activations.
         run: ``run(method, args, kwargs)`` runs a method of the module as the strategy wants it run (precision, root
@@ -192,24 +185,22 @@ class PipelineEngine:
             On every rank what the step would have returned for the whole batch, without gradient: the loss, or a dict;
             ``None`` if all micro-batches gave ``None`` (gradients are then zeros).
         """
-        size = batch_size_of(batch, self._dims)
-        parts = split_batch(batch, min(self._micro_batches, size), self._dims)
-        arguments = [replace_argument(args, kwargs, batch, part) for part in parts]
+        size, parts = self._split(batch)
+        arguments = [batches.replace_argument(args, kwargs, batch, part) for part in parts]
         if self._routes is None:
             if samples is not None and len(parts) > 1:
-                check_samples(batch, self._dims, size, samples)
+                batches.check_samples(batch, self._dims, size, samples)
             self._learn(arguments[0], len(parts))
-        recorder = LogRecorder(part_sizes(size, len(parts)), self._device, self._module)
+        recorder = LogRecorder(batches.part_sizes(size, len(parts)), self._device, self._module)
         seeds = self._randomness.seeds(len(parts)) if self._draws else []
         self._step = _Step(arguments, recorder, scale, seeds)
-        signatures = [signature(arguments[index]) for index in range(len(parts))]
         for stage in self.stages:
-            stage.signatures = signatures
+            stage.signatures = [batches.signature(given) for given in arguments]
         state = self._state
         if state is not None:
             state.begin_step()
         try:
-            with self._logged_to(recorder.log):
+            with logged_to(self._module, recorder.log):
                 self._run_schedule(len(parts))
         except BaseException:
             self._forget_step()
@@ -221,9 +212,13 @@ class PipelineEngine:
 
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
         """The parts that :meth:`train` runs, and the share of the samples in each."""
-        size = batch_size_of(batch, self._dims)
-        parts = split_batch(batch, min(self._micro_batches, size), self._dims)
-        return [(part, count / size) for part, count in zip(parts, part_sizes(size, len(parts)), strict=True)]
+        size, parts = self._split(batch)
+        counts = batches.part_sizes(size, len(parts))
+        return [(part, count / size) for part, count in zip(parts, counts, strict=True)]
+
+    def _split(self, batch: Any) -> tuple[int, list[Any]]:
+        size = batches.batch_size_of(batch, self._dims)
+        return size, batches.split_batch(batch, min(self._micro_batches, size), self._dims)
 
     def _forward(self, stage: int, part: int, received: Any) -> Any:
         step = self._step
@@ -260,7 +255,7 @@ class PipelineEngine:
         """
         args, kwargs = arguments
         survey = Survey(self.cut, self._device, arguments)
-        run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
+        run = RelayPass(self.cut, self._ranks, self._carrier, survey, everything=True)
         error: Exception | None = None
         places: list[StatePlace] = []
         problems: list[str] = []
@@ -271,7 +266,7 @@ class PipelineEngine:
             state = ModuleState(self._module)
             survey.name_state(self._module)
             try:
-                with self._logged_to(lambda name, value, **options: survey.use_results(value)):
+                with logged_to(self._module, lambda name, value, **options: survey.use_results(value)):
                     survey.use_results(self._relayed(run, lambda: self._look("training_step", args, kwargs)))
                 places, problems = find_places(self.cut, self._module, state.changes(), survey, micro_batches)
                 if run.passes != 1:
@@ -289,7 +284,7 @@ class PipelineEngine:
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]
-            self._routes, unsent = plan_routes(self.cut, self._ranks, self.cut.engine_hooks, survey, needs, forms, left)
+            self._routes, unsent = plan_routes(self.cut, self._ranks, survey, needs, forms, left)
             problems = list(dict.fromkeys([*unsent, *(problem for each in found for problem in each[2])]))
             if problems:
                 raise RuntimeError(" ".join(problems)) from error
@@ -317,22 +312,6 @@ class PipelineEngine:
             taken = None if orders is None else known_to_be_taken(orders, dist.get_rank(self._group))
             self._schedules[count] = made, taken
         return self._schedules[count]
-
-    @contextmanager
-    def _logged_to(self, record: Callable[..., None]) -> Iterator[None]:
-        log = getattr(self._module, "log", None)
-        if log is None:
-            yield
-            return
-        attributes = self._module.__dict__
-        before = attributes.get("log")
-        attributes["log"] = bound_log(log, record)
-        try:
-            yield
-        finally:
-            del attributes["log"]
-            if before is not None:
-                attributes["log"] = before
 
     def _end_step(self) -> None:
         self._step = None
@@ -429,15 +408,15 @@ class PipelineEngine:
         """
         if kind in self._relays:
             everything, draws = self._relays[kind]
-            run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, None, everything)
+            run = RelayPass(self.cut, self._ranks, self._carrier, None, everything)
             return self._relayed(run, function, draws)
         survey = Survey(self.cut, self._device)
-        run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
-        with self._logged_to(partial(_logged_and_used, getattr(self._module, "log", _no_log), survey)):
+        run = RelayPass(self.cut, self._ranks, self._carrier, survey, everything=True)
+        with logged_to(self._module, partial(_logged_and_used, getattr(self._module, "log", _no_log), survey)):
             output = self._relayed(run, function)
         survey.use_results(output)
         survey.finish()
-        routes = StageRoutes(self.cut, self.cut.engine_hooks, (), *run.known())
+        routes = StageRoutes(self.cut, (), *run.known())
         everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, survey)
         flags = torch.tensor([int(everything), int(survey.draws)], device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -466,17 +445,13 @@ class PipelineEngine:
         return output
 
 
-class _Step:
+class _Step(NamedTuple):
     """What is going on in :meth:`PipelineEngine.train`."""
 
-    def __init__(
-        self,
-        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        recorder: LogRecorder,
-        scale: Callable[[Tensor, float], Tensor],
-        seeds: list[int],
-    ) -> None:
-        self.arguments, self.recorder, self.scale, self.seeds = arguments, recorder, scale, seeds
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    recorder: LogRecorder
+    scale: Callable[[Tensor, float], Tensor]
+    seeds: list[int]
 
 
 def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,79 @@ def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
             return leaves, spec
         for kind in unknown:
             pytree.register_dataclass(kind)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a nesting of containers."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class Carrier:
+    """Moves structures of tensors between the ranks of a pipeline; shapes may change from time to time.
+
+    A header of two numbers goes first; the description follows only if it is not the last one's.
+
+    Args:
+        group: ranks of the pipeline.
+        device: where to receive.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._forms: dict[tuple[str, int], Form] = {}
+
+    def send(self, value: Any, rank: int, source: str) -> None:
+        """Send to a rank of the group."""
+        self._put(value, source, ("to", rank), lambda tensor: dist.send(tensor, group=self._group, group_dst=rank))
+
+    def receive(self, rank: int) -> Any:
+        """Receive from a rank of the group."""
+        return self._get(("from", rank), lambda tensor: dist.recv(tensor, group=self._group, group_src=rank))
+
+    def broadcast(self, rank: int, value: Any = None, source: str = "") -> Any:
+        """From a rank of the group to all. A collective."""
+
+        def move(tensor: Tensor) -> None:
+            dist.broadcast(tensor, group=self._group, group_src=rank)
+
+        if dist.get_rank(self._group) != rank:
+            return self._get(("all", rank), move)
+        self._put(value, source, ("all", rank), move)
+        return value
+
+    def _put(self, value: Any, source: str, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> None:
+        form, tensors = take_apart(value, source)
+        known = self._forms.get(channel) == form
+        data = b"" if known else form.dump()
+        self._forms[channel] = form
+        move(torch.tensor([int(known), len(data)], device=self._device))
+        if not known:
+            move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
+        for tensor in tensors:
+            if tensor.numel():
+                move(_bytes(tensor.detach().contiguous()))
+
+    def _get(self, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> Any:
+        header = torch.zeros(2, dtype=torch.int64, device=self._device)
+        move(header)
+        known, length = header.tolist()
+        if not known:
+            data = torch.empty(length, dtype=torch.uint8, device=self._device)
+            move(data)
+            self._forms[channel] = Form.load(data.cpu().numpy().tobytes())
+        form = self._forms[channel]
+        tensors = [tensor.empty(self._device) for tensor in form.tensors]
+        for tensor in tensors:
+            if tensor.numel():
+                move(_bytes(tensor))
+        return form.build(tensors)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # Not every backend has every dtype.
+    return tensor.view(-1).view(torch.uint8)
 
 
 class FormBook:

@@ -11,18 +11,12 @@ from torch import Tensor, nn
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.pipeline.cut import put
-from trainwright.strategies.pipeline.first_step.block_values import (
-    BlockValue,
-    Call,
-    Placeholder,
-    known_call,
-    placeholder,
-    refuse_placeholders,
-    replay,
-)
+from trainwright.strategies.pipeline.first_step import block_values
+from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, Placeholder
 from trainwright.strategies.pipeline.first_step.routes import StageRoutes
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.survey import Source
+from trainwright.strategies.pipeline.form import tensors_in
 
 
 class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block
@@ -121,18 +115,18 @@ class StagePass:
         if index < self.span.start:
             return self._skip(index)
         if any(type(value) is Placeholder for value in (*args, *kwargs.values())):
-            refuse_placeholders((args, kwargs), f"What is given to the block {self._names[index]!r}")
+            block_values.refuse_placeholders((args, kwargs), f"What is given to the block {self._names[index]!r}")
         with self.randomness.block() if self.randomness is not None else nullcontext():
             output = self._call(index, call, args, kwargs)
         if index == self.span.stop - 1 and not self.is_last:
             self.output = self._copied(index, output)
-            self._versions = [t._version for t in _tensors_of(self.output)]
+            self._versions = [t._version for t in tensors_in(self.output)]
         return output
 
     def _call(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index not in self._routes.kept:
             return call(*args, **kwargs)
-        value = known_call(self._cut.blocks[index], call, args, kwargs, self._routes.places[index])
+        value = block_values.known_call(self._cut.blocks[index], call, args, kwargs, self._routes.places[index])
         _, tensors = value.take_apart(f"The block {self._names[index]!r}")
         if len(tensors) != len(self._routes.forms[index].tensors):
             raise RuntimeError(
@@ -161,7 +155,7 @@ class StagePass:
                 self._stand_in = stand_in(self._main) if is_one else pytree.tree_map_only(Tensor, stand_in, self._main)
             return self._stand_in
         form, outputs = routes.forms[index], routes.tensors_of_output(index)
-        main = _tensors_of(self._main)
+        main = tensors_in(self._main)
         tensors = []
         for leaf, tensor in enumerate(form.tensors):
             source = Source("block", block=index, leaf=leaf)
@@ -172,11 +166,11 @@ class StagePass:
                 tensors.append(carried.clone() if source in routes.cloned else carried)
             else:
                 shape = main[leaf].shape if leaf < min(outputs, len(main)) else tensor.shape
-                made = placeholder(shape, tensor.dtype, main[0].device if main else torch.device("cpu"))
+                made = block_values.placeholder(shape, tensor.dtype, main[0].device if main else torch.device("cpu"))
                 tensors.append(made.clone() if source in routes.cloned else made)
         output, attributes, hooked = form.build(tensors)
         value = BlockValue(output, dict(zip(routes.places[index].attributes, attributes, strict=True)), hooked)
-        return replay(self._cut.blocks[index], value, routes.engines)
+        return block_values.replay(self._cut.blocks[index], value, self._cut.engine_hooks)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Result of ``function``, which runs the user's step, or what is sent on if the stage ends before.
@@ -195,7 +189,7 @@ class StagePass:
             for name, _ in borrowed:
                 self._cut.put_ghost_back(name)
         self.finish()
-        refuse_placeholders(output, "What training_step returns")
+        block_values.refuse_placeholders(output, "What training_step returns")
         return output
 
     def _outgoing(self) -> Any:
@@ -223,7 +217,7 @@ class StagePass:
         raise RuntimeError(unfinished_message(self._names, self._next))
 
     def _check_unchanged(self) -> None:
-        if self._versions != [t._version for t in _tensors_of(self.output)]:
+        if self._versions != [t._version for t in tensors_in(self.output)]:
             raise RuntimeError(
                 f"What the block {self._names[self.span.stop - 1]!r} returned is changed in place before the next "
                 f"block is called, which it was not in the first step. The next stage would do so again: use an "
@@ -248,7 +242,3 @@ def order_message(names: Sequence[str], index: int, expected: int) -> str:
         f"of plan.blocks in every step: no block twice, none left out, none in another order. Use pipeline=1 for this "
         f"model, or name other blocks (plan.blocks)."
     )
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 # Path of a tensor ("inputs.0.ids") -> tensor dimension of the samples; None: every micro-batch gets it whole.
@@ -119,9 +118,6 @@ class _Piece:
         dim = _dim_of(tensor, path, self.dims)
         return tensor if dim is None else tensor.narrow(dim, self.start, self.length)
 
-    def of_list(self, values: Any) -> Any:
-        return type(values)(values[self.start : self.start + self.length])
-
 
 def _dim_of(tensor: Tensor, path: str, dims: BatchDims) -> int | None:
     if path in dims:
@@ -157,12 +153,13 @@ def _children(batch: Any) -> list[tuple[Any, Any]]:
 def _taken(batch: Any, piece: _Piece, path: str) -> Any:
     if isinstance(batch, Tensor):
         return piece.of(batch, path)
-    if isinstance(batch, Mapping) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
-        return _rebuilt(batch, lambda name, value: _taken(value, piece, f"{path}.{name}" if path else str(name)))
-    if isinstance(batch, (list, tuple)):
-        return _taken_sequence(batch, piece, path)
+    is_listed = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
+    if is_listed and len(batch) == piece.size and next(_tensors(batch, {}), None) is None:
+        return type(batch)(batch[piece.start : piece.start + piece.length])
     if isinstance(batch, np.ndarray) and batch.ndim and len(batch) == piece.size:
         return batch[piece.start : piece.start + piece.length]
+    if children := _children(batch):
+        return _rebuilt(batch, {n: _taken(value, piece, f"{path}.{n}" if path else str(n)) for n, value in children})
     if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
         raise TypeError(
             f"The batch holds a {type(batch).__name__}{f' at {path!r}' if path else ''}, whose tensors cannot be split "
@@ -171,28 +168,17 @@ def _taken(batch: Any, piece: _Piece, path: str) -> Any:
     return batch
 
 
-def _taken_sequence(batch: Any, piece: _Piece, path: str) -> Any:
-    if hasattr(batch, "_fields"):
-        return batch._make(_taken(value, piece, f"{path}.{name}" if path else name) for name, value in _children(batch))
-    if len(batch) == piece.size and next(_tensors(batch, {}), None) is None:
-        return piece.of_list(batch)
-    return type(batch)(
-        _taken(value, piece, f"{path}.{index}" if path else str(index)) for index, value in enumerate(batch)
-    )
-
-
-def _rebuilt(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
-    if isinstance(batch, MutableMapping):
-        # A copy keeps what a subclass carries besides its items.
-        new = copy.copy(batch)
-        for name, value in batch.items():
-            new[name] = change(name, value)
-        return new
-    if isinstance(batch, Mapping):
-        return type(batch)({name: change(name, value) for name, value in batch.items()})  # type: ignore[call-arg]
-    new = copy.copy(batch)
-    for name, value in _children(batch):
-        object.__setattr__(new, name, change(name, value))
+def _rebuilt(batch: Any, values: dict[Any, Any]) -> Any:
+    """``batch`` with other values under the names of its children."""
+    if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
+        return type(batch)(values)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return batch._make(values.values())
+    if isinstance(batch, list | tuple):
+        return type(batch)(values.values())
+    new = copy.copy(batch)  # which keeps what a subclass carries besides its items
+    for name, value in values.items():
+        new.__setitem__(name, value) if isinstance(batch, Mapping) else object.__setattr__(new, name, value)
     return new
 
 
@@ -213,8 +199,3 @@ def replace_argument(args: tuple[Any, ...], kwargs: dict[str, Any], old: Any, ne
         tuple(new if value is old else value for value in args),
         {name: new if value is old else value for name, value in kwargs.items()},
     )
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with every tensor in lists, tuples and mappings changed."""
-    return torch.utils._pytree.tree_map_only(Tensor, change, value)

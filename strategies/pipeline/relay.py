@@ -8,91 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.first_step.block_values import (
-    BlockValue,
-    Call,
-    HookRange,
-    Places,
-    observed_call,
-    replay,
-)
+from trainwright.strategies.pipeline.first_step import block_values
+from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, Places
 from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.first_step.survey import Survey
-from trainwright.strategies.pipeline.form import Form, take_apart
+from trainwright.strategies.pipeline.form import Carrier, Form, take_apart
 from trainwright.strategies.pipeline.gates import order_message
 
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
-
-
-class Carrier:
-    """Moves structures of tensors between the ranks of a pipeline; shapes may change from time to time.
-
-    A header of two numbers goes first; the description follows only if it is not the last one's.
-
-    Args:
-        group: ranks of the pipeline.
-        device: where to receive.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._forms: dict[tuple[str, int], Form] = {}
-
-    def send(self, value: Any, rank: int, source: str) -> None:
-        """Send to a rank of the group."""
-        self._put(value, source, ("to", rank), lambda tensor: dist.send(tensor, group=self._group, group_dst=rank))
-
-    def receive(self, rank: int) -> Any:
-        """Receive from a rank of the group."""
-        return self._get(("from", rank), lambda tensor: dist.recv(tensor, group=self._group, group_src=rank))
-
-    def broadcast(self, rank: int, value: Any = None, source: str = "") -> Any:
-        """From a rank of the group to all. A collective."""
-
-        def move(tensor: Tensor) -> None:
-            dist.broadcast(tensor, group=self._group, group_src=rank)
-
-        if dist.get_rank(self._group) != rank:
-            return self._get(("all", rank), move)
-        self._put(value, source, ("all", rank), move)
-        return value
-
-    def _put(self, value: Any, source: str, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> None:
-        form, tensors = take_apart(value, source)
-        known = self._forms.get(channel) == form
-        data = b"" if known else form.dump()
-        self._forms[channel] = form
-        move(torch.tensor([int(known), len(data)], device=self._device))
-        if not known:
-            move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
-        for tensor in tensors:
-            if tensor.numel():
-                move(_bytes(tensor.detach().contiguous()))
-
-    def _get(self, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> Any:
-        header = torch.zeros(2, dtype=torch.int64, device=self._device)
-        move(header)
-        known, length = header.tolist()
-        if not known:
-            data = torch.empty(length, dtype=torch.uint8, device=self._device)
-            move(data)
-            self._forms[channel] = Form.load(data.cpu().numpy().tobytes())
-        form = self._forms[channel]
-        tensors = [tensor.empty(self._device) for tensor in form.tensors]
-        for tensor in tensors:
-            if tensor.numel():
-                move(_bytes(tensor))
-        return form.build(tensors)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    # Not every backend has every dtype.
-    return tensor.view(-1).view(torch.uint8)
 
 
 @cache
@@ -109,7 +33,6 @@ class RelayPass:
         cut: the cut of the module.
         ranks: rank in the pipeline of each stage.
         carrier: moves activations.
-        engines: hooks on blocks that are not the user's.
         survey: follows what is computed; ``None``: nothing does.
         everything: whether every rank gets all that each block leaves; ``False``: what its next stage is given, and the
             output of the last block.
@@ -124,12 +47,11 @@ class RelayPass:
         cut: PipelineCut,
         ranks: Sequence[int],
         carrier: Carrier,
-        engines: HookRange,
         survey: Survey | None = None,
         everything: bool = False,
     ) -> None:
         self._cut, self._ranks, self._carrier = cut, ranks, carrier
-        self._engines, self.survey, self._everything = engines, survey, everything
+        self.survey, self._everything = survey, everything
         self.randomness: StepRandomness | None = None
         self._forms: dict[int, Form] = {}
         self._places: dict[int, Places] = {}
@@ -171,10 +93,10 @@ class RelayPass:
                 raise RuntimeError(told)
             value = BlockValue(*told)
             self._keep(index, value, name)
-            return replay(block, value, self._engines)
+            return block_values.replay(block, value, self._cut.engine_hooks)
         try:
             with self._random(), self.survey.running(index) if self.survey is not None else nullcontext():
-                value = observed_call(block, call, args, kwargs, self._engines, self.survey)
+                value = block_values.observed_call(block, call, args, kwargs, self._cut.engine_hooks, self.survey)
             take_apart(tuple(value), name)
         except Exception as error:
             self._carrier.broadcast(rank, f"{name} failed on its rank: {type(error).__name__}: {error}", name)

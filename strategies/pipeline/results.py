@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from trainwright.checkpoint.exchange.distinct import from_rank
-from trainwright.core.errors import CheckpointError
-from trainwright.strategies.pipeline.micro_batches import map_tensors
+from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
+from trainwright.checkpoint.format.tree import UnsupportedValueError
+from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.pipeline.form import Carrier
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
 
@@ -25,29 +27,6 @@ class _Logged:
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     batch_sizes: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What is sent besides numbers; it seldom changes.
-
-    Attributes:
-        kind: ``none``, ``loss`` or ``dict``.
-        entries: ``(key, how)`` with ``how`` = ``("scalar", dtype or None)``, ``("tensor", dtype, shape)`` or
-            ``("object", value)``. The loss has the key ``loss``.
-        logs: ``(name, dtype, keyword arguments, whether a batch size was given)``.
-        metrics: ``(name, name of the metric in the module, keyword arguments)`` of metric objects that were logged.
-    """
-
-    kind: str = "none"
-    entries: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
-    logs: tuple[tuple[str, torch.dtype | None, dict[str, Any], bool], ...] = ()
-    metrics: tuple[tuple[str, str, dict[str, Any]], ...] = ()
-
-    @property
-    def scalars(self) -> int:
-        numbers = sum(1 for _, how in self.entries if how[0] == "scalar")
-        return numbers + len(self.logs) + sum(1 for log in self.logs if log[3])
 
 
 class LogRecorder:
@@ -119,7 +98,7 @@ class LogRecorder:
                 f"training_step returned a loss of shape {tuple(loss.shape)}. Return one number: loss.mean()."
             )
         kept = dict(output) if isinstance(output, Mapping) else output
-        self._outputs[micro_batch] = map_tensors(lambda tensor: tensor.detach(), kept)
+        self._outputs[micro_batch] = pytree.tree_map_only(Tensor, Tensor.detach, kept)
         return loss
 
     def merged(self) -> tuple[Any, dict[str, _Logged]]:
@@ -160,7 +139,7 @@ class LogRecorder:
 class Publisher:
     """Sends the results of a step from the last stage's rank to all ranks of the pipeline.
 
-    Numbers travel as one tensor per step; names and keyword arguments only when they change.
+    Numbers travel as one tensor per step; names, keyword arguments and plain values only when they change.
 
     Args:
         group: ranks of the pipeline.
@@ -169,9 +148,11 @@ class Publisher:
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-        self._group, self._source, self._device = group, source, device
+        self._source, self._device = source, device
         self._is_source = dist.get_rank(group) == source
-        self._layout = _Layout()
+        self._carrier = Carrier(group, device)
+        self._sent: tuple[Any, bytes] = (None, b"")
+        self._known: tuple[bytes, Any] = (b"", None)
 
     def publish(self, recorder: LogRecorder, log: Callable[..., Any]) -> Any:
         """The output of the whole batch, on every rank; and ``log`` called with what was logged. A collective.
@@ -179,77 +160,57 @@ class Publisher:
         Args:
             recorder: the step's results; empty on the other ranks.
             log: called as ``log(name, value, **kwargs)``.
+
+        Raises:
+            TypeError: on every rank, if something in the results cannot be sent.
         """
-        output, logs = recorder.merged()
-        layout = _layout_of(output, logs, recorder.metrics) if self._is_source else self._layout
-        changed = self._is_source and not _same(layout, self._layout)
-        scalars = torch.zeros(1 + self._layout.scalars, dtype=torch.float64, device=self._device)
-        if changed:
-            scalars[0] = 1.0
-        elif self._is_source:
-            scalars[1:] = _scalars(output, logs, layout, self._device)
-        self._broadcast(scalars)
-        # The source knows already: it need not wait for the device.
-        if changed or (not self._is_source and scalars[0].item()):
-            self._layout = self._sent_layout(layout)
-            scalars = torch.zeros(1 + self._layout.scalars, dtype=torch.float64, device=self._device)
-            if self._is_source:
-                scalars[1:] = _scalars(output, logs, layout, self._device)
-            self._broadcast(scalars)
-        for name, where, kwargs in self._layout.metrics:
+        told = self._carrier.broadcast(self._source, self._told(recorder) if self._is_source else None, "training_step")
+        if isinstance(told, str):
+            raise TypeError(told)
+        description, tensors, numbers = told
+        if description != self._known[0]:
+            self._known = description, unpack(description)
+        is_dict, entries, logs, metrics = self._known[1]
+        number, tensor = iter(numbers.unbind()), iter(tensors)
+        for name, where, kwargs in metrics:
             log(name, recorder.module.get_submodule(where), **kwargs)
-        return self._unpacked(scalars[1:], output, log)
+        output = {key: self._entry(how, number, tensor) for key, how in entries}
+        for name, kwargs, is_sized in logs:
+            value = next(number).to(torch.get_default_dtype())
+            log(name, value, **kwargs, **({"batch_size": round(next(number).item())} if is_sized else {}))
+        return output if is_dict else output.get("loss")
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=self._source)
+    def _entry(self, how: tuple[Any, ...], number: Iterator[Tensor], tensor: Iterator[Tensor]) -> Any:
+        match how:
+            case ("float",):
+                return next(number).item()
+            case ("scalar", dtype):
+                return next(number).to(dtype)
+            case ("tensor",):
+                return next(tensor)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), how[1])
 
-    def _sent_layout(self, layout: _Layout) -> _Layout:
+    def _told(self, recorder: LogRecorder) -> tuple[bytes, list[Tensor], Tensor] | str:
+        """A description, tensors and numbers; or why they cannot be sent."""
+        output, logs = recorder.merged()
+        entries = output if isinstance(output, dict) else {} if output is None else {"loss": output}
+        hows = [(key, _how(value)) for key, value in entries.items()]
+        values = [entries[key] for key, how in hows if how[0] in ("float", "scalar")]
+        for each in logs.values():
+            values += [_reduced(each), *([sum(each.batch_sizes)] if each.batch_sizes else [])]
+        logged = [(name, _named(each.kwargs), bool(each.batch_sizes)) for name, each in logs.items()]
+        metrics = [(name, where, _named(kwargs)) for name, (where, kwargs) in recorder.metrics.items()]
+        names = (isinstance(output, dict), hows, logged, metrics)
         try:
-            sent: _Layout = from_rank(layout, self._source, self._group, self._device)
-        except CheckpointError as error:
-            raise TypeError(
+            if not _same(names, self._sent[0]):
+                self._sent = names, pack(names)
+        except UnsupportedValueError as error:
+            return (
                 f"What training_step returned or logged cannot be sent to the other stages of the pipeline: {error} "
                 f"Return and log numbers, tensors and plain values."
-            ) from error
-        return sent
-
-    def _unpacked(self, scalars: Tensor, output: Any, log: Callable[..., Any]) -> Any:
-        layout, numbers = self._layout, iter(scalars.unbind())
-        entries = {}
-        for key, how in layout.entries:
-            if how[0] == "scalar":
-                number = next(numbers)
-                entries[key] = number.item() if how[1] is None else number.to(how[1])
-            elif how[0] == "tensor":
-                entries[key] = self._sent_tensor(how, output[key] if self._is_source else None)
-            else:
-                entries[key] = map_tensors(lambda tensor: tensor.to(self._device), how[1])
-        for name, dtype, kwargs, sized in layout.logs:
-            value = next(numbers)
-            extra = {"batch_size": round(next(numbers).item())} if sized else {}
-            log(name, value.item() if dtype is None else value.to(dtype), **kwargs, **extra)
-        return {"none": None, "loss": entries.get("loss"), "dict": entries}[layout.kind]
-
-    def _sent_tensor(self, how: tuple[Any, ...], tensor: Tensor | None) -> Tensor:
-        if tensor is None:
-            tensor = torch.empty(how[2], dtype=how[1], device=self._device)
-        tensor = tensor.contiguous().to(self._device)
-        if tensor.numel():
-            self._broadcast(tensor.view(-1).view(torch.uint8))
-        return tensor
-
-
-def _layout_of(output: Any, logs: Mapping[str, _Logged], metrics: Mapping[str, tuple[str, dict[str, Any]]]) -> _Layout:
-    entries = output if isinstance(output, dict) else {} if output is None else {"loss": output}
-    return _Layout(
-        kind="none" if output is None else "dict" if isinstance(output, dict) else "loss",
-        entries=tuple((key, _how(value)) for key, value in entries.items()),
-        logs=tuple(
-            (name, torch.get_default_dtype(), _named(logged.kwargs), bool(logged.batch_sizes))
-            for name, logged in logs.items()
-        ),
-        metrics=tuple((name, where, _named(kwargs)) for name, (where, kwargs) in metrics.items()),
-    )
+            )
+        numbers = torch.stack([_number(value, self._device) for value in (0, *values)])[1:]
+        return self._sent[1], [entries[key].to(self._device) for key, how in hows if how == ("tensor",)], numbers
 
 
 def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,21 +224,10 @@ def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _how(value: Any) -> tuple[Any, ...]:
+    """How an entry of the output travels: as a tensor, a number, or with the description."""
     if isinstance(value, Tensor):
-        return ("tensor", value.dtype, tuple(value.shape)) if value.ndim else ("scalar", value.dtype)
-    if isinstance(value, float):
-        return ("scalar", None)
-    return ("object", map_tensors(lambda tensor: tensor.cpu(), value))
-
-
-def _scalars(output: Any, logs: Mapping[str, _Logged], layout: _Layout, device: torch.device) -> Tensor:
-    entries = output if isinstance(output, dict) else {"loss": output}
-    numbers = [_number(entries[key], device) for key, how in layout.entries if how[0] == "scalar"]
-    for name, _, _, sized in layout.logs:
-        numbers.append(_reduced(logs[name]))
-        if sized:
-            numbers.append(_number(sum(logs[name].batch_sizes), device))
-    return torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64, device=device)
+        return ("tensor",) if value.ndim else ("scalar", value.dtype)
+    return ("float",) if isinstance(value, float) else ("object", value)
 
 
 def _reduced(logged: _Logged) -> Tensor:
@@ -310,13 +260,13 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def bound_log(log: Callable[..., Any], record: Callable[..., None]) -> Callable[..., None]:
-    """A stand-in for a module's ``log`` that takes its arguments by position too.
-
-    Args:
-        log: what it stands for.
-        record: called as ``record(name, value, **kwargs)``.
-    """
+@contextmanager
+def logged_to(module: nn.Module, record: Callable[..., None]) -> Iterator[None]:
+    """Within it the module's ``log``, if it has one, calls ``record(name, value, **kwargs)``."""
+    log = getattr(module, "log", None)
+    if log is None:
+        yield
+        return
 
     def stand_in(*args: Any, **kwargs: Any) -> None:
         if len(args) <= 2:
@@ -328,4 +278,12 @@ def bound_log(log: Callable[..., Any], record: Callable[..., None]) -> Callable[
         arguments.update(arguments.pop(extra, {}))
         record(**arguments)
 
-    return stand_in
+    attributes = module.__dict__
+    before = attributes.get("log")
+    attributes["log"] = stand_in
+    try:
+        yield
+    finally:
+        del attributes["log"]
+        if before is not None:
+            attributes["log"] = before

@@ -5,7 +5,7 @@ Nothing here imports torch before a schedule's class is asked for, so that a lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,21 +54,6 @@ CHOICES: Mapping[str, PipelineSchedule] = {
 }
 
 
-class _Classes(Mapping[str, "type[_PipelineSchedule]"]):
-    def __getitem__(self, name: str) -> type[_PipelineSchedule]:
-        return CHOICES[name].load()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(CHOICES)
-
-    def __len__(self) -> int:
-        return len(CHOICES)
-
-
-# Name -> torch's class, imported when it is looked up.
-SCHEDULES: Mapping[str, type[_PipelineSchedule]] = _Classes()
-
-
 def stages_per_rank_of(schedule: str, stages_per_rank: int | None) -> int:
     """The number of stages of a rank: as given, or the schedule's default for ``None``."""
     return CHOICES[schedule].stages_per_rank if stages_per_rank is None else stages_per_rank
@@ -87,7 +72,7 @@ def validate_pipeline(
     Args:
         num_blocks: repeated blocks of the model.
         pipeline: size of the mesh axis.
-        schedule: a key of :data:`SCHEDULES`.
+        schedule: a key of :data:`CHOICES`.
         micro_batches: parts of a rank's batch.
         stages_per_rank: stages of a rank; ``None`` is the schedule's default.
         split: number of blocks of each stage; ``None`` balances them.
@@ -220,7 +205,7 @@ def make_schedule(
     backwards, which computes the same.
 
     Args:
-        name: a key of :data:`SCHEDULES`.
+        name: a key of :data:`CHOICES`.
         stages: this rank's stages, ascending.
         micro_batches: how many.
         loss_fn: see torch.
@@ -228,11 +213,11 @@ def make_schedule(
     ranks, count = stages[0].group_size, stages[0].num_stages
     possible = can_run(name, micro_batches, ranks, count)
     if name in ("gpipe", "1f1b"):
-        single: Any = SCHEDULES[name if possible else "gpipe"]
+        single: Any = CHOICES[name if possible else "gpipe"].load()
         return single(stages[0], n_microbatches=micro_batches, loss_fn=loss_fn, scale_grads=False)
     if not possible:
         return _fill_and_drain(name, stages, micro_batches, loss_fn)
-    several: Any = SCHEDULES[name]
+    several: Any = CHOICES[name].load()
     return _one_by_one(several(stages, n_microbatches=micro_batches, loss_fn=loss_fn, scale_grads=False))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from trainwright.strategies.plan.names import joined, matched, parent_of, within
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -30,26 +31,14 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dic
         ValueError: if a pattern matches no module.
     """
     if patterns is not None:
-        return _outermost(_matching(module, patterns))
+        return _outermost(_matching(module, patterns, "blocks"))
     return _outermost(_unsplittable(module)) or _outermost(_repeated(module))
 
 
-def _matching(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    names = dict(module.named_modules())
-    names.pop("", None)
-    found: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        # A star stands for one level, as in a path, so that "layers.*" means the layers and not all within them.
-        level = pattern.count(".")
-        matches = {n: m for n, m in names.items() if n.count(".") == level and fnmatchcase(n, pattern)}
-        if not matches:
-            some = ", ".join(list(names)[:12])
-            raise ValueError(
-                f"No module is called {pattern!r}. Give names or patterns of modules of this model, one star per "
-                f"level, for example 'model.layers.*'. It has: {some}{', ...' if len(names) > 12 else ''}."
-            )
-        found.update(matches)
-    return {name: found[name] for name in names if name in found}
+def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> dict[str, nn.Module]:
+    modules = {name: part for name, part in module.named_modules() if name}
+    chosen = set(matched(list(modules), patterns, option))
+    return {name: part for name, part in modules.items() if name in chosen}
 
 
 def _unsplittable(module: nn.Module) -> dict[str, nn.Module]:
@@ -58,21 +47,19 @@ def _unsplittable(module: nn.Module) -> dict[str, nn.Module]:
         classes.update(getattr(submodule, "_no_split_modules", None) or ())
     found = {name: sub for name, sub in module.named_modules() if name and type(sub).__name__ in classes}
     # They name embeddings, too, which are not repeated, and may be tied to a head outside of them.
-    listed = {n: sub for n, sub in found.items() if isinstance(_parent(module, n), nn.ModuleList | nn.Sequential)}
+    listed = {
+        n: sub
+        for n, sub in found.items()
+        if isinstance(module.get_submodule(parent_of(n)), nn.ModuleList | nn.Sequential)
+    }
     return listed or found
-
-
-def _parent(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
 
 
 def _repeated(module: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, container in module.named_modules():
-        prefix = f"{name}." if name else ""
-        children = {
-            prefix + n: child for n, child in container.named_children() if next(child.parameters(), None) is not None
-        }
+        named = ((joined(name, n), child) for n, child in container.named_children())
+        children = {n: child for n, child in named if next(child.parameters(), None) is not None}
         # Lists of lists: what is called are the modules in the inner ones.
         has_forward = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children.values())
         if isinstance(container, nn.ModuleList) and len(children) > 1 and has_forward:
@@ -93,15 +80,12 @@ def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in found.items()
-        if not any(name.startswith(f"{other}.") for other in found if other != name)
+        if not any(within(name, other) for other in found if other != name)
     }
 
 
 def checkpoint_activations(
-    module: nn.Module,
-    mode: str,
-    blocks: Iterable[nn.Module],
-    patterns: Sequence[str] | None,
+    module: nn.Module, mode: str, blocks: Iterable[nn.Module], patterns: Sequence[str] | None
 ) -> None:
     """Recompute activations in backward instead of keeping them.
 
@@ -120,7 +104,7 @@ def checkpoint_activations(
     """
     if mode == "none":
         return
-    chosen = list(_matching(module, patterns).values()) if patterns else list(blocks)
+    chosen = list(_matching(module, patterns, "checkpoint_modules").values()) if patterns else list(blocks)
     if not chosen:
         raise ValueError(
             "activation_checkpointing='full' found no repeated blocks in this model. "

@@ -20,7 +20,7 @@ from trainwright.strategies.plan.shell import Shell
 
 def is_deferred(module: nn.Module) -> bool:
     """Whether any parameter or buffer of ``module`` still is on the meta device."""
-    return any(tensor.is_meta for tensor in _tensors(module))
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def deferred_pieces(module: nn.Module) -> list[Piece]:
         shell = next((shell for shell in shells if shell.holds(name)), None)
         if shell is None and _takes_children(sub):
             whole.append(name)
-            own = tuple(_meta_names(sub))
+            named = (*sub.named_parameters(remove_duplicate=False), *sub.named_buffers(remove_duplicate=False))
+            own = tuple(n for n, tensor in named if tensor.is_meta)
         pieces.append(Piece(name, sub, own, shell))
     alone = [piece for piece in pieces if piece.shell is None]
     missing = [f"{piece.name} ({type(piece.module).__name__})" for piece in alone if _reset_of(piece.module) is None]
@@ -91,13 +92,6 @@ def deferred_pieces(module: nn.Module) -> list[Piece]:
             "or build the model in __init__ instead of configure_model."
         )
     return pieces
-
-
-def _meta_names(module: nn.Module) -> Iterator[str]:
-    for owner, sub in module.named_modules():
-        for name, tensor in _own_tensors(sub):
-            if tensor.is_meta:
-                yield f"{owner}.{name}" if owner else name
 
 
 def _takes_children(module: nn.Module) -> bool:
@@ -144,8 +138,3 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     own = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in own if tensor is not None]
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -53,3 +53,8 @@ def folded(names: Iterable[str]) -> list[str]:
 def starred(name: str) -> str:
     """``name`` with a star for each number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def inside_any(name: str, outer: Iterable[str]) -> bool:
+    """Whether ``name`` is one of ``outer`` or lies in one."""
+    return any(within(name, other) for other in outer)

@@ -12,14 +12,8 @@ from itertools import product
 
 from torch import nn
 
+from trainwright.strategies.plan import tensor_rules as rules
 from trainwright.strategies.plan.names import joined, parent_of
-from trainwright.strategies.plan.tensor_rules import (
-    COUNTS_OF_HEADS,
-    features,
-    is_attention,
-    is_projection,
-    is_splittable,
-)
 
 # Projections that may share a projection back: queries, keys, values and a gate.
 _MOST_COLUMNS = 4
@@ -46,9 +40,9 @@ class Guess:
 
 def features_of(module: nn.Module | None) -> tuple[int, int] | None:
     """``(inputs, outputs)`` of a linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``; ``None`` for others."""
-    if module is None or not is_projection(module) or not is_splittable(module):
+    if module is None or not rules.is_projection(module) or not rules.is_splittable(module):
         return None
-    return features(module)
+    return rules.features(module)
 
 
 def base_of(module: nn.Module) -> str | None:
@@ -57,13 +51,13 @@ def base_of(module: nn.Module) -> str | None:
     ``None`` if it is something else. Adapters come in pairs, from the projection's inputs to a few features and from
     these to its outputs.
     """
-    inner = [(name, sub) for name, sub in module.named_modules() if name and is_projection(sub)]
+    inner = [(name, sub) for name, sub in module.named_modules() if name and rules.is_projection(sub)]
     if len(inner) < 3:
         return None
     (base, first), *others = inner
-    inputs, outputs = features(first)
-    down = [features(sub)[1] for _, sub in others if features(sub)[0] == inputs]
-    up = [features(sub)[0] for _, sub in others if features(sub)[1] == outputs]
+    inputs, outputs = rules.features(first)
+    down = [rules.features(sub)[1] for _, sub in others if rules.features(sub)[0] == inputs]
+    up = [rules.features(sub)[0] for _, sub in others if rules.features(sub)[1] == outputs]
     is_low = all(rank < min(inputs, outputs) for rank in down)
     return base if is_low and sorted(down) == sorted(up) and len(down) + len(up) == len(others) else None
 
@@ -71,13 +65,13 @@ def base_of(module: nn.Module) -> str | None:
 def with_adapters(module: nn.Module, name: str, style: str) -> dict[str, str]:
     """``name: style``; where ``name`` is a projection with adapters, the styles of what is in it."""
     sub = module.get_submodule(name)
-    base = base_of(sub) if not is_projection(sub) else None
+    base = base_of(sub) if not rules.is_projection(sub) else None
     if base is None:
         return {name: style}
     side = 0 if style == "rowwise" else 1
-    width = features(sub.get_submodule(base))[side]
-    inner = [(n, part) for n, part in sub.named_modules() if is_projection(part)]
-    return {f"{name}.{n}": style for n, part in inner if n == base or features(part)[side] == width}
+    width = rules.features(sub.get_submodule(base))[side]
+    inner = [(n, part) for n, part in sub.named_modules() if rules.is_projection(part)]
+    return {f"{name}.{n}": style for n, part in inner if n == base or rules.features(part)[side] == width}
 
 
 def owners(module: nn.Module, apart: Sequence[str]) -> list[str]:
@@ -87,11 +81,11 @@ def owners(module: nn.Module, apart: Sequence[str]) -> list[str]:
     def visit(sub: nn.Module, name: str) -> bool:
         if name in apart:
             return False
-        if is_attention(sub):
+        if rules.is_attention(sub):
             found.append(name)
             return True
         inner = [visit(child, f"{name}.{key}" if name else key) for key, child in sub.named_children()]
-        own = sum(is_projection(child) or base_of(child) is not None for _, child in _called(sub))
+        own = sum(rules.is_projection(child) or base_of(child) is not None for _, child in _called(sub))
         if own > 1 and not isinstance(sub, nn.ModuleList | nn.ModuleDict) and base_of(sub) is None:
             found.append(name)
             return True
@@ -110,10 +104,7 @@ def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def guesses(
-    unit: nn.Module,
-    calls: Sequence[tuple[str, object]],
-    reads: Mapping[str, Mapping[str, int]],
-    size: int,
+    unit: nn.Module, calls: Sequence[tuple[str, object]], reads: Mapping[str, Mapping[str, int]], size: int
 ) -> Iterator[list[Guess]]:
     """Ways to split each group of weights, likelier ones first; a caller that takes one skips groups that overlap.
 
@@ -126,12 +117,12 @@ def guesses(
     """
     called = outer_calls(unit, dict(calls))
     for start, (name, _) in enumerate(called):
-        if is_attention(unit.get_submodule(name)):
+        if rules.is_attention(unit.get_submodule(name)):
             yield list(attention_guess(unit, name, size))
             continue
         for count in range(1, _MOST_COLUMNS + 1):
             columns, rest = called[start : start + count], called[start + count :]
-            if not rest or any(is_attention(unit.get_submodule(n)) for n, _ in (*columns, rest[0])):
+            if not rest or any(rules.is_attention(unit.get_submodule(n)) for n, _ in (*columns, rest[0])):
                 break
             if rest[0][1] not in [given for _, given in columns]:
                 yield list(_pairs(unit, [n for n, _ in columns], rest[0][0], reads, size))
@@ -161,7 +152,7 @@ def outer_calls(unit: nn.Module, calls: Mapping[str, object]) -> list[tuple[str,
 
 def _shape(unit: nn.Module, name: str) -> tuple[int, int] | None:
     sub = unit.get_submodule(name)
-    base = None if is_projection(sub) else base_of(sub)
+    base = None if rules.is_projection(sub) else base_of(sub)
     return features_of(sub if base is None else sub.get_submodule(base))
 
 
@@ -208,7 +199,7 @@ def heads_of(
         for name, value in reads.get(owner, {}).items()
         if value > 1 and value % size == 0 and any(width % value == 0 for width in widths)
     ]
-    likely = [name in COUNTS_OF_HEADS or value in widths for _, name, value in numbers]
+    likely = [name in rules.COUNTS_OF_HEADS or value in widths for _, name, value in numbers]
     ways = sorted(
         product((True, False), repeat=len(numbers)),
         key=lambda way: sum(a != b for a, b in zip(way, likely, strict=True)),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.names import parent_of, starred
+from trainwright.strategies.plan.outside import tied_groups
 
 STYLES = ("colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise")
 # Attributes by which attention modules of many libraries call the width of one head.
@@ -110,7 +112,7 @@ def plan_splits(module: nn.Module, plan: ModelPlan) -> dict[str, WeightSplit]:
     found: dict[str, WeightSplit] = {}
     attentions = {name for name in plan.tensor if is_attention(module.get_submodule(name))}
     for name, style in plan.tensor.items():
-        if name.rpartition(".")[0] in attentions:
+        if parent_of(name) in attentions:
             continue  # the output projection goes with its attention
         found |= {f"{name}.{key}": split for key, split in splits(module.get_submodule(name), style).items()}
     return found
@@ -144,16 +146,11 @@ def _sections(length: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
 # Parameters that stay whole
 
 
-def is_inside(name: str, outer: Iterable[str]) -> bool:
-    """Whether the module or parameter ``name`` is one of ``outer`` or stands in one."""
-    return any(name == other or name.startswith(f"{other}.") for other in outer)
-
-
 def site_name(module: nn.Module, name: str) -> str:
     """The nearest module around ``name`` that is called itself: no ``ModuleList`` or ``ModuleDict``."""
-    parent = name.rpartition(".")[0]
+    parent = parent_of(name)
     while parent and isinstance(module.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
-        parent = parent.rpartition(".")[0]
+        parent = parent_of(parent)
     return parent
 
 
@@ -196,10 +193,6 @@ def validate_tensor(
     return list(dict.fromkeys(problems))
 
 
-def _star(name: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
-
-
 def _sizes(lengths: Iterable[int]) -> str:
     common = math.gcd(*lengths)
     return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0 and n <= 128)
@@ -207,7 +200,7 @@ def _sizes(lengths: Iterable[int]) -> str:
 
 def _shape_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[str]:
     for name, style in plan.tensor.items():
-        where = f"tensor plan of {_star(name)}: "
+        where = f"tensor plan of {starred(name)}: "
         try:
             part = module.get_submodule(name)
         except AttributeError:
@@ -228,7 +221,7 @@ def _length_problems(part: nn.Module, name: str, found: dict[str, WeightSplit], 
         lengths = split.sections or (parameter.shape[split.dim],)
         if any(length % size for length in lengths):
             yield (
-                f"tensor plan of {_star(name)}: {key} of shape {tuple(parameter.shape)} cannot be split into {size} "
+                f"tensor plan of {starred(name)}: {key} of shape {tuple(parameter.shape)} cannot be split into {size} "
                 f"along dim {split.dim}{f' in sections of {lengths}' if split.sections else ''}; possible sizes of the "
                 f"tensor axis: {_sizes(lengths)}"
             )
@@ -275,9 +268,9 @@ def _head_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[st
         for attribute in attributes:
             value = getattr(part, attribute, None)
             if not isinstance(value, int):
-                yield f"plan of heads: {_star(name)}.{attribute} is {value!r}, not a number of heads or features"
+                yield f"plan of heads: {starred(name)}.{attribute} is {value!r}, not a number of heads or features"
                 continue
-            counts[_star(name), attribute] = value
+            counts[starred(name), attribute] = value
     counts |= dict(_implied_heads(module, plan))
     if bad := {key: count for key, count in counts.items() if count % size}:
         listed = ", ".join(f"{name}.{attribute} = {count}" for (name, attribute), count in bad.items())
@@ -289,13 +282,13 @@ def _implied_heads(module: nn.Module, plan: ModelPlan) -> Iterator[tuple[tuple[s
     for name, style in plan.tensor.items():
         part = module.get_submodule(name)
         if isinstance(part, nn.MultiheadAttention):
-            yield (_star(name), "num_heads"), part.num_heads
+            yield (starred(name), "num_heads"), part.num_heads
         elif parse_style(style)[0] in ("colwise", "packed_colwise") and is_projection(part):
             parent = module.get_submodule(site_name(module, name))
             width = next((w for key in HEAD_WIDTHS if isinstance(w := getattr(parent, key, None), int) and w > 0), 1)
             for length in splits(part, style)["weight"].sections or (features(part)[1],):
                 if width > 1 and length % width == 0:
-                    yield (_star(name), f"outputs/{width}"), length // width
+                    yield (starred(name), f"outputs/{width}"), length // width
 
 
 def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]]:
@@ -304,10 +297,10 @@ def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]
     for name, attributes in plan.heads.items():
         part = module.get_submodule(name)
         values = {getattr(part, attribute, None) for attribute in attributes if attribute in COUNTS_OF_HEADS}
-        counts.setdefault(_star(name), set()).update(value for value in values if isinstance(value, int))
+        counts.setdefault(starred(name), set()).update(value for value in values if isinstance(value, int))
     for (name, attribute), count in _implied_heads(module, plan):
         # A width of heads may stand in a block that has its feed-forward network beside its attention.
-        owner = name if attribute == "num_heads" else name.rpartition(".")[0]
+        owner = name if attribute == "num_heads" else parent_of(name)
         if attribute == "num_heads" or _ATTENDS.search(owner.rpartition(".")[2]):
             counts.setdefault(owner, set()).add(count)
     return {name: (max(values), min(values)) for name, values in counts.items() if values}
@@ -315,10 +308,7 @@ def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]
 
 def _tie_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
     found = plan_splits(module, plan)
-    groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    for names in (*plan.tied, *(names for names in groups.values() if len(names) > 1)):
+    for names in (*plan.tied, *tied_groups(module)):
         if len({found.get(name) for name in names}) > 1:
             styles = ", ".join(f"{name}: {plan.tensor.get(name.rpartition('.')[0], 'none')}" for name in sorted(names))
             yield (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import count, islice
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,20 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.strategies.contract.cuts import Cut
-from trainwright.strategies.state.run_state import StateOwners
 from trainwright.strategies.state.wholes import register_taking, whole_on_device
+
+
+class StateOwners(Protocol):
+    """Of which parameters one rank has the optimizer state, and has it whole."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the parameter ``name`` is one of them."""
+
+    def is_mine(self, name: str) -> bool:
+        """Whether this rank is its owner."""
+
+    def united(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries by name of all ranks among which parameters are dealt. A collective of these."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +142,11 @@ class Assembly:
             for key in (key for key, value in owner.items() if value is True):
                 is_whole = whole_states is not None and name in whole_states
                 whole[index][key] = self._whole_value(name, by_name.get(name, {}).get(key), keep, is_whole)
-        param_groups, first = [], 0
-        for group, names in zip(state["param_groups"], groups, strict=True):
-            param_groups.append({**group, "params": list(range(first, first + len(names)))})
-            first += len(names)
-        return {**state, "state": dict(sorted(whole.items())), "param_groups": param_groups}
+        return {
+            **state,
+            "state": dict(sorted(whole.items())),
+            "param_groups": numbered(state["param_groups"], map(len, groups)),
+        }
 
     def _whole_value(self, name: str, value: Any, keep: bool, is_whole: bool) -> Tensor | None:
         owner = self.owners.get(name, 0)
@@ -204,14 +217,16 @@ class Assembly:
         saved = [index for group in state["param_groups"] for index in group["params"]]
         index_of = dict(zip((name for names in groups for name in names), saved, strict=True))
         parts: dict[int, dict[str, Any]] = {}
-        param_groups, count = [], 0
-        for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            for offset, parameter in enumerate(group["params"]):
-                values = state["state"].get(index_of[name_of(parameter)])
-                if values is not None:
-                    name = name_of(parameter)
-                    is_whole = whole_states is not None and name in whole_states
-                    parts[count + offset] = {k: v if is_whole else self.part(name, v) for k, v in values.items()}
-            param_groups.append({**saved_group, "params": list(range(count, count + len(group["params"])))})
-            count += len(group["params"])
-        return {**state, "state": parts, "param_groups": param_groups}
+        for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            name = name_of(parameter)
+            if (values := state["state"].get(index_of[name])) is not None:
+                is_whole = whole_states is not None and name in whole_states
+                parts[index] = {k: v if is_whole else self.part(name, v) for k, v in values.items()}
+        sizes = (len(group["params"]) for group in optimizer.param_groups)
+        return {**state, "state": parts, "param_groups": numbered(state["param_groups"], sizes)}
+
+
+def numbered(groups: Iterable[Mapping[str, Any]], sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """Parameter groups of a ``state_dict``, whose parameters are numbered one after the other."""
+    numbers = count()
+    return [{**group, "params": list(islice(numbers, size))} for group, size in zip(groups, sizes, strict=True)]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import platform
-import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 import torch.distributed as dist
-import xxhash
 from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import any_of_ranks, of_all_ranks, problems_of_ranks
@@ -29,71 +25,25 @@ from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.format.manifest import read_manifest, verify
 from trainwright.checkpoint.format.names import match_names, tied_names
-from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.source import TensorSource
-from trainwright.checkpoint.memory.handing_over import HANDED_OVER
 from trainwright.checkpoint.memory.held import HeldSource, HeldState
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.read.weights import SavedWeights
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
-from trainwright.core.layout import Layout
 from trainwright.strategies.contract.part import Host
-from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, set_random_state
-from trainwright.strategies.state.run_state import (
-    OF_CALLBACKS,
-    OF_RANK,
-    OPTIMIZERS,
-    WEIGHTS,
-    Collector,
-    CompletePlacement,
-    Placement,
-    StateOwners,
-    can_fill,
-    fill_weights,
-    is_stored,
-    listed,
-    misfit,
-    mismatch,
-    optimizer_parts,
-    refuse_other_optimizer,
-)
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.state import rank_state, run_state
+from trainwright.strategies.state.assemble import StateOwners
+from trainwright.strategies.state.collector import OF_CALLBACKS, Collector
+from trainwright.strategies.state.placement import Placement
+from trainwright.strategies.state.rank_state import BUFFERS, COMPRESSION, KeptBack
+from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS
 
 # Key of what this project adds to Lightning's dict of a run.
 OF_RUN = "trainwright"
-# Key there of what compression remembers, and the prefix of what each replica has kept back.
-COMPRESSION, OF_REPLICA = "compression", "compression/"
-# Prefix of buffers among what a rank has of its own.
-_BUFFERS = "buffers/"
 # Read once: a package's metadata takes milliseconds, in which training would stand still at each save.
 _version = cache(version)
-
-
-@dataclass(frozen=True)
-class KeptBack:
-    """What compression keeps back of gradients, for a run state.
-
-    Args:
-        tensors: by key, boxes of the whole, of this rank's replica.
-        of_rank: what this rank has of its own.
-        about: plain values, the same on all ranks.
-    """
-
-    tensors: Mapping[str, TensorParts]
-    of_rank: Mapping[str, Tensor]
-    about: Mapping[str, Any]
-
-
-NOTHING_KEPT = KeptBack({}, {}, {})
-
-
-def drop_kept_back(of_run: Mapping[str, Any]) -> None:
-    """Say that what compression had kept back in a run that is resumed is dropped, where nothing compresses now."""
-    saved = of_run.get(COMPRESSION)
-    if saved is not None and saved["kinds"]:
-        rank_zero_info(
-            f"What compression={saved['name']} had kept back of gradients is dropped: nothing is compressed now."
-        )
 
 
 class KeepsBack(Protocol):
@@ -191,10 +141,8 @@ class RunStates:
                 rank has it, so that it can go on from its own part alone: for
                 :class:`~trainwright.checkpoint.memory.held.HeldState`, not for files.
         """
-        placement = CompletePlacement(self._strategy.placement) if complete else self._strategy.placement
-        collector = Collector(
-            self._strategy.lightning_module, placement, self._strategy._name_of(), self._strategy._state_owners
-        )
+        own = self._strategy
+        collector = Collector(own.lightning_module, own.placement, own._name_of(), own._state_owners, complete)
         tree = collector.collect(checkpoint, self._strategy.optimizers)
         if OPTIMIZERS in checkpoint:
             buffers = {} if complete else self._strategy._own_buffers()  # with the weights already
@@ -212,18 +160,14 @@ class RunStates:
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Buffers that differ from those of the rank that writes them, such as running statistics. A collective."""
-        kept = self._strategy.lightning_module.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self._strategy.lightning_module.named_buffers() if name in kept}
+        buffers = rank_state.saved_buffers(self._strategy.lightning_module)
         if not self.any_rank(bool(buffers)):
             return {}
-        mine = {
-            name: (_digest(buffer), self._strategy.placement.writes(name, False)) for name, buffer in buffers.items()
-        }
+        writes = self._strategy.placement.writes
+        mine = {name: (rank_state.digest_of(buffer), writes(name, False)) for name, buffer in buffers.items()}
         found = self.of_all_ranks(mine)
-        written = {name: digest for rank in found for name, (digest, writes) in rank.items() if writes}
-        return {
-            f"{_BUFFERS}{name}": buffer.detach() for name, buffer in buffers.items() if mine[name][0] != written[name]
-        }
+        written = {name: digest for rank in found for name, (digest, is_written) in rank.items() if is_written}
+        return {f"{BUFFERS}{name}": buffer for name, buffer in buffers.items() if mine[name][0] != written[name]}
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         module = self._strategy.lightning_module
@@ -268,7 +212,9 @@ class RunStates:
         checkpoint = dict(state.tree)
         of_run = checkpoint.pop(OF_RUN, None)
         if of_run is not None and self.is_fitting():
-            self.pending = self._rank_state_of(state, of_run)
+            own = self._strategy
+            where = (own.layout, own._rank, own.data_rank, own.root_device)
+            self.pending = rank_state.saved_rank_state(state, of_run, *where)
             self._trained_before = set(of_run.get("trained", ()))
             self.certified_before = str(of_run.get("certificate", ""))
             self._pending_kept_back = (state, of_run)
@@ -360,15 +306,15 @@ class RunStates:
         if isinstance(self._strategy.precision_plugin, DoublePrecision):
             # Lightning does so after loading: parameters of 32 bits would cut off what was saved in 64.
             self._strategy.precision_plugin.convert_module(module)
-        if not is_stored(state):
+        if not run_state.is_stored(state):
             names = [] if strict else self._strategy._whole_keys()
             if names and not any(name in state for name in names):
-                report = mismatch(names, sorted(state), [])
-                raise misfit(f"The checkpoint {module.trainer.ckpt_path}", report, some_fit=False)
+                report = run_state.mismatch(names, sorted(state), [])
+                raise run_state.misfit(f"The checkpoint {module.trainer.ckpt_path}", report, some_fit=False)
             plainly(checkpoint, strict)
-        elif can_fill(module):
+        elif run_state.can_fill(module):
             where = f"The checkpoint {module.trainer.ckpt_path}"
-            fill_weights(
+            run_state.fill_weights(
                 module, self._strategy.placement, state, self._strategy._whole_keys(), strict=strict, where=where
             )
         else:
@@ -392,16 +338,16 @@ class RunStates:
             # An imported file knows parameters by their position.
             self._strategy._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
             for optimizer in self._strategy.optimizers:
-                refuse_other_optimizer(optimizer, "the checkpoint")
+                run_state.refuse_other_optimizer(optimizer, "the checkpoint")
             return
         self._refuse_state_of_other_shapes(checkpoint)
         for optimizer, state in zip(self._strategy.optimizers, states, strict=True):
             where, owners = "the checkpoint", self._strategy._state_owners
-            parts = optimizer_parts(
+            parts = run_state.optimizer_parts(
                 optimizer, state, self._strategy.placement, self._strategy._name_of(), where, owners
             )
             optimizer.load_state_dict(parts)
-            refuse_other_optimizer(optimizer, "the checkpoint")
+            run_state.refuse_other_optimizer(optimizer, "the checkpoint")
 
     def _refuse_state_of_other_shapes(self, checkpoint: Mapping[str, Any]) -> None:
         """``strict=False`` passes over weights of another shape; the state of their optimizer cannot be passed over."""
@@ -413,9 +359,10 @@ class RunStates:
             if name in stepped and _is_here(weights.get(name)) and tuple(weights[name].shape) != shape
         ]
         if wrong:
+            report = run_state.mismatch((), (), wrong)
             raise CheckpointError(
-                f"The checkpoint holds the optimizer's state of {mismatch((), (), wrong)} An optimizer cannot go on "
-                "with it: begin from the weights alone with init_from=<the checkpoint>."
+                f"The checkpoint holds the optimizer's state of {report} An optimizer cannot go on with it: begin from "
+                "the weights alone with init_from=<the checkpoint>."
             )
 
     # ---- weights from elsewhere -------------------------------------------------------------------------------------
@@ -454,7 +401,7 @@ class RunStates:
             # What is left out was told; a module's extra state, which is no tensor, was not.
             expected = [*names, *(key for key in expected if key not in shapes)]
         state = {name: StoredTensor(source, key) for name, key in names.items()}
-        fill_weights(module, self._strategy.placement, state, expected, strict=strict, where=where)
+        run_state.fill_weights(module, self._strategy.placement, state, expected, strict=strict, where=where)
         self._strategy._weights_changed()
 
     def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -486,9 +433,10 @@ class RunStates:
         self._trained_before = set()
         if frozen:
             rank_zero_warn(
-                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: {listed(frozen)}. They "
-                "keep the values of the checkpoint. If they are to be trained, unfreeze them (requires_grad_(True)) "
-                "when the module is built; a finetuning callback does so at the beginning of an epoch only."
+                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: "
+                f"{run_state.listed(frozen)}. They keep the values of the checkpoint. If they are to be trained, "
+                "unfreeze them (requires_grad_(True)) when the module is built; a finetuning callback does so at the "
+                "beginning of an epoch only."
             )
 
     def restore(self) -> None:
@@ -504,62 +452,10 @@ class RunStates:
             return
         set_random_state(self.pending, self._strategy.root_device)
         for key, value in self.pending.items():
-            if key.startswith(_BUFFERS):
-                self._strategy.lightning_module.get_buffer(key.removeprefix(_BUFFERS)).copy_(value)
-
-    def _rank_state_of(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
-        """This rank's own of before under the same layout, else the generators of its data rank."""
-        if isinstance(state, HeldSource):
-            found = of_rank(state, rank_of(state))
-            if not is_handed_over(state):
-                return found
-            found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
-            return _seeded(found, self._strategy.data_rank, self._strategy.root_device)
-        saved = Layout(**of_run["layout"])
-        if saved == self._strategy.layout:
-            return of_rank(state, self._strategy._rank)
-        found = of_rank(state, saved.first_of_data_rank(self._strategy.data_rank % saved.data_ranks))
-        found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
-        return (
-            found
-            if self._strategy.data_rank < saved.data_ranks
-            else _seeded(found, self._strategy.data_rank, self._strategy.root_device)
-        )
+            if key.startswith(BUFFERS):
+                self._strategy.lightning_module.get_buffer(key.removeprefix(BUFFERS)).copy_(value)
 
 
 def _is_here(value: Any) -> bool:
     """Whether there is a tensor, and this rank can see it: not that of another stage in a state in memory."""
     return value is not None and (not isinstance(value, StoredTensor) or value.key in value.source.keys())  # noqa: SIM118
-
-
-def of_rank(state: RunState | HeldSource, rank: int, prefix: str = "") -> dict[str, Tensor]:
-    """What a rank had of its own in a state, by what follows ``prefix`` of its name."""
-    prefix = f"{OF_RANK}{rank}/{prefix}"
-    return {key.removeprefix(prefix): state.read(key) for key in state.keys_under(prefix)}
-
-
-def rank_of(state: HeldSource) -> int:
-    """The rank whose state it is, which may have another number by now."""
-    return next(int(key.split("/")[1]) for key in state.keys_under(OF_RANK))
-
-
-def is_handed_over(state: HeldSource) -> bool:
-    """Whether another rank gave it to this one, which joins."""
-    return bool(state.about.get(HANDED_OVER))
-
-
-def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:
-    """State of a data rank that the saved run had not: seeded by another's, so that it repeats nobody's numbers."""
-    before = random_state(device)
-    set_random_state(state, device)
-    seed = (int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    seeded = random_state(device)
-    set_random_state(before, device)
-    return seeded
-
-
-def _digest(tensor: Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state
+from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state, map_tree
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
 
@@ -49,9 +49,16 @@ def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
     """
     state = RunState.open(path)
     read: dict[str, Tensor] = {}
-    return {
-        key: value if key == _OPTIMIZERS else _whole(value, map_location, read) for key, value in state.tree.items()
-    }
+
+    def placed(value: StoredTensor | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return _placed(value, map_location)
+        if value.key not in read:  # what is stored once is one tensor
+            read[value.key] = _placed(value.whole(), map_location)
+        return read[value.key]
+
+    kinds = (StoredTensor, Tensor)
+    return {k: value if k == _OPTIMIZERS else map_tree(value, kinds, placed) for k, value in state.tree.items()}
 
 
 def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..., Any]:
@@ -80,23 +87,6 @@ def _refuse_folder(path: str) -> None:
             f"{path} is a folder without a manifest: it was not completely written, or is no checkpoint. It holds "
             f"{', '.join(Folder(path).names()[:5]) or 'no file'}. Give another checkpoint, or a file of Lightning."
         )
-
-
-def _whole(tree: Any, map_location: Any, read: dict[str, Tensor]) -> Any:
-    """A copy of nested values with every tensor read; what is stored once is one tensor."""
-    if isinstance(tree, StoredTensor):
-        if tree.key not in read:
-            read[tree.key] = _placed(tree.whole(), map_location)
-        return read[tree.key]
-    if isinstance(tree, Tensor):
-        return _placed(tree, map_location)
-    if isinstance(tree, dict):
-        copy = tree.copy()  # the same class
-        copy.update((key, _whole(value, map_location, read)) for key, value in tree.items())
-        return copy
-    if type(tree) in (list, tuple):
-        return type(tree)(_whole(value, map_location, read) for value in tree)
-    return tree
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.read.run_state import map_tree
 from trainwright.strategies.contract.collectives.flat import gather_parts
 from trainwright.strategies.state.shards import rows_of
 
@@ -58,20 +59,12 @@ def gather_tree(tree: Any, keep: bool) -> Any:
         tree: what to gather.
         keep: ``False`` drops gathered values (``None`` stands in), for ranks that do not write.
     """
-    if isinstance(tree, DTensor):
-        whole = whole_tensor(tree)
+
+    def gathered(tensor: DTensor) -> Tensor | None:
+        whole = whole_tensor(tensor)
         return whole if keep else None
-    if isinstance(tree, dict):
-        # The same class, so that an OrderedDict with its metadata stays one.
-        copy = tree.copy()
-        for key, value in tree.items():
-            copy[key] = gather_tree(value, keep)
-        return copy
-    if isinstance(tree, list):
-        return [gather_tree(value, keep) for value in tree]
-    if isinstance(tree, tuple) and type(tree) is tuple:
-        return tuple(gather_tree(value, keep) for value in tree)
-    return tree
+
+    return map_tree(tree, DTensor, gathered)
 
 
 def part_like(value: Tensor, like: DTensor) -> DTensor:

@@ -18,7 +18,7 @@ sequence parallel    all-gather and reduce-scatter of ``n``      reduce-scatter 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -26,26 +26,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.strategies.contract.collectives.differentiable import (
-    copy_to,
-    gather,
-    gather_same,
-    reduce_from,
-    reduce_scatter,
-    scatter,
-)
+from trainwright.strategies.contract.collectives import differentiable as collectives
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
+from trainwright.strategies.plan import tensor_rules as rules
+from trainwright.strategies.plan.arguments import arguments, call_of, first_tensor
 from trainwright.strategies.plan.model_plan import ModelPlan
-from trainwright.strategies.plan.tensor_rules import (
-    has_own_forward,
-    is_inside,
-    is_transposed,
-    parse_style,
-    plan_splits,
-    site_name,
-    validate_tensor,
-)
+from trainwright.strategies.plan.names import inside_any, parent_of
+from trainwright.strategies.plan.tensor_rules import validate_tensor
 from trainwright.strategies.tensor.sharded_logits import ShardedLogits
 from trainwright.strategies.tensor.split_attention import attend
 
@@ -96,7 +84,7 @@ class TensorParallel:
         self._sites: dict[str, _Site] = {}
         self.splitting: _Site | None = None
         self.cuts: dict[str, Cut] = {
-            name: Cut(group, split.dim, split.sections) for name, split in plan_splits(module, plan).items()
+            name: Cut(group, split.dim, split.sections) for name, split in rules.plan_splits(module, plan).items()
         }
         self.summed: frozenset[str] = self._find_summed() if group.size() > 1 else frozenset()
 
@@ -135,11 +123,11 @@ class TensorParallel:
     def _find_summed(self) -> frozenset[str]:
         if self._sequence:
             names = [name for name, _ in self._module.named_parameters(remove_duplicate=False)]
-            return frozenset(n for n in names if n not in self.cuts and is_inside(n, self._plan.blocks))
+            return frozenset(n for n in names if n not in self.cuts and inside_any(n, self._plan.blocks))
         return frozenset(self._plan.summed)
 
     def _parent(self, name: str) -> nn.Module:
-        return self._module.get_submodule(name.rpartition(".")[0])
+        return self._module.get_submodule(parent_of(name))
 
     def _divide_heads(self) -> None:
         size = self._group.size()
@@ -153,7 +141,7 @@ class TensorParallel:
 
     def _site(self, name: str) -> _Site:
         """The place where the projection ``name`` shares its input with others."""
-        key = site_name(self._module, name)
+        key = rules.site_name(self._module, name)
         if key not in self._sites:
             parts = self._group.size() if key in self._plan.narrow else 1
             self._sites[key] = _Site(self, self._module.get_submodule(key), parts)
@@ -163,30 +151,26 @@ class TensorParallel:
     # Projections
 
     def _patch(self, part: nn.Module, name: str, style: str) -> None:
-        kind, _ = parse_style(style)
-        if kind == "vocabulary":
-            _exchange(part, self._vocabulary(cast(nn.Embedding, part)))
-        elif kind == "rowwise":
-            _exchange(part, self._rowwise(part, name))
-        elif kind == "colwise_gather":
-            _exchange(part, self._head(part))
-        else:
-            _exchange(part, self._colwise(part, name))
+        kind, _ = rules.parse_style(style)
+        makers: dict[str, Callable[[Any, str], _Forward]] = {
+            "vocabulary": self._vocabulary, "rowwise": self._rowwise, "colwise_gather": self._head
+        }  # fmt: skip
+        _exchange(part, makers.get(kind, self._colwise)(part, name))
 
     def _takes_slices(self, name: str) -> bool:
         """Whether the input of a projection is sliced under sequence parallelism."""
-        return is_inside(name, self._plan.blocks) and not is_inside(name, self._plan.whole_inputs)
+        return inside_any(name, self._plan.blocks) and not inside_any(name, self._plan.whole_inputs)
 
     def _colwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part)
         site = self._site(name)
-        in_blocks, takes_slices = is_inside(name, self._plan.blocks), self._takes_slices(name)
+        in_blocks, takes_slices = inside_any(name, self._plan.blocks), self._takes_slices(name)
 
         def forward(x: Tensor) -> Tensor:
             x = site.given(x)
             if in_blocks and self.slices_sequence:
                 if takes_slices:
-                    x = site.share(x, lambda given: gather(given, _SEQUENCE, self._group))
+                    x = site.share(x, self._gather)
             else:
                 x = site.share(x, self._copy)
             site.begin(x.device)
@@ -199,11 +183,11 @@ class TensorParallel:
         kind = x.device.type
         if x.is_floating_point() and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # the projection would; so its gradient travels in that dtype
-        return copy_to(x, self._group)
+        return collectives.copy_to(x, self._group)
 
     def _rowwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part, with_bias=False)
-        in_blocks = is_inside(name, self._plan.blocks)
+        in_blocks = inside_any(name, self._plan.blocks)
 
         def forward(x: Tensor) -> Tensor:
             self._end_split()
@@ -216,29 +200,31 @@ class TensorParallel:
     def _reduce(self, partial: Tensor, in_blocks: bool) -> Tensor:
         if in_blocks and self.slices_sequence:
             self._check_length(partial)
-            return reduce_scatter(partial, _SEQUENCE, self._group)
-        return reduce_from(partial, self._group)
+            return collectives.reduce_scatter(partial, _SEQUENCE, self._group)
+        return collectives.reduce_from(partial, self._group)
 
-    def _head(self, part: nn.Module) -> _Forward:
+    def _head(self, part: nn.Module, _: str) -> _Forward:
         project = _projection(part)
 
         def forward(x: Tensor) -> Tensor:
             logits: Tensor = project(self._copy(x))
             if self._loss and torch.is_grad_enabled():
                 return ShardedLogits.wrap(logits, self._group)
-            return gather_same(logits, -1, self._group)
+            return collectives.gather_same(logits, -1, self._group)
 
         return forward
 
-    def _vocabulary(self, part: nn.Embedding) -> _Forward:
-        look_up: _Forward = part.forward if has_own_forward(part) else functools.partial(_look_up, part, self._group)
+    def _vocabulary(self, part: nn.Embedding, _: str) -> _Forward:
+        look_up: _Forward = (
+            part.forward if rules.has_own_forward(part) else functools.partial(_look_up, part, self._group)
+        )
 
         def forward(ids: Tensor) -> Tensor:
             rows = part.weight.shape[0]
             local = ids - self._group.rank() * rows
             missing = (local < 0) | (local >= rows)
             found = look_up(local.masked_fill(missing, 0))
-            return reduce_from(found.masked_fill(missing[..., None], 0), self._group)
+            return collectives.reduce_from(found.masked_fill(missing[..., None], 0), self._group)
 
         return forward
 
@@ -246,8 +232,8 @@ class TensorParallel:
     # Attention of torch
 
     def _patch_attention(self, part: nn.MultiheadAttention, name: str) -> None:
-        in_blocks = is_inside(name, self._plan.blocks)
-        takes_whole = is_inside(name.rpartition(".")[0], self._plan.whole_inputs)
+        in_blocks = inside_any(name, self._plan.blocks)
+        takes_whole = inside_any(parent_of(name), self._plan.whole_inputs)
 
         def enter(*inputs: Tensor) -> tuple[Tensor, ...]:
             """Queries, keys and values as the projections need them; a tensor given thrice is entered once."""
@@ -262,7 +248,7 @@ class TensorParallel:
                     entered[id(x)] = x
                 else:  # a memory of another length is not sliced: the region slices one sequence
                     is_slice = i == 0 or x.shape[_SEQUENCE] == inputs[0].shape[_SEQUENCE]
-                    entered[id(x)] = gather(x, _SEQUENCE, self._group) if is_slice else self._copy(x)
+                    entered[id(x)] = self._gather(x) if is_slice else self._copy(x)
             return tuple(entered[id(x)] for x in inputs)
 
         def forward(
@@ -276,18 +262,14 @@ class TensorParallel:
             is_causal: bool = False,
         ) -> tuple[Tensor, Tensor | None]:
             query, key, value = enter(query, key, value)
-            began = part.training and part.dropout > 0 and self.random.enter(query.device)
-            try:
+            with self.random.region(query.device, part.training and part.dropout > 0):
                 mixed, weights = attend(
                     part, self._group, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal
                 )
-            finally:
-                if began:
-                    self.random.leave()
             if weights is not None and average_attn_weights:
-                weights = reduce_from(weights.mean(-3) / self._group.size(), self._group)
+                weights = collectives.reduce_from(weights.mean(-3) / self._group.size(), self._group)
             elif weights is not None:
-                weights = gather_same(weights, weights.dim() - 3, self._group)
+                weights = collectives.gather_same(weights, weights.dim() - 3, self._group)
             out = part.out_proj
             y = self._reduce(F.linear(mixed, out.weight), in_blocks)
             return (y if out.bias is None else y + out.bias.to(y.dtype)), weights
@@ -298,7 +280,7 @@ class TensorParallel:
         """Keep torch's encoder from reading split weights itself in evaluation."""
         split = tuple(self._plan.tensor)
         for name, part in self._module.named_modules():
-            if not any(is_inside(other, (name,)) for other in split) and name:
+            if not any(inside_any(other, (name,)) for other in split) and name:
                 continue
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False
@@ -321,21 +303,23 @@ class TensorParallel:
     def _patch_region(self, first: nn.Module | None, last: nn.Module | None) -> None:
         for name in self._plan.whole_inputs:
             part = self._module.get_submodule(name)
-            if not isinstance(part, nn.MultiheadAttention) and is_inside(name, self._plan.blocks):
-                _exchange(part, self._with_whole_input(part.forward, name))
+            if not isinstance(part, nn.MultiheadAttention) and inside_any(name, self._plan.blocks):
+                _exchange(part, self._changing(part.forward, self._gather, name))
         for name in self._plan.blocks:
             block = self._module.get_submodule(name)
             if draws_randomly(block):
                 _exchange(block, self._with_own_randomness(block.forward))
         if first is not None:
-            _exchange(first, self._slicing(first.forward))
+            _exchange(first, self._changing(first.forward, self._slice, "the first block"))
         if last is not None:
             _exchange(last, self._joining(last.forward))
 
-    def _with_whole_input(self, forward: _Forward, name: str) -> _Forward:
+    def _changing(self, forward: _Forward, change: Callable[[Tensor], Tensor], where: str) -> _Forward:
+        """``forward``, given its first tensor changed where the sequence is sliced."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.slices_sequence:
-                args, kwargs = _change_first_tensor(args, kwargs, lambda x: gather(x, _SEQUENCE, self._group), name)
+                args, kwargs = _change_first_tensor(args, kwargs, change, where)
             return forward(*args, **kwargs)
 
         return run
@@ -344,26 +328,18 @@ class TensorParallel:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self.slices_sequence:
                 return forward(*args, **kwargs)
-            began = self.random.enter(_first_tensor(args, kwargs).device)
-            try:
+            device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            with self.random.region(device):
                 return forward(*args, **kwargs)
-            finally:
-                if began:
-                    self.random.leave()
 
         return run
 
-    def _slicing(self, forward: _Forward) -> _Forward:
-        def slice_of(x: Tensor) -> Tensor:
-            self._check_length(x)
-            return scatter(x, _SEQUENCE, self._group)
+    def _gather(self, x: Tensor) -> Tensor:
+        return collectives.gather(x, _SEQUENCE, self._group)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.slices_sequence:
-                args, kwargs = _change_first_tensor(args, kwargs, slice_of, "the first block")
-            return forward(*args, **kwargs)
-
-        return run
+    def _slice(self, x: Tensor) -> Tensor:
+        self._check_length(x)
+        return collectives.scatter(x, _SEQUENCE, self._group)
 
     def _joining(self, forward: _Forward) -> _Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -371,9 +347,9 @@ class TensorParallel:
             if not self.slices_sequence:
                 return output
             if isinstance(output, Tensor):
-                return gather_same(output, _SEQUENCE, self._group)
+                return collectives.gather_same(output, _SEQUENCE, self._group)
             if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-                return (gather_same(output[0], _SEQUENCE, self._group), *output[1:])
+                return (collectives.gather_same(output[0], _SEQUENCE, self._group), *output[1:])
             raise TypeError(
                 f"sequence_parallel=true: the last block returned a {type(output).__name__}; it must return the hidden "
                 "states, or a tuple that begins with them. Set sequence_parallel=false."
@@ -469,9 +445,9 @@ def _exchange(part: nn.Module, forward: _Forward) -> None:
 
 def _projection(part: nn.Module, with_bias: bool = True) -> _Forward:
     """What a projection computes, from the parameters that it holds when it runs."""
-    if is_transposed(part):
+    if rules.is_transposed(part):
         return functools.partial(_transposed_projection, part, with_bias)
-    if with_bias or has_own_forward(part):
+    if with_bias or rules.has_own_forward(part):
         return part.forward
     return lambda x: F.linear(x, cast(Tensor, part.weight))
 
@@ -493,17 +469,9 @@ def _nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-
-
 def _change_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], where: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:i], change(value), *args[i + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return args, {**kwargs, name: change(value)}
-    raise TypeError(f"{where} was called without a tensor, and tensor parallelism splits what it is given.")
+    given = arguments(args, kwargs)
+    place = first_tensor(given, f"{where} was called without a tensor, and tensor parallelism splits what it is given.")
+    return call_of({**given, place: change(given[place])})

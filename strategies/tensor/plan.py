@@ -12,22 +12,14 @@ from torch import nn
 
 from trainwright.checkpoint.foreign.hugging_face import outermost_models
 from trainwright.strategies.contract.cuts import Cut
+from trainwright.strategies.plan import structure
 from trainwright.strategies.plan.hugging_face import tensor_metadata
 from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig, base_style
 from trainwright.strategies.plan.names import folded, joined, matched, matching, parent_of, starred, within
 from trainwright.strategies.plan.outside import tied_groups, used_functionally
 from trainwright.strategies.plan.proof.proof import UNIT, Proof, Split
 from trainwright.strategies.plan.proof.trace import Trace, calls_for, kinds_of
-from trainwright.strategies.plan.structure import (
-    Guess,
-    attention_guess,
-    features_of,
-    guesses,
-    heads_of,
-    outer_calls,
-    owners,
-    with_adapters,
-)
+from trainwright.strategies.plan.structure import Guess
 from trainwright.strategies.plan.tensor_rules import COUNTS_OF_HEADS
 from trainwright.strategies.tensor.engine import TensorParallel
 
@@ -123,8 +115,9 @@ class TensorDraft:
 
     def _take_metadata(self) -> None:
         styles, self._whole = tensor_metadata(self._module)
-        for name, style in [pair for n, s in styles.items() for pair in with_adapters(self._module, n, s).items()]:
-            if features_of(self._of(name)) is None and style != "vocabulary":
+        adapted = (structure.with_adapters(self._module, name, style) for name, style in styles.items())
+        for name, style in [pair for each in adapted for pair in each.items()]:
+            if structure.features_of(self._of(name)) is None and style != "vocabulary":
                 continue  # said of stacked experts, or more than a projection
             if style == "colwise_gather" and self._block_of(name):
                 self._whole[parent_of(name)] = "outputs are gathered within a block"
@@ -147,8 +140,8 @@ class TensorDraft:
 
     def _prove(self) -> None:
         """Keep what computes the same when it is split, and add what else can be, once for each kind of block."""
-        units = [name for name in self._blocks if owners(self._of(name), [])]
-        units += owners(self._module, [*units, *self._routed])
+        units = [name for name in self._blocks if structure.owners(self._of(name), [])]
+        units += structure.owners(self._module, [*units, *self._routed])
         while units:
             deeper: list[str] = []
             for kind in kinds_of(self._module, units):
@@ -175,10 +168,10 @@ class TensorDraft:
         sub, holder = self._of(name), parent_of(name)
         if isinstance(sub, nn.MultiheadAttention):
             if name not in self._styles:
-                for guess in attention_guess(self._of(holder), name.rpartition(".")[2], self._ranks):
+                for guess in structure.attention_guess(self._of(holder), name.rpartition(".")[2], self._ranks):
                     self._accept(guess, [holder])
             return []
-        inner = [joined(name, n) for n in owners(sub, [])]
+        inner = [joined(name, n) for n in structure.owners(sub, [])]
         if inner == [name] or not inner:
             self._whole |= dict.fromkeys(self._projections(name), "it cannot be run by itself, so nothing is proven")
         return [n for n in inner if n != name and not self._is_routed(n)]
@@ -188,9 +181,8 @@ class TensorDraft:
         said = {n[len(prefix) :]: s for n, s in self._styles.items() if n.startswith(prefix)}
         accepted: list[Guess] = []
         for styles in _groups({n: s for n, s in said.items() if s != "none"}):
-            heads = list(
-                heads_of(dict.fromkeys(map(parent_of, styles)), proof.reads, self._widths(unit, styles), self._ranks)
-            )
+            holders, widths = dict.fromkeys(map(parent_of, styles)), self._widths(unit, styles)
+            heads = structure.heads_of(holders, proof.reads, widths, self._ranks)
             found = self._first_proven(proof, prefix, accepted, [Guess(styles, chosen) for chosen in heads])
             if isinstance(found, Guess):
                 accepted.append(found)
@@ -209,14 +201,14 @@ class TensorDraft:
         for guess in accepted:
             self._accept(guess, kind)
         self.proofs.append((kind, proof, _plan_of(accepted)))
-        for name, _ in outer_calls(unit, dict(proof.projections)):
+        for name, _ in structure.outer_calls(unit, dict(proof.projections)):
             if not self._is_routed(prefix + name) and not any(within(n, name) for g in accepted for n in g.styles):
                 self._whole.setdefault(prefix + name, "nothing shows how it could be split")
 
     def _add_structure(self, kind: list[str], proof: Proof, accepted: list[Guess], taken: set[str]) -> None:
         prefix = f"{kind[0]}." if kind[0] else ""
         calls = [call for call in proof.projections if not self._is_routed(prefix + call[0])]
-        for ways in guesses(self._of(kind[0]), calls, proof.reads, self._ranks):
+        for ways in structure.guesses(self._of(kind[0]), calls, proof.reads, self._ranks):
             names = {name for guess in ways[:1] for name in guess.styles}
             if not names or not taken.isdisjoint(names):
                 continue
@@ -270,11 +262,11 @@ class TensorDraft:
         return any(within(name, outer) for outer in self._routed)
 
     def _projections(self, name: str) -> list[str]:
-        found = [joined(name, n) for n, sub in self._of(name).named_modules() if features_of(sub) is not None]
+        found = [joined(name, n) for n, sub in self._of(name).named_modules() if structure.features_of(sub) is not None]
         return [n for n in found if n not in self._styles]
 
     def _widths(self, unit: nn.Module, styles: Mapping[str, str]) -> set[int]:
-        shapes = [features_of(unit.get_submodule(name)) for name in styles]
+        shapes = [structure.features_of(unit.get_submodule(name)) for name in styles]
         return {width for shape in filter(None, shapes) for width in shape}
 
     def _take_vocabulary(self) -> None:

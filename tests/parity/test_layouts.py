@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import QUIET, Record, differences, make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference, run
-from trainwright.strategies.pipeline.schedules import SCHEDULES
+from trainwright.strategies.pipeline.schedules import CHOICES
 
 EVEN = {"length": 8}  # a Hugging Face model reads all it is given; 8 positions divide by 4 and by 2 x 2
 
@@ -47,7 +47,7 @@ TWO: dict[str, LayoutCase] = {
     "context, by tokens": LayoutCase("masked", {"context": 2, "shard": 1}, accumulation=2, trainer=TOKENS),
     **{
         f"pipeline, {schedule}": LayoutCase("gpt2", {"pipeline": 2, "schedule": schedule, "micro_batches": 4})
-        for schedule in SCHEDULES
+        for schedule in CHOICES
     },
 }
 

@@ -16,6 +16,7 @@ from trainwright.core.text.bounded import ContentError
 from trainwright.core.text.messages import RUN_TOKEN, seal
 from trainwright.launch.ranks.rendezvous import LocalStore
 from trainwright.strategies.parameter_server.messages.packing import pack, unpack
+from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size
 from trainwright.strategies.parameter_server.messages.wire import (
     FIXED,
     HEADER,
@@ -27,15 +28,9 @@ from trainwright.strategies.parameter_server.messages.wire import (
     header,
 )
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
-from trainwright.strategies.parameter_server.server.server import (
-    BYTES,
-    Operation,
-    Rules,
-    Server,
-    ServerMeeting,
-    Status,
-    request_size,
-)
+from trainwright.strategies.parameter_server.server.clocks import Rules
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.server import Server
 
 Payload = tuple[torch.Tensor, int]
 

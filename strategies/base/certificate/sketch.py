@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.strategies.contract.cuts import Cut
-from trainwright.strategies.state.run_state import boxes_of
+from trainwright.strategies.state.placement import boxes_of
 
 # Numbers per parameter: projections, and the number of elements they were made of.
 PROJECTIONS = 8

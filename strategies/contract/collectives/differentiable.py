@@ -19,12 +19,12 @@ all_to_all        rows to the ranks that own them       rows back to where they 
 ``copy_to`` and ``reduce_from`` are *f* and *g* of Megatron-LM (arXiv:1909.08053, section 3); ``gather`` and
 ``reduce_scatter`` are those of its sequence parallelism (arXiv:2205.05198, section 4.2). Which of the two backwards of
 ``gather`` is right depends on what follows: ``gather`` where the ranks go on to compute different things with the
-whole, ``gather_same`` where all compute the same.
+whole, ``gather_same`` where all compute the same. Other linear maps are made with :func:`linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,36 @@ from trainwright.strategies.contract.collectives import flat as flat_collectives
 Group = dist.ProcessGroup
 
 
+def linear(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """``forward(x)``, whose gradient is ``backward`` of the result's.
+
+    Args:
+        x: any shape.
+        forward: a linear map, run without recording gradients; returns another tensor than it was given.
+        backward: made of differentiable functions, if it is to be differentiated itself.
+    """
+    return cast(Tensor, LinearMap.apply(forward, backward, x))
+
+
+class LinearMap(Function):
+    """A linear map of tensors and the map of their gradients; called as ``apply(forward, backward, *tensors)``."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.map = backward
+        return forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.map(*gradients)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
+
+
+def same(x: Tensor) -> Tensor:
+    """The values of ``x`` as another tensor, for a forward of :func:`linear` that changes none."""
+    return x.view_as(x)
+
+
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """The input; backward sums the gradients of all ranks (Megatron's *f*).
 
@@ -46,7 +76,7 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
         x: any shape.
         group: ranks that hold the same ``x``.
     """
-    return x if group.size() == 1 else _apply(_Copy, x, group)
+    return x if group.size() == 1 else linear(x, same, lambda gradient: reduce_from(gradient, group))
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
@@ -58,7 +88,9 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
         x: any shape, the same on every rank.
         group: ranks to sum over.
     """
-    return x if group.size() == 1 else _apply(_Reduce, x, group)
+    if group.size() == 1:
+        return x
+    return linear(x, lambda x: flat_collectives.summed(x, group), lambda gradient: copy_to(gradient, group))
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -69,7 +101,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
         dim: tensor dimension to join along.
         group: ranks in the order of the slices.
     """
-    return x if group.size() == 1 else _apply(_Gather, x, _positive(dim, x), group)
+    return _joined(x, dim, group, reduce_scatter)
 
 
 def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -82,7 +114,19 @@ def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
         dim: tensor dimension to join along.
         group: ranks in the order of the slices.
     """
-    return x if group.size() == 1 else _apply(_GatherSame, x, _positive(dim, x), group)
+    return _joined(x, dim, group, scatter)
+
+
+def _joined(x: Tensor, dim: int, group: Group, backward: Callable[[Tensor, int, Group], Tensor]) -> Tensor:
+    if group.size() == 1:
+        return x
+    dim = dim % x.dim()
+
+    def forward(x: Tensor) -> Tensor:
+        parts = flat_collectives.gather_parts(x, group)
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+    return linear(x, forward, lambda gradient: backward(gradient, dim, group))
 
 
 def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -97,7 +141,14 @@ def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
         ValueError: if ``dim`` does not divide.
     """
     _check_divides(x, dim, group)
-    return x if group.size() == 1 else _apply(_Scatter, x, _positive(dim, x), group)
+    if group.size() == 1:
+        return x
+    dim = dim % x.dim()
+
+    def forward(x: Tensor) -> Tensor:
+        return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+    return linear(x, forward, lambda gradient: gather_same(gradient, dim, group))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -112,7 +163,14 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
         ValueError: if ``dim`` does not divide.
     """
     _check_divides(x, dim, group)
-    return x if group.size() == 1 else _apply(_ReduceScatter, x, _positive(dim, x), group)
+    if group.size() == 1:
+        return x
+    dim = dim % x.dim()
+
+    def forward(x: Tensor) -> Tensor:
+        return flat_collectives.scatter_sum(x.unflatten(dim, (group.size(), -1)).movedim(dim, 0), group)
+
+    return linear(x, forward, lambda gradient: gather(gradient, dim, group))
 
 
 def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -135,7 +193,15 @@ def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[i
             f"all_to_all of {x.shape[0]} rows over {group.size()} ranks was given send={list(send)}, "
             f"receive={list(receive)}; each needs one count per rank, and send must sum to the rows."
         )
-    return x if group.size() == 1 else _apply(_AllToAll, x, group, tuple(send), tuple(receive))
+    if group.size() == 1:
+        return x
+
+    def forward(x: Tensor) -> Tensor:
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group)
+        return received
+
+    return linear(x, forward, lambda gradient: all_to_all(gradient, group, receive, send))
 
 
 def _check_divides(x: Tensor, dim: int, group: Group) -> None:
@@ -144,104 +210,3 @@ def _check_divides(x: Tensor, dim: int, group: Group) -> None:
             f"A tensor of shape {tuple(x.shape)} cannot be split into {group.size()} equal slices along dim {dim}; its "
             f"length there must be a multiple of {group.size()}."
         )
-
-
-def _positive(dim: int, x: Tensor) -> int:
-    return dim % x.dim()
-
-
-def _apply(function: type[Function], *args: Any) -> Tensor:
-    return cast(Tensor, function.apply(*args))
-
-
-def _joined(x: Tensor, dim: int, group: Group) -> Tensor:
-    parts = flat_collectives.gather_parts(x, group)
-    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
-
-
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_from(gradient, ctx.group), None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return copy_to(gradient, ctx.group), None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _joined(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(gradient, ctx.dim, ctx.group), None, None
-
-
-class _GatherSame(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _joined(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return scatter(gradient, ctx.dim, ctx.group), None, None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return x.chunk(group.size(), dim)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather_same(gradient, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        pieces = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size(), dim))
-        shape = list(x.shape)
-        shape[dim] //= group.size()
-        part = x.new_empty(shape)
-        row, flat = part.view(-1), pieces.view(-1)  # gloo compares dim 0 of both sides
-        flat_collectives.reduce_scatter(row, flat, group=group)
-        return part
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather(gradient, ctx.dim, ctx.group), None, None
-
-
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.send, ctx.receive = group, send, receive
-        x = x.contiguous()
-        received = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(received, x, list(receive), list(send), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(gradient, ctx.group, ctx.receive, ctx.send), None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,3 +22,18 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     parts = part.new_empty(dist.get_world_size(group), *part.shape)
     all_gather(parts.view(-1), part.view(-1), group=group)  # gloo compares dim 0 of both sides
     return parts
+
+
+def scatter_sum(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's row of the sum of all ranks' ``rows``, ``(size, ...)``. A collective without gradient."""
+    rows = rows.contiguous()
+    own = rows.new_empty(rows.shape[1:])
+    reduce_scatter(own.view(-1), rows.view(-1), group=group)
+    return own
+
+
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of a tensor over the ranks, in memory of its own. A collective without gradient."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

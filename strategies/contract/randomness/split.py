@@ -6,10 +6,13 @@ Dropout on activations that all tensor ranks hold must drop the same on each; on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.contract.randomness.state import RANK_STRIDE
+from trainwright.strategies.contract.randomness.state import RANK_STRIDE, set_torch_state, torch_state
 
 
 def draws_randomly(module: nn.Module) -> bool:
@@ -38,7 +41,7 @@ class SplitRandomness:
 
     def __init__(self, rank: int) -> None:
         self._offset = rank * RANK_STRIDE
-        self._outside: tuple[Tensor, Tensor | None, int] | None = None
+        self._outside: tuple[dict[str, Tensor], torch.device] | None = None
 
     @property
     def is_inside(self) -> bool:
@@ -57,24 +60,27 @@ class SplitRandomness:
         if self._outside is not None:
             return False
         seed = int(torch.randint(2**62, (), device="cpu").item())
-        index = 0
-        on_device = None
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            on_device = torch.cuda.get_rng_state(index)
-        self._outside = torch.get_rng_state(), on_device, index
+        self._outside = torch_state(device), device
         inside = (seed + self._offset) % 2**63
         torch.default_generator.manual_seed(inside)
-        if on_device is not None:
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
             torch.cuda.default_generators[index].manual_seed(inside)
         return True
+
+    @contextmanager
+    def region(self, device: torch.device, draws: bool = True) -> Iterator[None]:
+        """Be inside, unless a region was entered already or nothing ``draws``."""
+        began = draws and self.enter(device)
+        try:
+            yield
+        finally:
+            if began:
+                self.leave()
 
     def leave(self) -> None:
         """Go on where the generators outside were. Does nothing outside of a region."""
         if self._outside is None:
             return
-        on_cpu, on_device, index = self._outside
-        self._outside = None
-        torch.set_rng_state(on_cpu)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, index)
+        outside, self._outside = self._outside, None
+        set_torch_state(*outside)

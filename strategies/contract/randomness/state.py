@@ -18,25 +18,40 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     kind, words, position, has_gauss, cached = np.random.get_state()
     assert kind == "MT19937"
     _, python, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
+    return {
+        **torch_state(device),
         "numpy": torch.tensor([*map(int, words), position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "python": torch.tensor(python, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     """Put back what :func:`random_state` gave; a generator that ``state`` knows nothing of stays as it is."""
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    set_torch_state(state, device)
     *words, position, has_gauss = state["numpy"].tolist()
     cached = state["numpy_gauss"].item()
     np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, cached))
     gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+
+
+def torch_state(device: torch.device) -> dict[str, Tensor]:
+    """State of the default generators of torch, of the CPU and of ``device``, by name."""
+    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"torch": torch.get_rng_state(), **on_device}
+
+
+def set_torch_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put back what :func:`torch_state` gave; the generator of ``device`` stays as it is where none was saved."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the default generators of torch, numpy and python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

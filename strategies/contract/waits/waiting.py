@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,46 +26,30 @@ from torch.autograd import Variable
 _MOST_SPANS = 1 << 14
 
 
-class Spans(Protocol):
-    """Sums up spans of time by what they were spent for, in the time of the device that computes."""
+class Spans:
+    """Sums up spans of time by what they were spent for: by the clock, where the host itself computes."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
 
     def mark(self) -> Any:
         """The present instant of the device."""
+        return time.perf_counter()
 
     def add(self, kind: str, begin: Any, end: Any) -> None:
         """Count the time between two marks as ``kind``."""
+        self._seconds[kind] += end - begin
 
     def take(self) -> dict[str, float]:
         """Seconds by kind since the last call; what the device has not done yet is told by the next one."""
+        taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
 
     def settle(self) -> None:
         """Wait until the device has done what was added."""
 
 
-class HostSpans:
-    """By the clock, where the host itself computes."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    def mark(self) -> float:
-        """See :class:`Spans`."""
-        return time.perf_counter()
-
-    def add(self, kind: str, begin: float, end: float) -> None:
-        """See :class:`Spans`."""
-        self._seconds[kind] += end - begin
-
-    def take(self) -> dict[str, float]:
-        """See :class:`Spans`."""
-        taken, self._seconds = self._seconds, defaultdict(float)
-        return taken
-
-    def settle(self) -> None:
-        """See :class:`Spans`."""
-
-
-class StreamSpans(HostSpans):
+class StreamSpans(Spans):
     """By events of a CUDA stream. A span in which the host is late, and the stream has nothing to do, is as long.
 
     Args:
@@ -236,4 +220,4 @@ class _Interception:
 
 def make_spans(device: torch.device) -> Spans:
     """Spans in the time of a device."""
-    return StreamSpans(device) if device.type == "cuda" else HostSpans()
+    return StreamSpans(device) if device.type == "cuda" else Spans()

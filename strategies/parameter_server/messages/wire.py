@@ -7,7 +7,7 @@ vector of float64, and at most one payload whose size the header or both ends kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 # For both ends to come; and for a message, which may be as long in coming as a validation or a save takes. A recv that
 # times out closes the pair for good, and one whose peer has died fails at once whatever the timeout.
 MEETING = timedelta(seconds=120)
-_PATIENCE = timedelta(days=30)
+PATIENCE = timedelta(days=30)
 # For what follows a header at once, and for the first header of a link.
 COMING = timedelta(minutes=30)
 # Tags: a header and the payload after it are received at the same time, and so are parts, which count from PART on.
@@ -57,12 +57,15 @@ class Link:
         name: of the link, never used before.
         serves: whether this is the server's end.
         device: see :class:`Device`.
+        lost: makes what is raised, here and later, if the other end does not come or is gone.
 
     Raises:
         LinkError: if the other end does not come.
     """
 
-    def __init__(self, store: dist.Store, name: str, serves: bool, device: Device) -> None:
+    def __init__(
+        self, store: dist.Store, name: str, serves: bool, device: Device, lost: Callable[[str], Exception] = LinkError
+    ) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = MEETING
@@ -75,7 +78,8 @@ class Link:
             store_of_link = dist.PrefixStore(name, store)
             self._group: Any = gloo(store_of_link, 1 - self._peer, 2, options)
         except RuntimeError as error:
-            raise LinkError(str(error).splitlines()[0]) from None
+            raise lost(str(error).splitlines()[0]) from None
+        self._lost = lost
 
     def send(self, tensor: Tensor, tag: int) -> Sending:
         """Begin to send; ``tensor`` must stay as it is until that has ended.
@@ -97,13 +101,13 @@ class Link:
 
     def _begin(self, what: str, tensor: Tensor, tag: int) -> Sending:
         if self._group is None:
-            raise LinkError("the link is closed")
+            raise self._lost("the link is closed")
         if tensor.numel() == 0:
-            return Sending(None)
+            return Sending(None, self._lost)
         try:
-            return Sending(getattr(self._group, what)([tensor], self._peer, tag))
+            return Sending(getattr(self._group, what)([tensor], self._peer, tag), self._lost)
         except RuntimeError as error:
-            raise LinkError(str(error).splitlines()[0]) from None
+            raise self._lost(str(error).splitlines()[0]) from None
 
     def close(self) -> None:
         """Hang up: the other end hears of it at once. Nothing may be on its way."""
@@ -113,10 +117,10 @@ class Link:
 class Sending:
     """A message on its way."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, work: Any, lost: Callable[[str], Exception]) -> None:
+        self._work, self._lost = work, lost
 
-    def wait(self, patience: timedelta = _PATIENCE) -> None:
+    def wait(self, patience: timedelta = PATIENCE) -> None:
         """Until it has come or gone; after ``patience`` the link is lost.
 
         Raises:
@@ -128,7 +132,7 @@ class Sending:
         try:
             work.wait(patience)
         except RuntimeError as error:
-            raise LinkError(str(error).splitlines()[0]) from None
+            raise self._lost(str(error).splitlines()[0]) from None
 
 
 def header(size: int, **fields: float) -> Tensor:

@@ -1,10 +1,35 @@
-"""Who may go on: the clocks of workers and the bound between them."""
+"""Who may go on: the rules of consistency, the clocks of workers and the bound between them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Consistency = Literal["sync", "ssp", "async"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How servers treat what workers push.
+
+    Args:
+        consistency: ``"sync"``, ``"ssp"`` or ``"async"``.
+        staleness: steps that a worker may be ahead of the slowest, with ``"ssp"``.
+        delay_compensation: lambda of DC-ASGD (arXiv:1609.08326, section 3, with constant lambda): a gradient g that was
+            computed at parameters v becomes ``g + lambda * g * g * (w - v)`` where they are w by now; 0: off.
+        scale_by_staleness: divide learning rates by the steps that others made since the worker pulled
+            (arXiv:1511.05950, section 3).
+    """
+
+    consistency: Consistency
+    staleness: int | None = None
+    delay_compensation: float = 0.0
+    scale_by_staleness: bool = False
+
+    @property
+    def bound(self) -> int | None:
+        """The bound of :class:`Clocks` that they stand for."""
+        return {"sync": 0, "ssp": self.staleness, "async": None}[self.consistency]
 
 
 class Clocks:
@@ -81,8 +106,3 @@ class Clocks:
         latest = max(self._clocks.values(), default=0)
         self._clocks = dict.fromkeys(self._clocks, latest)
         self._waiting.clear()
-
-
-def bound_of(consistency: Consistency, staleness: int | None) -> int | None:
-    """The bound of :class:`Clocks` that a consistency model stands for."""
-    return {"sync": 0, "ssp": staleness, "async": None}[consistency]

@@ -23,16 +23,16 @@ class GroupHyperParameters:
     def __init__(self, groups: Groups) -> None:
         self._groups = len(groups)
         self._kinds = [
-            (index, key, _kind(value))
+            (index, key, kind)
             for index, group in enumerate(groups)
             for key, value in sorted(group.items())
-            if key != "params" and _kind(value) is not None
+            if key != "params" and (kind := _kind(value))
         ]
 
     @property
     def size(self) -> int:
         """Length of the vector."""
-        return sum(len(kind) for _, _, kind in self._kinds if kind is not None)
+        return sum(len(kind) for _, _, kind in self._kinds)
 
     def read(self, groups: Groups) -> Tensor:
         """The options of ``groups``, float64 ``(size,)``.
@@ -48,7 +48,7 @@ class GroupHyperParameters:
         values: list[float] = []
         for index, key, kind in self._kinds:
             value = groups[index].get(key)
-            if _kind(value) is None or len(_kind(value) or ()) != len(kind or ()):
+            if len(_kind(value)) != len(kind):
                 raise ValueError(
                     f"Option {key!r} of parameter group {index} is {value!r}, another kind of value than when training "
                     "began. Servers take numbers for numbers."
@@ -60,21 +60,20 @@ class GroupHyperParameters:
         """Set the options of ``groups`` in place."""
         values = iter(vector.tolist())
         for index, key, kind in self._kinds:
-            assert kind is not None
             numbers = [cast(next(values)) for cast in kind]
             old = groups[index].get(key)
             groups[index][key] = type(old)(numbers) if isinstance(old, tuple | list) else numbers[0]
 
 
-def _kind(value: Any) -> tuple[type, ...] | None:
-    """Types of the numbers that an option consists of; ``None``: it is none."""
+def _kind(value: Any) -> tuple[type, ...]:
+    """Types of the numbers that an option consists of; empty: it is none."""
     if isinstance(value, bool | int | float):
         return (type(value),)
     if isinstance(value, Tensor) and value.dim() == 0:
         return (float,)
-    if isinstance(value, tuple | list) and value and all(isinstance(each, int | float) for each in value):
+    if isinstance(value, tuple | list) and all(isinstance(each, int | float) for each in value):
         return tuple(float if isinstance(each, float) else type(each) for each in value)
-    return None
+    return ()
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

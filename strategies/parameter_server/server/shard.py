@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.packing import State
-from trainwright.strategies.parameter_server.messages.parts import ShardPart, parts_of
 from trainwright.strategies.parameter_server.refusals import needs_closure
 from trainwright.strategies.parameter_server.server.hyper import GroupHyperParameters, plain_options
-from trainwright.strategies.parameter_server.server.sharder import Shape, Slice, digest_of, share_out
+from trainwright.strategies.parameter_server.server.sharder import (
+    Shape,
+    ShardPart,
+    Slice,
+    digest_of,
+    parts_of,
+    share_out,
+)
 
 # Whose update of an element depends on that element alone, so that rows may be stepped apart.
 ELEMENTWISE = frozenset(

@@ -9,13 +9,7 @@ from typing import Any
 from trainwright.core.config.options import class_of, is_whole
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
-from trainwright.strategies.parameter_server.refusals import (
-    needs_closure,
-    needs_interface,
-    rank_problems,
-    steps_are_served,
-    tables_are_not_averaged,
-)
+from trainwright.strategies.parameter_server import refusals
 
 SERVER, SHARD, REPLICATE = "parameter_server", "shard", "replicate"
 TARGETS = (SERVER, SHARD, REPLICATE)
@@ -57,9 +51,9 @@ def placement_run_problems(run: PlannedRun, interface: str | None) -> Iterator[s
     """
     cfg = run.cfg
     if class_of(cfg.optimizer) == "LBFGS":
-        yield needs_closure("LBFGS")
+        yield refusals.needs_closure("LBFGS")
     if cfg.nodes > 1 and interface is None:
-        yield needs_interface(cfg.nodes)
+        yield refusals.needs_interface(cfg.nodes)
     if cfg.launch.recovery in ("replicas", "rejoin"):
         yield (
             f"launch.recovery={cfg.launch.recovery} with strategy.placement: the tables of a lost rank's server are "
@@ -67,10 +61,10 @@ def placement_run_problems(run: PlannedRun, interface: str | None) -> Iterator[s
         )
     name, sends = cfg.compression.get("name"), cfg.compression.get("sends")
     if name == "onebit" or sends == "steps":
-        yield steps_are_served(f"compression={name}" + (" compression.sends=steps" if sends else ""))
+        yield refusals.steps_are_served(f"compression={name}" + (" compression.sends=steps" if sends else ""))
     for key, _, callback in run.parts("callbacks", "monitor"):
         if callback in AVERAGING_CALLBACKS:
-            yield tables_are_not_averaged(callback, key)
+            yield refusals.tables_are_not_averaged(callback, key)
 
 
 def _without_effect(options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
@@ -110,7 +104,7 @@ def _beside(layout: Layout, servers: Any) -> Iterator[str]:
     if not is_whole(servers, 1):
         yield f"strategy.table_servers={servers}: must be a whole number of at least 1; type strategy.table_servers=1"
     elif -1 not in (layout.replicate, layout.shard):
-        yield from rank_problems(servers, layout.replicate * layout.shard, "table_servers")
+        yield from refusals.rank_problems(servers, layout.replicate * layout.shard, "table_servers")
     given = [f"strategy.{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
     if given:
         off = " ".join(f"strategy.{axis}=1" for axis in _CUTTING_AXES if getattr(layout, axis) != 1)

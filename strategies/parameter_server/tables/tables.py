@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.wire import Device
-from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
+from trainwright.strategies.parameter_server.server.clocks import Rules
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.tables.lookups import Lookups, looks_up_alone
 from trainwright.strategies.parameter_server.worker.client import Client
@@ -73,12 +75,7 @@ class ServedTables:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        tables: Mapping[str, nn.Parameter],
-        optimizer: Optimizer,
-        servers: int,
-        device: Device,
+        self, module: nn.Module, tables: Mapping[str, nn.Parameter], optimizer: Optimizer, servers: int, device: Device
     ) -> None:
         self.optimizer = optimizer
         self.server: Server | None = None
@@ -216,10 +213,7 @@ class ServedTables:
         """Let servers make their step, unless nothing is to be made of the gradients; the optimizer sees none."""
         clip_value, self._clip_value = self._clip_value, 0.0
         coefficient, self._coefficient = self._coefficient, None
-        if coefficient is None:
-            self.client.step(self.plan.hyper.read(self.optimizer.param_groups), clip_value, pulls=False)
-        else:
-            self.client.commit(coefficient, clip_value, pulls=False)
+        self.client.step(self.plan.hyper.read(self.optimizer.param_groups), clip_value, coefficient, pulls=False)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +15,16 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.compressor import encode_with_feedback
 from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
+from trainwright.strategies.parameter_server.messages import requests, sparse_rows, wire
 from trainwright.strategies.parameter_server.messages.packing import State, pack, unpack
-from trainwright.strategies.parameter_server.messages.sparse_rows import (
-    Rows,
-    ask_for,
-    pack_rows,
-    rows_within,
-    touched_rows,
-)
-from trainwright.strategies.parameter_server.messages.wire import (
-    FIXED,
-    HEADER,
-    PAYLOAD,
-    Device,
-    Link,
-    LinkError,
-    Sending,
-    field,
-    header,
-)
-from trainwright.strategies.parameter_server.server.server import (
-    BYTES,
-    HAS_GRADIENT,
-    IS_LATE,
-    Operation,
-    ServerMeeting,
-    Status,
-    request_size,
-)
+from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size
+from trainwright.strategies.parameter_server.messages.wire import HEADER, PAYLOAD, Device, Link, Sending
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, join_norms, join_state, split_state
 from trainwright.strategies.parameter_server.server.sharder import Slice
 from trainwright.strategies.parameter_server.worker.early import EarlyPush, copy_slice
 from trainwright.strategies.parameter_server.worker.late import LatePull, put_slices
 from trainwright.strategies.parameter_server.worker.rejoining import Offer
-
-T = TypeVar("T")
 
 
 class ServerGoneError(RuntimeError):
@@ -99,7 +75,7 @@ class Client:
         """Asked at each push whether this worker was told that the run is to end; the first server tells all."""
         self.wants_offer = True
         """Whether the first server has asked for :meth:`offer`; as it said with its last reply."""
-        self._plan, self._parameters, self._codec = plan, list(parameters), codec
+        self.plan, self._parameters, self._codec = plan, list(parameters), codec
         self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
         self._links: list[Link] = []
         self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
@@ -112,11 +88,6 @@ class Client:
         self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
         """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
 
-    @property
-    def plan(self) -> ShardPlan:
-        """What servers hold."""
-        return self._plan
-
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
     def connect(self) -> int:
@@ -126,33 +97,28 @@ class Client:
             ServerGoneError: if one cannot be met, or does not take this worker.
         """
         proofs = []
-        for server in range(len(self._plan.held)):
+        for server in range(len(self.plan.held)):
             name = self._meeting.come(server, self.worker)
             proofs.append(self._meeting.proof(name))
-            try:
-                self._links.append(Link(self._meeting.client(), name, False, self._device))
-            except LinkError as lost:
-                raise self._lost(server, str(lost)) from None
-        digest = self._plan.digest
-        hellos = [
-            self._request(server, Operation.HELLO, digest=digest, proof=each) for server, each in enumerate(proofs)
-        ]
-        replies = self._exchange_all(hellos)
-        if any(self._plan.parts) and self._codec is None and self.pushes_early:
-            self._early = EarlyPush(
-                self._plan, self._parameters, self._gradients, self._announce, self._send_early, self._wait
-            )
-        if any(self._plan.parts) and self._module is not None:
-            self._late = LatePull(
-                self._plan, self._parameters, self._pulled, self._module, self._receive_part, self._wait
-            )
-        return int(max(field(reply, "clock") for reply in replies))
+            lost = partial(self._lost, server)
+            self._links.append(Link(self._meeting.client(), name, False, self._device, lost))
+        digest = self.plan.digest
+        hellos = {s: self._send(s, Operation.HELLO, digest=digest, proof=proof) for s, proof in enumerate(proofs)}
+        replies = self._receive(hellos)
+        if any(self.plan.parts) and self._codec is None and self.pushes_early:
+            self._early = EarlyPush(self.plan, self._parameters, self._gradients, self._announce, self._send_early)
+        if any(self.plan.parts) and self._module is not None:
+            self._late = LatePull(self.plan, self._parameters, self._pulled, self._module, self._links)
+        return int(max(wire.field(reply, "clock") for reply in replies))
 
     def leave(self) -> None:
         """Say goodbye."""
-        for server, link in enumerate(self._links):
-            with suppress(LinkError):
+        self.settle()
+        links, self._links = self._links, []  # a server that is gone takes no other's goodbye
+        for server, link in enumerate(links):
+            with suppress(ServerGoneError):
                 link.send(self._request(server, Operation.LEAVE), HEADER).wait()
+            link.close()
         self.drop()
 
     def drop(self) -> None:
@@ -179,24 +145,28 @@ class Client:
         else:
             self._early.begin()
 
-    def step(self, hyper: Tensor, clip_value: float = 0.0, pulls: bool = True) -> None:
+    def step(
+        self, hyper: Tensor, clip_value: float = 0.0, coefficient: float | None = None, pulls: bool = True
+    ) -> None:
         """Push the gradients, and pull the parameters when the servers let this worker go on.
 
         Args:
             hyper: options of the optimizer's groups.
             clip_value: what elements of the averaged gradient are clamped to, where workers step together; 0: not.
+            coefficient: what the averaged gradient of an earlier :meth:`push` is multiplied by, in place of a push.
             pulls: ``False``, where workers step together: leave the parameters with the servers.
         """
-        late = pulls and self._pulls_late()
-        present = self._push(hyper, clip_value=clip_value, quiet=not pulls, pulls_parts=late)
-        replies = self._receive(present, self._pulled if pulls and not late else None, late=late)
-        self.staleness = int(max(field(reply, "staleness") for reply in replies))
+        late = pulls and self._late is not None and self._late.may_wait
+        fields: dict[str, float] = {"clip_value": clip_value, "quiet": not pulls, "pulls_parts": late}
+        if coefficient is None:
+            sent = self._push(hyper, **fields)
+        else:
+            sent = self._send_all(Operation.COMMIT, coefficient=coefficient, **fields)
+        replies = self._receive(sent, self._pulled if pulls and not late else (), late=late)
+        self.staleness = int(max(wire.field(reply, "staleness") for reply in replies))
         self._hear(replies[0])
         if pulls and not late:
             self._take()
-
-    def _pulls_late(self) -> bool:
-        return self._late is not None and self._late.may_wait
 
     def settle(self) -> None:
         """Take all parameters that are on their way."""
@@ -214,22 +184,14 @@ class Client:
         late.settle()
 
     def push(self, hyper: Tensor) -> Tensor:
-        """Push the gradients and hear norms of their average; :meth:`commit` has to follow.
+        """Push the gradients and hear norms of their average; :meth:`step` with a coefficient has to follow.
 
         Returns:
             The norm of each parameter's gradient in the order of the plan, without those that no worker has one of.
         """
-        norms = [torch.zeros(len(held), dtype=torch.float64) for held in self._plan.held]
+        norms = [torch.zeros(len(held), dtype=torch.float64) for held in self.plan.held]
         self._receive(self._push(hyper, hold=1), norms)
-        return join_norms(self._plan, norms)
-
-    def commit(self, coefficient: float, clip_value: float = 0.0, pulls: bool = True) -> None:
-        """Let the step be made with the averaged gradient times ``coefficient``; as :meth:`step`."""
-        late = pulls and self._pulls_late()
-        fields: dict[str, float] = {"coefficient": coefficient, "clip_value": clip_value, "quiet": not pulls}
-        self._hear(self._ask(Operation.COMMIT, payload=pulls and not late, late=late, **fields, pulls_parts=late)[0])
-        if pulls and not late:
-            self._take()
+        return join_norms(self.plan, norms)
 
     def pull(self, into: Sequence[Tensor] | None = None) -> None:
         """Take the servers' parameters as they are.
@@ -237,12 +199,12 @@ class Client:
         Args:
             into: tensors in the order of the plan; ``None``: this worker's parameters.
         """
-        self._ask(Operation.PULL, payload=True)
+        self._receive(self._send_all(Operation.PULL), self._pulled)
         self._take(into)
 
     def free(self) -> None:
         """Give back the memory of messages as long as all parameters, until one is sent or received."""
-        self._gradients = [torch.zeros(self._plan.numel(s), dtype=self._plan.dtype) for s in range(len(self._pulled))]
+        self._gradients = [torch.zeros(self.plan.numel(s), dtype=self.plan.dtype) for s in range(len(self._pulled))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
 
     def pull_rows(self, index: int, numbers: Tensor) -> Tensor:
@@ -252,35 +214,24 @@ class Client:
             index: of the parameter in the plan.
             numbers: of the rows, int64 ``(k,)``, ascending, on the CPU.
         """
-        width = math.prod(self._plan.shapes[index][1:])
-        rows = torch.empty(numbers.numel(), width, dtype=self._plan.dtype)
-        asked: dict[int, tuple[tuple[Sending, Sending], Tensor]] = {}
-        for server, held in enumerate(self._plan.held):
-            wanted = [rows_within(numbers, p) if p.parameter == index else numbers[:0] for p in held]
-            count = sum(each.numel() for each in wanted)
-            if not count:
-                continue
-            body, link = ask_for(wanted), self._links[server]
-            request = self._request(server, Operation.ROWS, bytes=body.nbytes)
-            sent = self._guarded(server, lambda: (link.send(request, HEADER), link.send(body, PAYLOAD)))  # noqa: B023
-            asked[server] = sent, torch.empty(count, width, dtype=self._plan.dtype)
-        for server, (sent, found) in asked.items():
-            self._receive_rows(server, sent, found)
+        width = math.prod(self.plan.shapes[index][1:])
+        rows = torch.empty(numbers.numel(), width, dtype=self.plan.dtype)
+        sent, found = {}, {}
+        for server, held in enumerate(self.plan.held):
+            wanted = [sparse_rows.rows_within(numbers, p) if p.parameter == index else numbers[:0] for p in held]
+            if count := sum(each.numel() for each in wanted):
+                body = sparse_rows.ask_for(wanted)
+                sent[server] = self._send(server, Operation.ROWS, (body, PAYLOAD), bytes=body.nbytes)
+                found[server] = torch.empty(count, width, dtype=self.plan.dtype)
+        self._receive(sent, list(found.values()))
+        for server, values in found.items():
             first = 0
-            for piece in self._plan.held[server]:
+            for piece in self.plan.held[server]:
                 if piece.parameter == index:
                     start, stop = torch.searchsorted(numbers, torch.tensor([piece.start, piece.stop])).tolist()
-                    rows[start:stop] = found[first : first + stop - start]
+                    rows[start:stop] = values[first : first + stop - start]
                     first += stop - start
-        return rows.view(-1, *self._plan.shapes[index][1:])
-
-    def _receive_rows(self, server: int, sent: tuple[Sending, ...], found: Tensor) -> None:
-        reply, link = torch.zeros(FIXED, dtype=torch.float64), self._links[server]
-        coming = self._guarded(server, lambda: (link.receive(reply, HEADER), link.receive(found, PAYLOAD)))
-        for each in (*sent, coming[0]):
-            self._guarded(server, each.wait)
-        self._refuse_ended(server, reply)
-        self._guarded(server, coming[1].wait)
+        return rows.view(-1, *self.plan.shapes[index][1:])
 
     def meet(self) -> int:
         """Wait until all workers do, and take the servers' parameters, the same on all.
@@ -288,15 +239,15 @@ class Client:
         Returns:
             How often lost workers had come again until then, the same on all.
         """
-        replies = self._ask(Operation.MEET, payload=True)
+        replies = self._receive(self._send_all(Operation.MEET), self._pulled)
         self._hear(replies[0])
         self._take()
-        return int(field(replies[0], "returns"))
+        return int(wire.field(replies[0], "returns"))
 
     def _hear(self, reply: Tensor) -> None:
-        number = int(field(reply, "notice"))
-        left = int(field(reply, "steps_left"))
-        self.heard = HeardNotice(number, field(reply, "notice_age"), left) if number else None
+        number = int(wire.field(reply, "notice"))
+        left = int(wire.field(reply, "steps_left"))
+        self.heard = HeardNotice(number, wire.field(reply, "notice_age"), left) if number else None
 
     def _told(self, server: int) -> dict[str, float]:
         """What a push to a server says of a notice that this worker was given."""
@@ -310,67 +261,61 @@ class Client:
             content: complete, see ``complete`` of ``strategy.run_state``.
             step: optimizer steps done.
         """
-        offer, link = Offer.of(0, content, step), self._links[0]  # the server knows this worker's clock
-        sent = self._guarded(0, lambda: (link.send(self._request(0, Operation.OFFER), HEADER),))
-        self._guarded(0, lambda: offer.give(link))
-        self._receive([sent], only=0)
+        offer = Offer.of(0, content, step)  # the server knows this worker's clock
+        sent = self._send(0, Operation.OFFER)
+        offer.give(self._links[0])
+        self._receive({0: sent})
 
     def traffic(self) -> list[tuple[int, int]]:
         """Messages and bytes that each server has sent so far, to all."""
-        replies = self._ask(Operation.TRAFFIC)
-        return [(int(field(reply, "messages")), int(field(reply, "sent"))) for reply in replies]
+        replies = self._receive(self._send_all(Operation.TRAFFIC))
+        return [(int(wire.field(reply, "messages")), int(wire.field(reply, "sent"))) for reply in replies]
 
     def vote(self, value: float) -> float:
         """The largest value of all workers, by way of the first server."""
-        reply = self._exchange(0, self._request(0, Operation.VOTE, vote=value))
-        return field(reply, "vote")
+        (reply,) = self._receive({0: self._send(0, Operation.VOTE, vote=value)})
+        return wire.field(reply, "vote")
 
     def _announce(self, server: int) -> Sending:
-        return self._send(server, self._request(server, Operation.PARTS), HEADER)
-
-    def _receive_part(self, server: int, part: Tensor, tag: int) -> Sending:
-        return self._guarded(server, lambda: self._links[server].receive(part, tag))
+        (sending,) = self._send(server, Operation.PARTS)
+        return sending
 
     def _send_early(self, server: int, part: Tensor, tag: int) -> Sending:
         self.sent_bytes += part.nbytes
-        return self._send(server, part, tag)
-
-    def _send(self, server: int, tensor: Tensor, tag: int) -> Sending:
-        return self._guarded(server, lambda: self._links[server].send(tensor, tag))
-
-    def _wait(self, server: int, sending: Sending) -> None:
-        self._guarded(server, sending.wait)
+        return self._links[server].send(part, tag)
 
     def _end_early(self) -> None:
         early, self._early = self._early, None
         if early is not None:
             early.close()
 
-    def _push(self, hyper: Tensor, **fields: float) -> list[Sequence[Sending]]:
-        sent: list[Sequence[Sending]] = []
+    def _push(self, hyper: Tensor, **fields: float) -> dict[int, list[Sending]]:
+        sent = {}
         for server, flat in enumerate(self._gradients):
-            held, early = self._plan.held[server], None if self._early is None else self._early.end(server)
-            marks = torch.tensor([self._parameters[p.parameter].grad is not None for p in held]).double() * HAS_GRADIENT
+            held, early = self.plan.held[server], None if self._early is None else self._early.end(server)
+            has = torch.tensor([self._parameters[p.parameter].grad is not None for p in held])
+            marks = has.double() * requests.HAS_GRADIENT
             on_their_way: list[Sending] = []
             if early is None:
                 body, is_packed = self._message(server, held, flat)
             else:
                 on_their_way, late = early
-                marks[late] += IS_LATE
+                marks[late] += requests.IS_LATE
                 body, is_packed = self._late_message([held[each] for each in late], flat), True
             fields |= {"bytes": body.nbytes if is_packed else 0, "parts": early is not None}
             request = self._request(server, Operation.PUSH, **fields, **self._told(server))
-            request[FIXED : FIXED + hyper.numel()] = hyper
-            request[FIXED + hyper.numel() :] = marks
+            request[wire.FIXED : wire.FIXED + hyper.numel()] = hyper
+            request[wire.FIXED + hyper.numel() :] = marks
             self.sent_bytes += body.nbytes
-            sent.append((*on_their_way, self._send(server, request, HEADER), self._send(server, body, PAYLOAD)))
+            link = self._links[server]
+            sent[server] = [*on_their_way, link.send(request, HEADER), link.send(body, PAYLOAD)]
         return sent
 
     def _message(self, server: int, held: Sequence[Slice], flat: Tensor) -> tuple[Tensor, bool]:
         """This worker's gradients of all that a server holds, and whether they are packed: few rows of some."""
         rows = self._gather(held, flat)
         if any(each is not None for each in rows):
-            return pack_rows(flat, held, rows), True
+            return sparse_rows.pack_rows(flat, held, rows), True
         return self._written(server, flat), False
 
     def _late_message(self, pieces: Sequence[Slice], flat: Tensor) -> Tensor:
@@ -378,11 +323,11 @@ class Client:
         if not pieces:
             return flat[:0]
         memory = flat.new_empty(sum(piece.numel for piece in pieces))
-        return pack_rows(memory, pieces, self._gather(pieces, memory))
+        return sparse_rows.pack_rows(memory, pieces, self._gather(pieces, memory))
 
-    def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[Rows | None]:
+    def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[sparse_rows.Rows | None]:
         """Gather this worker's gradients of some slices, one after the other; but for those of few rows, these."""
-        touched: list[Rows | None] = []
+        touched: list[sparse_rows.Rows | None] = []
         position = 0
         for piece in pieces:
             gradient = self._parameters[piece.parameter].grad
@@ -392,12 +337,12 @@ class Client:
             position += piece.numel
         return touched
 
-    def _few_rows(self, gradient: Tensor | None, piece: Slice) -> Rows | None:
+    def _few_rows(self, gradient: Tensor | None, piece: Slice) -> sparse_rows.Rows | None:
         if gradient is None or gradient.dim() < 2 or self._codec is not None:
             return None
         if not gradient.is_sparse and piece.parameter not in self._tables:
             return None
-        return touched_rows(gradient, piece)
+        return sparse_rows.touched_rows(gradient, piece)
 
     def _written(self, server: int, flat: Tensor) -> Tensor:
         if self._codec is None:
@@ -407,102 +352,79 @@ class Client:
 
     def _take(self, into: Sequence[Tensor] | None = None) -> None:
         """Put what was pulled into the parameters."""
-        for held, flat in zip(self._plan.held, self._pulled, strict=True):
+        for held, flat in zip(self.plan.held, self._pulled, strict=True):
             put_slices(held, flat, into or self._parameters)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def state(self) -> list[State]:
         """The optimizer's state of every parameter, whole, in the order of the plan."""
-        replies = self._ask(Operation.STATE)
         states = []
-        for server, reply in enumerate(replies):
-            data = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
-            self._guarded(server, self._links[server].receive(data, BYTES).wait)
-            states.append(unpack(data, int(field(reply, "text"))))
-        return join_state(self._plan, states)
+        for server, reply in enumerate(self._receive(self._send_all(Operation.STATE))):
+            data = torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8)
+            self._links[server].receive(data, BYTES).wait()
+            states.append(unpack(data, int(wire.field(reply, "text"))))
+        return join_state(self.plan, states)
 
     def load(self, states: Sequence[State]) -> None:
         """Give the servers this worker's parameters and the optimizer's state of each; no worker may push meanwhile."""
-        for server, of_server in enumerate(split_state(self._plan, states)):
+        for server, of_server in enumerate(split_state(self.plan, states)):
             flat, (data, text) = self._pulled[server], pack(of_server)
             position = 0
-            for piece in self._plan.held[server]:
+            for piece in self.plan.held[server]:
                 parameter = self._parameters[piece.parameter].detach()
-                rows = parameter[piece.start : piece.stop] if parameter.dim() else parameter
-                flat[position : position + piece.numel].view(piece.shape).copy_(rows)
+                copy_slice(parameter, piece, flat[position : position + piece.numel])
                 position += piece.numel
-            request, link = self._request(server, Operation.LOAD, bytes=data.numel(), text=text), self._links[server]
-            sent = self._guarded(
-                server,
-                lambda: (link.send(request, HEADER), link.send(flat, PAYLOAD), link.send(data, BYTES)),  # noqa: B023
-            )
-            self._receive([sent], only=server)
+            bodies = (flat, PAYLOAD), (data, BYTES)
+            self._receive({server: self._send(server, Operation.LOAD, *bodies, bytes=data.numel(), text=text)})
 
     # ---- talking ----------------------------------------------------------------------------------------------------
 
     def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
         self.settle()  # what follows must not get in the way of what is coming
-        return header(request_size(self._plan, server), operation=operation, **fields)
+        return wire.header(request_size(self.plan, server), operation=operation, **fields)
 
-    def _ask(self, operation: Operation, payload: bool = False, late: bool = False, **fields: float) -> list[Tensor]:
-        requests = [self._request(server, operation, **fields) for server in range(len(self._links))]
-        return self._exchange_all(requests, payload, late)
+    def _send(self, server: int, operation: Operation, *bodies: tuple[Tensor, int], **fields: float) -> list[Sending]:
+        """Begin to send a request and what follows it, each with its tag."""
+        request, link = self._request(server, operation, **fields), self._links[server]
+        return [link.send(tensor, tag) for tensor, tag in ((request, HEADER), *bodies)]
 
-    def _exchange_all(self, requests: Sequence[Tensor], payload: bool = False, late: bool = False) -> list[Tensor]:
-        """Send each server its request; the replies."""
-        sent = []
-        for server, (link, request) in enumerate(zip(self._links, requests, strict=True)):
-            sent.append(self._guarded(server, lambda: (link.send(request, HEADER),)))  # noqa: B023
-        return self._receive(sent, self._pulled if payload else None, late=late)
-
-    def _exchange(self, server: int, request: Tensor) -> Tensor:
-        sent = self._guarded(server, lambda: (self._links[server].send(request, HEADER),))
-        return self._receive([sent], only=server)[0]
+    def _send_all(self, operation: Operation, **fields: float) -> dict[int, list[Sending]]:
+        return {server: self._send(server, operation, **fields) for server in range(len(self._links))}
 
     def _receive(
-        self,
-        sent: Sequence[Sequence[Sending]],
-        bodies: Sequence[Tensor] | None = None,
-        only: int | None = None,
-        late: bool = False,
+        self, sent: Mapping[int, Sequence[Sending]], bodies: Sequence[Tensor] = (), late: bool = False
     ) -> list[Tensor]:
-        """Replies of the servers, all on their way at once, and what follows each of them; ``late``: parts, later."""
-        servers = range(len(self._links)) if only is None else (only,)
-        replies = [torch.zeros(FIXED, dtype=torch.float64) for _ in servers]
-        coming = [
-            self._guarded(server, lambda: self._links[server].receive(reply, HEADER))  # noqa: B023
-            for server, reply in zip(servers, replies, strict=True)
-        ]
-        following = [
-            self._guarded(server, lambda: self._links[server].receive(body, PAYLOAD))  # noqa: B023
-            for server, body in enumerate(bodies or ())
-        ]
+        """Replies of the servers that something was sent to, all on their way at once.
+
+        Args:
+            sent: by server.
+            bodies: where to receive what follows each reply; empty: nothing does.
+            late: parameters follow in parts, which are taken later.
+        """
+        replies = {server: torch.zeros(wire.FIXED, dtype=torch.float64) for server in sent}
+        coming = {server: self._links[server].receive(reply, HEADER) for server, reply in replies.items()}
+        following = {
+            server: self._links[server].receive(body, PAYLOAD) for server, body in zip(sent, bodies, strict=False)
+        }
         if late and self._late is not None:
             self._late.begin()
-        for position, server in enumerate(servers):
-            for each in sent[position]:
-                self._guarded(server, each.wait)
-            self._guarded(server, coming[position].wait)
-            self._refuse_ended(server, replies[position])
+        for server, reply in replies.items():
+            for each in (*sent[server], coming[server]):
+                each.wait()
+            self._refuse_ended(server, reply)
             if server == 0:
-                self.wants_offer = bool(field(replies[position], "wanted"))
-            if following:
-                self._guarded(server, following[position].wait)
-        return replies
+                self.wants_offer = bool(wire.field(reply, "wanted"))
+            if server in following:
+                following[server].wait()
+        return list(replies.values())
 
     def _refuse_ended(self, server: int, reply: Tensor) -> None:
-        if int(field(reply, "operation")) == Status.OK:
+        if int(wire.field(reply, "operation")) == Status.OK:
             return
-        text = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
-        self._guarded(server, self._links[server].receive(text, BYTES).wait)
+        text = torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8)
+        self._links[server].receive(text, BYTES).wait()
         raise self._lost(server, bytes(text.numpy()).decode())
-
-    def _guarded(self, server: int, action: Callable[[], T]) -> T:
-        try:
-            return action()
-        except LinkError as lost:
-            raise self._lost(server, str(lost)) from None
 
     def _lost(self, server: int, why: str) -> ServerGoneError:
         self.drop()

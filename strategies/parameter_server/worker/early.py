@@ -25,7 +25,6 @@ class EarlyPush:
         flats: for each server memory of what it holds, which stays as it is while it is sent.
         announce: tells a server that parts are coming.
         send: sends a tensor to a server with a tag.
-        wait: until something has come to a server.
     """
 
     def __init__(
@@ -35,10 +34,9 @@ class EarlyPush:
         flats: Sequence[Tensor],
         announce: Callable[[int], Sending],
         send: Callable[[int, Tensor, int], Sending],
-        wait: Callable[[int, Sending], None],
     ) -> None:
         self._plan, self._parameters, self._flats = plan, parameters, flats
-        self._announce, self._send, self._wait = announce, send, wait
+        self._announce, self._send = announce, send
         self._runs = False
         self._missing: dict[tuple[int, int], set[int]] = {}
         self._sent: dict[int, dict[int, Sending]] = {}  # of each server that has been told, its parts
@@ -70,7 +68,7 @@ class EarlyPush:
         """The next backward is the last one of a step."""
         for server, sent in self._sent.items():  # of a step that was not made
             for each in (self._announced[server], *sent.values(), *self._send_others(server, sent).values()):
-                self._wait(server, each)
+                each.wait()
         self._in_vain = self._in_vain + 1 if self._changed else 0
         self._sent, self._announced, self._changed = {}, {}, False
         self._missing = {key: set(members) for key, members in self._members.items() if members}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainwright.strategies.parameter_server.messages.wire import PART, Sending
+from trainwright.strategies.parameter_server.messages.wire import PART, Link, Sending
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.server.sharder import Slice
 
@@ -36,8 +36,7 @@ class LatePull:
         parameters: in the order of the plan.
         flats: for each server memory to receive into.
         module: whose parameters they are.
-        receive: begins to receive a tensor from a server with a tag.
-        wait: until something has come from a server.
+        links: to each server.
     """
 
     def __init__(
@@ -46,11 +45,9 @@ class LatePull:
         parameters: Sequence[Tensor],
         flats: Sequence[Tensor],
         module: nn.Module,
-        receive: Callable[[int, Tensor, int], Sending],
-        wait: Callable[[int, Sending], None],
+        links: Sequence[Link],
     ) -> None:
-        self._plan, self._parameters, self._flats = plan, parameters, flats
-        self._receive, self._wait = receive, wait
+        self._plan, self._parameters, self._flats, self._links = plan, parameters, flats, links
         self._coming: dict[tuple[int, int], _Coming] = {}
         self._keys: dict[int, list[tuple[int, int]]] = {}
         for server, held in enumerate(plan.held):
@@ -80,7 +77,8 @@ class LatePull:
             for number, part in enumerate(self._plan.pulled_parts(server)):
                 values = flat[part.start : part.stop]
                 slices = [self._plan.held[server][each] for each in part.slices]
-                self._coming[server, number] = _Coming(self._receive(server, values, PART + number), slices, values)
+                sending = self._links[server].receive(values, PART + number)
+                self._coming[server, number] = _Coming(sending, slices, values)
 
     def take(self, parameter: int) -> None:
         """Wait for the parts of a parameter, by ``id``."""
@@ -97,7 +95,7 @@ class LatePull:
         coming = self._coming.pop(key, None)
         if coming is None:
             return
-        self._wait(key[0], coming.sending)
+        coming.sending.wait()
         put_slices(coming.slices, coming.values, self._parameters)
 
     def watch(self) -> TorchFunctionMode:

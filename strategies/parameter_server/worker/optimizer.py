@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.contract.gradients import refuse_nonfinite
+from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.parameter_server.messages.packing import State
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
@@ -55,6 +58,17 @@ class ServedOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         self.inner.state = state
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all groups, in order."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def client(self) -> Client:
+        """Of the servers, while they do the steps."""
+        assert self._client is not None
+        return self._client
+
     # ---- serving ----------------------------------------------------------------------------------------------------
 
     def serve(self, client: Client, plan: ShardPlan) -> None:
@@ -63,8 +77,7 @@ class ServedOptimizer(Optimizer):
 
     def upload(self) -> None:
         """Give the servers this rank's parameters and the state that was loaded."""
-        assert self._client is not None
-        self._client.load(self._states())
+        self.client.load(self._states())
 
     def forget_state(self) -> None:
         """The servers have it."""
@@ -77,15 +90,13 @@ class ServedOptimizer(Optimizer):
         self._client = None
 
     def _states(self) -> list[State]:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return [dict(self.inner.state.get(parameter, {})) for parameter in parameters]
+        return [dict(self.inner.state.get(parameter, {})) for parameter in self.parameters]
 
     def _fetch(self) -> None:
         if self._client is None or self.outdated or self.apart:
             return
         self.inner.state.clear()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for parameter, state in zip(parameters, self._client.state(), strict=True):
+        for parameter, state in zip(self.parameters, self._client.state(), strict=True):
             if state:
                 self.inner.state[parameter] = {
                     key: value.to(parameter.device) if _is_like(value, parameter) else value
@@ -100,10 +111,9 @@ class ServedOptimizer(Optimizer):
         Raises:
             RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set, on every rank.
         """
-        assert self._client is not None
         assert self._plan is not None
         # From here on as torch.nn.utils.clip_grad_norm_ does it, to the bit; a NaN spreads.
-        norm = torch.linalg.vector_norm(self._client.push(self._plan.hyper.read(self.param_groups)))
+        norm = torch.linalg.vector_norm(self.client.push(self._plan.hyper.read(self.param_groups)))
         if error_if_nonfinite:
             refuse_nonfinite(float(norm), max_norm)
         self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -125,11 +135,8 @@ class ServedOptimizer(Optimizer):
         if self.inner.state:
             self.inner.state.clear()  # of a checkpoint; from here on it is old
         clip_value, self._clip_value = self._clip_value, 0.0
-        if self._coefficient is None:
-            self._client.step(self._plan.hyper.read(self.param_groups), clip_value)
-        else:
-            coefficient, self._coefficient = self._coefficient, None
-            self._client.commit(coefficient, clip_value)
+        coefficient, self._coefficient = self._coefficient, None
+        self._client.step(self._plan.hyper.read(self.param_groups), clip_value, coefficient)
         inner: Any = self.inner
         inner._opt_called = True  # schedulers warn if theirs has not stepped
         return loss
@@ -145,5 +152,45 @@ class ServedOptimizer(Optimizer):
         self.outdated = True
 
 
-def _is_like(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+class ServedClipping:
+    """Clips the average of all workers; a :class:`~trainwright.strategies.contract.precision.GradientClipper`.
+
+    Args:
+        served: the optimizer that servers step.
+        in_step: whether all workers make each step together.
+    """
+
+    def __init__(self, served: ServedOptimizer, in_step: bool) -> None:
+        self._served, self._in_step = served, in_step
+        # Whether this step is skipped because a scaled gradient of some worker is not finite.
+        self._overflows = False
+
+    def attach(self, plugin: Precision) -> None:
+        """Let a precision plugin ask this."""
+        given: Any = plugin
+        if hasattr(given, "clipper"):
+            given.clipper = self if self._in_step else None
+        scaler = getattr(given, "scaler", None)
+        if isinstance(scaler, AgreedGradScaler):
+            scaler.always_agrees, scaler.agree = True, self._agree
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
+        """Scale the averaged gradient of the coming step so that its norm is at most ``max_norm``."""
+        if not self._overflows:
+            self._served.clip_norm(max_norm, error_if_nonfinite)
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp the elements of the averaged gradient of the coming step."""
+        if not self._overflows:
+            self._served.clip_value(limit)
+
+    def _agree(self, flag: Tensor) -> Tensor:
+        """Whether any worker's gradients overflow, where all make the step; else whether this one's do."""
+        if self._in_step:
+            flag = flag.new_tensor(self._served.client.vote(float(flag)))
+        self._overflows = bool(flag)
+        return flag
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0

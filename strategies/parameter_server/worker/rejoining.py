@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,17 @@ from trainwright.checkpoint.memory.replicas import pack, unpack
 from trainwright.checkpoint.write.save import Content
 from trainwright.checkpoint.write.staging import Staging
 from trainwright.strategies.contract.groups import leave_groups
-from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PAYLOAD, Link, reading
+from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PAYLOAD, Device, Link, reading
 from trainwright.strategies.parameter_server.options import INCARNATION
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
 
 # An offer costs at most this part of the time, while nobody needs it.
 _PART = 0.005
 # Where the first rank says at which meeting servers and workers of this run find each other.
 _PLACE = "parameter_server/place"
 _LENGTHS = 2
+# The name of the phase with which a micro-batch begins.
+_STEP_BEGINS = "data"
 
 
 def incarnation() -> int | None:
@@ -93,13 +97,17 @@ class Offer:
             link.send(part, PAYLOAD).wait()
 
 
-def take(link: Link) -> HeldState:
-    """Receive what :meth:`Offer.give` sends.
+def take(meeting: ServerMeeting, worker: int, device: Device) -> HeldState:
+    """Take the state of the run that the first server has for a worker that comes again.
 
     Raises:
-        LinkError: if the other end is gone.
+        LinkError: if the server is gone.
     """
-    return handed_over(unpack(*_received(link)))
+    link = Link(meeting.client(), meeting.come(0, worker, wants_state=True), False, device)
+    try:
+        return handed_over(unpack(*_received(link)))
+    finally:
+        link.close()
 
 
 def _received(link: Link) -> tuple[Tensor, Tensor]:
@@ -143,6 +151,32 @@ class WorkerPace:
     def now(self) -> float:
         """The clock."""
         return self._clock()
+
+
+def keep_offering(trainer: Any, keeper: Any, state: Callable[[], Content]) -> Callable[[str], None]:
+    """Keep a copy of the first rank's state for workers that come again, from where steps begin.
+
+    Args:
+        trainer: whose phases are heard.
+        keeper: takes the copy, and knows whether it is wanted: the first server, or a client of it.
+        state: makes it.
+
+    Returns:
+        What is to be called with the name of each phase that begins.
+    """
+    pace, last = WorkerPace(), -1
+
+    def hear(phase: str) -> None:
+        nonlocal last
+        if phase != _STEP_BEGINS or trainer.global_step == last:
+            return
+        last = trainer.global_step
+        if pace.is_due(keeper.wants_offer):
+            begin = pace.now
+            keeper.offer(state(), trainer.global_step)
+            pace.copied(begin)
+
+    return hear
 
 
 # ---- who is lost -----------------------------------------------------------------------------------------------------

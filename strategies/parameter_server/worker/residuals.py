@@ -10,9 +10,11 @@ from torch import Tensor
 
 from trainwright.checkpoint.memory.held import HeldSource
 from trainwright.checkpoint.read.run_state import RunState
+from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.averaging.compression.options import CompressionChoice
 from trainwright.strategies.parameter_server.worker.client import Client
-from trainwright.strategies.state.checkpointing import NOTHING_KEPT, KeptBack, of_rank
+from trainwright.strategies.state.rank_state import COMPRESSION, NOTHING_KEPT, KeptBack, of_rank, rank_of
 
 # What a run state says of it.
 PUSHES = "pushes"
@@ -74,6 +76,33 @@ class PushResiduals:
             rank_zero_warn(f"Going on with other workers, servers or compression: {_unpushed(saved['name'])}.")
         elif saved["kinds"]:
             rank_zero_info(f"What compression={saved['name']} had kept back of averaged gradients is dropped.")
+
+
+class PushedAverages(Averaging):
+    """Servers average; what is left out of a push is kept back.
+
+    Args:
+        strategy: of parameter servers.
+        residuals: what its worker has left out.
+    """
+
+    def __init__(self, strategy: Any, residuals: PushResiduals) -> None:
+        self._strategy, self._residuals = strategy, residuals
+
+    def kept_back(self, complete: bool) -> KeptBack:
+        client, is_apart = self._strategy.client, self._strategy.is_apart
+        return NOTHING_KEPT if client is None or is_apart else self._residuals.kept_back(client)
+
+    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+        strategy, saved = self._strategy, of_run.get(COMPRESSION)
+        if saved is None or strategy.joins:
+            return
+        rank: int | None = None
+        if Layout(**of_run["layout"]) == strategy.layout:
+            rank = rank_of(state) if isinstance(state, HeldSource) else strategy._rank
+        self._residuals.load(state, saved, rank)
+        if strategy.client is not None:  # training goes back
+            self._residuals.take_up(strategy.client)
 
 
 def _unpushed(name: str) -> str:

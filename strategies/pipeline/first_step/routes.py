@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.first_step.block_values import HookRange, Places, placeholder
+from trainwright.strategies.pipeline.first_step.block_values import Places, placeholder
 from trainwright.strategies.pipeline.first_step.survey import Source, Survey, explain
 from trainwright.strategies.pipeline.form import Form
 
@@ -21,7 +21,6 @@ class StageRoutes:
 
     Args:
         cut: of the module.
-        engines: hooks that are not the user's.
         needs: for each stage, what it needs and does not compute or hold itself.
         forms: of each block's value; empty if nothing but outputs travels.
         places: where each block leaves tensors besides its output.
@@ -29,7 +28,6 @@ class StageRoutes:
     """
 
     cut: PipelineCut
-    engines: HookRange
     needs: Sequence[frozenset[Source]]
     forms: Sequence[Form] = ()
     places: Sequence[Places] = ()
@@ -102,7 +100,6 @@ class StageRoutes:
 def plan_routes(
     cut: PipelineCut,
     ranks: Sequence[int],
-    engines: HookRange,
     survey: Survey,
     found: Sequence[tuple[Sequence[set[Source]], Mapping[Source, bool]]],
     forms: Sequence[Form],
@@ -111,7 +108,7 @@ def plan_routes(
     """The routes, and why some of what is needed cannot travel.
 
     Args:
-        cut, engines, survey, forms, places: of this rank's run of the step.
+        cut, survey, forms, places: of this rank's run of the step.
         ranks: rank of each stage; one that holds a parameter for a stage holds it for all of its stages.
         found: of each rank of the pipeline: the needs of all stages, and what was changed in place.
     """
@@ -121,7 +118,7 @@ def plan_routes(
     for _, mutated in found:
         for source, at_once in mutated.items():
             cloned[source] = cloned.get(source, False) or at_once
-    routes = StageRoutes(cut, engines, (), forms, places, cloned)
+    routes = StageRoutes(cut, (), forms, places, cloned)
     wanted: list[frozenset[Source]] = []
     for stage, sources in enumerate(needs):
         kept = set()
@@ -143,7 +140,7 @@ def plan_routes(
                 if source.block != cut.spans[stage].start - 1 or not is_output:
                     kept.add(source)
         wanted.append(frozenset(kept | _uneven(routes, stage)))
-    return StageRoutes(cut, engines, wanted, forms, places, cloned), list(dict.fromkeys(problems))
+    return StageRoutes(cut, wanted, forms, places, cloned), list(dict.fromkeys(problems))
 
 
 def needs_everything(routes: StageRoutes, survey: Survey) -> bool:

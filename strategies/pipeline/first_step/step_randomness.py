@@ -6,16 +6,13 @@ before the blocks and asked for after them would be another one on the last stag
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.contract.randomness import state as generators
 
 
 class StepRandomness:
@@ -38,33 +35,22 @@ class StepRandomness:
     @contextmanager
     def outside(self, seed: int) -> Iterator[None]:
         """Generators begin from ``seed``, and go on afterwards where they were, or :meth:`block` has left them."""
-        before = random_state(self._device)
-        self._inside = self._drawn()
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        before = generators.random_state(self._device)
+        self._inside = generators.torch_state(self._device)
+        generators.seed_all(seed)
         try:
             yield
         finally:
-            set_random_state(before, self._device)
-            self._go_on(self._inside)
+            generators.set_random_state(before, self._device)
+            generators.set_torch_state(self._inside, self._device)
 
     @contextmanager
     def block(self) -> Iterator[None]:
         """Torch's generators are those of the rank."""
-        outside = self._drawn()
-        self._go_on(self._inside)
+        outside = generators.torch_state(self._device)
+        generators.set_torch_state(self._inside, self._device)
         try:
             yield
         finally:
-            self._inside = self._drawn()
-            self._go_on(outside)
-
-    def _drawn(self) -> tuple[Tensor, Tensor | None]:
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), on_device
-
-    def _go_on(self, states: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
+            self._inside = generators.torch_state(self._device)
+            generators.set_torch_state(outside, self._device)

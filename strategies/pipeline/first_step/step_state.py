@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.first_step.module_state import Change
 from trainwright.strategies.pipeline.first_step.survey import Source, Survey, depends_on_data
-from trainwright.strategies.pipeline.relay import Carrier
+from trainwright.strategies.pipeline.form import Carrier
 
 
 @dataclass(frozen=True)

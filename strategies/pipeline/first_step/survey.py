@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.randomness.state import random_state
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.first_step.block_values import FIRST_ONLY, READS_NUMBERS, READS_VALUES, SHAPE_ONLY
+from trainwright.strategies.pipeline.form import tensors_in
 
 
 class Source(NamedTuple):
@@ -259,13 +259,6 @@ class Survey(TorchFunctionMode):
         for source, tensor, version in self._values:
             if which(source) and source not in self.mutated and tensor._version != version:
                 self.mutated[source] = source.block == self.blocks - 2
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a nesting of containers."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def explain(cut: PipelineCut, name: str, survey: Survey, stage: int) -> str:

@@ -136,7 +136,7 @@ class Proof:
         except Exception as error:
             return ProofVerdict(str(error))
         mixing = next((name for run in runs for name in run.mixing), None)
-        return replace(self._averaged(runs) if averaged else self._judged(runs), mixing=mixing)
+        return replace(self._judged(runs, averaged), mixing=mixing)
 
     def _leaves(self) -> dict[int, nn.Parameter]:
         return {id(p): nn.Parameter(p.detach(), p.is_floating_point()) for p in self._module.parameters()}
@@ -155,36 +155,29 @@ class Proof:
         run.parts, run.mixing = {name: cut.part for name, cut in cuts.items()}, watch.mixing
         return run
 
-    def _judged(self, runs: list[_Run]) -> ProofVerdict:
+    def _judged(self, runs: list[_Run], averaged: bool) -> ProofVerdict:
         whole = self._whole
         for run in runs:
             if problem := _output_problem(run, whole):
                 return ProofVerdict(problem)
-            if any(_difference(*pair) > _TOLERANCE for pair in zip(run.inputs, whole.inputs, strict=True)):
+            inputs = () if averaged else zip(run.inputs, whole.inputs, strict=True)
+            if any(_difference(*pair) > _TOLERANCE for pair in inputs):
                 return ProofVerdict("gradients of inputs differ")
         summed = set()
         for name, wanted in whole.gradients.items():
             found = [run.gradients[name] for run in runs]
-            by = [
+            found = [torch.stack(found).mean(0)] if averaged else found
+            by = max(
                 _difference(g, run.parts[name](wanted) if name in run.parts else wanted, self._floor)
-                for g, run in zip(found, runs, strict=True)
-            ]
-            if max(by) <= _TOLERANCE:
+                for g, run in zip(found, runs, strict=False)
+            )
+            if by <= _TOLERANCE:
                 continue
-            if name in runs[0].parts or _difference(torch.stack(found).sum(0), wanted, self._floor) > _TOLERANCE:
-                return ProofVerdict(f"the gradient of {name.removeprefix(f'{UNIT}.')} differs by {max(by):.1e}")
+            is_part = not averaged and name not in runs[0].parts
+            if not is_part or _difference(torch.stack(found).sum(0), wanted, self._floor) > _TOLERANCE:
+                return ProofVerdict(f"the gradient of {name.removeprefix(f'{UNIT}.')} differs by {by:.1e}")
             summed.add(name.removeprefix(f"{UNIT}."))
         return ProofVerdict(summed=frozenset(summed))
-
-    def _averaged(self, runs: list[_Run]) -> ProofVerdict:
-        for run in runs:
-            if problem := _output_problem(run, self._whole):
-                return ProofVerdict(problem)
-        for name, wanted in self._whole.gradients.items():
-            mean = torch.stack([run.gradients[name] for run in runs]).mean(0)
-            if (by := _difference(mean, wanted, self._floor)) > _TOLERANCE:
-                return ProofVerdict(f"the gradient of {name.removeprefix(f'{UNIT}.')} differs by {by:.1e}")
-        return ProofVerdict()
 
     @property
     def _floor(self) -> float:

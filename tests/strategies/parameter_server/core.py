@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.strategies.parameter_server.messages import parts
 from trainwright.strategies.parameter_server.messages.wire import Device
-from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
+from trainwright.strategies.parameter_server.server import sharder
+from trainwright.strategies.parameter_server.server.clocks import Rules
+from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 
@@ -76,7 +78,7 @@ class Peer:
         self.optimizer = make_optimizer(self.model, kind)
         self.plan = _plan(self.model, self.optimizer, servers)
         if least_numel is not None:
-            with patch.object(parts, "LEAST_NUMEL", least_numel):
+            with patch.object(sharder, "LEAST_NUMEL", least_numel):
                 self.plan = self.plan.in_parts()
         meeting = ServerMeeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
         device = Device()
@@ -112,11 +114,8 @@ class Peer:
         loss.backward()
         then(self.model)
         hyper = self.plan.hyper.read(self.optimizer.param_groups)
-        if clip_norm is None:
-            self.client.step(hyper)
-        else:
-            norm = float(self.client.push(hyper).norm())
-            self.client.commit(min(1.0, clip_norm / (norm + 1e-6)))
+        norm = 0.0 if clip_norm is None else float(self.client.push(hyper).norm())
+        self.client.step(hyper, coefficient=None if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6)))
         return loss.item()
 
     def end(self) -> None:

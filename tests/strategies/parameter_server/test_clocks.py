@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trainwright.strategies.parameter_server.server.clocks import Clocks, bound_of
+from trainwright.strategies.parameter_server.server.clocks import Clocks, Rules
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -29,7 +29,7 @@ def test_nobody_is_ever_let_go_beyond_the_bound(bound):
 
 
 def test_without_a_bound_nobody_waits():
-    clocks = Clocks(bound_of("async", None))
+    clocks = Clocks(Rules("async").bound)
     clocks.join(0)
     clocks.join(1)
     for _ in range(1000):
@@ -39,7 +39,7 @@ def test_without_a_bound_nobody_waits():
 
 
 def test_the_dead_and_those_who_wait_for_all_hold_up_nobody():
-    clocks = Clocks(bound_of("ssp", 1))
+    clocks = Clocks(Rules("ssp", 1).bound)
     for worker in range(3):
         clocks.join(worker)
     clocks.tick(0)

@@ -11,8 +11,8 @@ from tests.strategies.parameter_server.core import Peer, flat, reference
 from trainwright.strategies.averaging.compression.names import codec_of
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.word_of_end import EndNotice
+from trainwright.strategies.parameter_server.messages.requests import request_size
 from trainwright.strategies.parameter_server.messages.wire import FIXED
-from trainwright.strategies.parameter_server.server.server import request_size
 
 
 def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: dict[str, Any]) -> Any:
@@ -27,7 +27,7 @@ def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: d
         # The step that brings the notice is made, and is the last of all.
         assert heard is None if step < steps - 1 else heard is not None and heard[::2] == (15, 0) and heard.age >= 2
     peer.client.meet()
-    spread = 0 if peer.server is None else peer.server.largest_spread
+    spread = 0 if peer.server is None else peer.server.services.largest_spread
     peer.end()
     return flat(peer.model), losses, spread
 
@@ -117,7 +117,7 @@ def keep_bound(staleness: int) -> Any:
         peer.step(step)
     peer.client.meet()
     peer.end()
-    return flat(peer.model), -1 if peer.server is None else peer.server.largest_spread
+    return flat(peer.model), -1 if peer.server is None else peer.server.services.largest_spread
 
 
 def test_no_worker_is_ever_further_ahead_than_the_bound(ranks):

@@ -65,7 +65,7 @@ class Probe(ParameterServerStrategy):
 
     def serve(self) -> None:
         super().serve()
-        self.held, self.spread = self.held_bytes(), self.server.largest_spread
+        self.held, self.spread = self.held_bytes(), self.server.services.largest_spread
 
     def on_train_end(self) -> None:
         self.held, self.traffic = self.held_bytes(), self.server_traffic()

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, seed_everything
 from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
-from trainwright.strategies.parameter_server.messages import parts
 from trainwright.strategies.parameter_server.messages.sparse_rows import pack_rows, touched_rows, unpack_rows
+from trainwright.strategies.parameter_server.server import sharder
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.server.sharder import share_out
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
@@ -96,7 +96,7 @@ def fit(strategy: Any, sparse: bool = False, **options: Any) -> dict[str, Any]:
         gradient_clip_val=None if sparse else 0.5,
         **QUIET,
     )
-    with patch.object(parts, "LEAST_NUMEL", 64):  # else all of this module is one part, which is pushed after backward
+    with patch.object(sharder, "LEAST_NUMEL", 64):  # else all of it is one part, pushed after backward
         trainer.fit(module, ClickData(16, samples=400))
     weights = {name: weight.detach() for name, weight in module.named_parameters()}
     return {"losses": losses.losses, "pushed": losses.pushed, "early": losses.early, "weights": weights}

@@ -18,12 +18,12 @@ from trainwright import LossGuard
 from trainwright.callbacks.progress.global_loss import GlobalLoss
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.callbacks.traffic.stragglers import Stragglers
-from trainwright.strategies.parameter_server.messages import parts
+from trainwright.strategies.parameter_server.server import sharder
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Any:
-    with patch.object(parts, "LEAST_NUMEL", 64):  # else these modules are one part, which is pushed after backward
+    with patch.object(sharder, "LEAST_NUMEL", 64):  # else these modules are one part, which is pushed after backward
         record = train_case(case, strategy, options, **trainer_options)
     record.gradients = {}  # the average is the servers' alone
     return record

@@ -15,7 +15,7 @@ from tests.pool import RankError
 from tests.strategies.pipeline.models import Block, Model, build, engine_of, make_batch, plan_of, reference, train
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.schedules import (
-    SCHEDULES,
+    CHOICES,
     ranks_of_stages,
     split_blocks,
     stages_of_rank,
@@ -53,7 +53,7 @@ def test_stages_of_a_rank() -> None:
     assert stages_of_rank(0, 2, 4, "zbv") == [0, 3]
     assert ranks_of_stages(2, 4, "dualpipev") == [0, 1, 1, 0]
     assert stages_of_rank(1, 2, 2, "1f1b") == [1]
-    assert all(SCHEDULES[name].__name__.startswith("Schedule") for name in SCHEDULES)
+    assert all(choice.load().__name__.startswith("Schedule") for choice in CHOICES.values())
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -239,8 +239,8 @@ def talk() -> Any:
     installed = model.log
     engine = engine_of(model)
     sent: list[str] = []
-    said = results.from_rank
-    results.from_rank = lambda *a, **k: (sent.append("objects"), said(*a, **k))[1]
+    read = results.unpack
+    results.unpack = lambda data: (sent.append("objects"), read(data))[1]
     outputs, expected = [], []
     try:
         for index in (0, 0, 1, 1):
@@ -248,7 +248,7 @@ def talk() -> Any:
             outputs.append(engine.train((batch, index), {}, batch=batch, scale=lambda loss, share: loss * share))
             expected.append(twin.training_step(batch, index))
     finally:
-        results.from_rank = said
+        results.unpack = read
     assert model.log is installed
     return calls, twin.logged, outputs, expected, len(sent)
 

@@ -77,7 +77,7 @@ def test_a_star_stands_for_one_level():
 
 
 def test_an_unknown_name_is_refused_with_names_that_exist():
-    with pytest.raises(ValueError, match=r"No module is called 'blocks\.\*'.*It has: first, layers"):
+    with pytest.raises(ValueError, match=r"blocks: no module is called 'blocks\.\*'.*It has: first, layers"):
         find_blocks(Model(), ["blocks.*"])
 
 

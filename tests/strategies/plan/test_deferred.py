@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -52,11 +54,14 @@ class Module(pl.LightningModule):
     def configure_model(self) -> None:
         if self.net is None:
             with torch.device("meta"):
-                self.net = Net()
+                self.net = self.make()
+
+    def make(self) -> nn.Module:
+        return Net()
 
     def on_fit_start(self) -> None:
         self.seen = {name: whole(tensor) for name, tensor in self.state_dict().items()}
-        self.seen["angles"] = self.net.rotary.angles.clone()
+        self.seen |= {name: buffer.clone() for name, buffer in self.named_buffers()}
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         tokens = batch["tokens"] if isinstance(batch, dict) else batch
@@ -67,11 +72,10 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def initial_weights(strategy: str) -> dict[str, torch.Tensor]:
-    """Weights of all ranks' seeds but rank 0's differ: rank 0's counts."""
-    rank = torch.distributed.get_rank()
-    torch.manual_seed(5 + rank)
-    module = Module()
+def initial_weights(strategy: str, make: Callable[[], Module] = Module) -> dict[str, torch.Tensor]:
+    """Weights that a run starts with. Ranks' seeds differ: rank 0's counts."""
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    module = make()
     trainer = Trainer(
         strategy=make_strategy(strategy), devices=torch.distributed.get_world_size(), max_steps=1, **QUIET
     )
@@ -82,7 +86,7 @@ def initial_weights(strategy: str) -> dict[str, torch.Tensor]:
 
 def test_same_weights_under_every_strategy_and_world_size(ranks):
     (want,) = ranks(initial_weights, 1, "single")
-    assert torch.equal(want["angles"], torch.arange(4.0))
+    assert torch.equal(want["net.rotary.angles"], torch.arange(4.0))
     assert want["net.embed.weight"].std() > 0.5  # nn.Embedding draws from a standard normal
     assert torch.equal(want["net.embed.weight"], want["net.head.weight"])
     for strategy in data_parallel_names():

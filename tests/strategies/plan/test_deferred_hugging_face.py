@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from tests.parity.harness import QUIET, whole
-from tests.parity.modules import Tokens
-from trainwright import Trainer
-from trainwright.strategies.contract.registry import make_strategy
-from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
+from tests.strategies.plan.test_deferred import Module, initial_weights
+from trainwright.strategies.plan.deferred import deferred_pieces
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,47 +42,24 @@ MODELS = {
 }
 
 
-class Module(pl.LightningModule):
+class HuggingFace(Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.net: nn.Module | None = None
-        self.seen: dict[str, torch.Tensor] = {}
 
-    def configure_model(self) -> None:
-        if self.net is None:
-            with torch.device("meta"):
-                self.net = MODELS[self.kind]()
-
-    def on_fit_start(self) -> None:
-        self.seen = {name: whole(tensor) for name, tensor in self.state_dict().items()}
-        self.seen |= {name: buffer.clone() for name, buffer in self.named_buffers()}
+    def make(self) -> nn.Module:
+        return MODELS[self.kind]()
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         tokens = (batch["tokens"] if isinstance(batch, dict) else batch) % 96
         return self.net(input_ids=tokens, labels=tokens).loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def initial_weights(strategy: str, kind: str) -> dict[str, torch.Tensor]:
-    """Weights that a run starts with, by rank 0's seed."""
-    torch.manual_seed(5 + torch.distributed.get_rank())
-    module = Module(kind)
-    trainer = Trainer(
-        strategy=make_strategy(strategy), devices=torch.distributed.get_world_size(), max_steps=1, **QUIET
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(Tokens(8), batch_size=1))
-    assert not is_deferred(module)
-    return module.seen
-
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_same_weights_under_every_strategy(ranks, kind):
-    (want,) = ranks(initial_weights, 1, "single", kind)
+    (want,) = ranks(initial_weights, 1, "single", partial(HuggingFace, kind))
     for strategy in ("ddp", "zero3"):
-        for got in ranks(initial_weights, 2, strategy, kind, timeout=60):
+        for got in ranks(initial_weights, 2, strategy, partial(HuggingFace, kind), timeout=60):
             assert got.keys() == want.keys()
             for name, value in want.items():
                 assert torch.equal(got[name], value), (strategy, name)

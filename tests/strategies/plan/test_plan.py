@@ -350,7 +350,7 @@ def test_configuration_deletes():
     ({"tensor": {"model.layers.*.mlp": "colwise"}}, r"plan\.tensor: no module is called 'model\.layers\.\*\.mlp'"),
     ({"tensor": {"model.lm_head": "columns"}}, r"tensor\['model\.lm_head'\]='columns' \(allowed: colwise, rowwise"),
     ({"tensors": {}, "first": "head"}, r"tensors={} \(allowed: blocks, tensor.*first='head' \(allowed: a list"),
-    ({"blocks": ["layers.*"]}, r"No module is called 'layers\.\*'"),
+    ({"blocks": ["layers.*"]}, r"blocks: no module is called 'layers\.\*'"),
     ({"heads": {"model.model.layers.*.mlp": ["num_heads"]}}, r"has no integer attribute num_heads"),
     ({"tensor": {"model.model.layers.*.mlp.down_proj": "none"}}, r"gate_proj: colwise.* without its counterpart"),
 ])  # fmt: skip

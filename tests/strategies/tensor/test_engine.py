@@ -278,58 +278,49 @@ def test_attention_of_torch_across_widths_with_weights_and_unbatched(ranks):
         assert max(found) < TOLERANCE
 
 
-def llama_differences(sequence: bool, kv_heads: int) -> dict[str, float]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def hugging_face(name: str) -> tuple[nn.Module, str, dict[str, str], dict[str, str], dict[str, tuple[str, ...]], str]:
+    """A model; where its blocks are, styles within them and around them, attributes that count heads, its attention."""
+    import transformers
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
-    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=kv_heads, tie_word_embeddings=True)
-    config._attn_implementation = "sdpa"
-    blocks = tuple(f"model.layers.{i}" for i in range(2))
-    styles = {f"self_attn.{k}_proj": "colwise" for k in "qkv"} | {"self_attn.o_proj": "rowwise"}
-    styles |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-    plan = ModelPlan(
-        blocks=blocks,
-        tensor={f"{b}.{k}": v for b in blocks for k, v in styles.items()}
-        | {"model.embed_tokens": "vocabulary", "lm_head": "colwise_gather"},
-        whole_inputs=tuple(f"{b}.{k}" for b in blocks for k in ("self_attn", "mlp")),
-    )
-    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
-    run = partial(run_on, ids, lambda m, x: m(input_ids=x, use_cache=False).logits)
-    return differences(LlamaForCausalLM(config).train(), plan, run, sequence_parallel=sequence)
-
-
-@pytest.mark.parametrize(("world_size", "sequence"), [(2, False), (2, True), (4, True)])
-def test_llama_with_a_tied_head(ranks, world_size, sequence):
-    pytest.importorskip("transformers")
-    for values in ranks(llama_differences, world_size, sequence, 4, timeout=60):
-        assert max(values.values()) < TOLERANCE, values
-
-
-def gpt2_differences(sequence: bool) -> dict[str, float]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=32, n_positions=16)
+    if name == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
+        config._attn_implementation = "sdpa"
+        styles = {f"self_attn.{k}_proj": "colwise" for k in "qkv"} | {"self_attn.o_proj": "rowwise"}
+        styles |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+        ends = {"model.embed_tokens": "vocabulary", "lm_head": "colwise_gather"}
+        return transformers.LlamaForCausalLM(config), "model.layers", styles, ends, {}, "self_attn"
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=32, n_positions=16)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    blocks = tuple(f"transformer.h.{i}" for i in range(2))
     styles = {"attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise"}
     styles |= {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+    heads = {"attn": ("num_heads", "split_size", "embed_dim")}
+    return transformers.GPT2LMHeadModel(config), "transformer.h", styles, {}, heads, "attn"
+
+
+def hugging_face_differences(name: str, sequence: bool) -> dict[str, float]:
+    model, where, styles, ends, heads, attention = hugging_face(name)
+    blocks = tuple(f"{where}.{i}" for i in range(2))
     plan = ModelPlan(
         blocks=blocks,
-        tensor={f"{b}.{k}": v for b in blocks for k, v in styles.items()},
-        heads={f"{b}.attn": ("num_heads", "split_size", "embed_dim") for b in blocks},
-        whole_inputs=tuple(f"{b}.{k}" for b in blocks for k in ("attn", "mlp")),
+        tensor={f"{b}.{k}": v for b in blocks for k, v in styles.items()} | ends,
+        heads={f"{b}.{k}": v for b in blocks for k, v in heads.items()},
+        whole_inputs=tuple(f"{b}.{k}" for b in blocks for k in (attention, "mlp")),
     )
     ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
     run = partial(run_on, ids, lambda m, x: m(input_ids=x, use_cache=False).logits)
-    return differences(GPT2LMHeadModel(config).train(), plan, run, sequence_parallel=sequence)
+    return differences(model.train(), plan, run, sequence_parallel=sequence)
 
 
-@pytest.mark.parametrize(("world_size", "sequence"), [(2, False), (4, True)])
-def test_gpt2_with_its_packed_transposed_projections(ranks, world_size, sequence):
+@pytest.mark.parametrize(("name", "world_size", "sequence"), [
+    ("llama", 2, False), ("llama", 2, True), ("llama", 4, True),  # a tied head
+    ("gpt2", 2, False), ("gpt2", 4, True),  # packed transposed projections
+])  # fmt: skip
+def test_models_of_hugging_face(ranks, name, world_size, sequence):
     pytest.importorskip("transformers")
-    for values in ranks(gpt2_differences, world_size, sequence, timeout=60):
+    for values in ranks(hugging_face_differences, world_size, name, sequence, timeout=60):
         assert max(values.values()) < TOLERANCE, values
 
 

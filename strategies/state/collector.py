@@ -1,0 +1,173 @@
+"""From what a rank holds to its contribution to a checkpoint.
+
+A checkpoint is Lightning's dict of a run, with two changes: every tensor has a name, so that no position in a list
+depends on the layout, and of every tensor each rank gives the boxes that it holds. What is not a tensor comes from the
+first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.format import directory
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.tree import encode, encode_what_can_be, reference
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.state.assemble import StateOwners
+from trainwright.strategies.state.placement import Placement, boxes_of
+from trainwright.strategies.state.run_state import CURRENT_WEIGHTS, OPTIMIZERS, WEIGHTS
+
+# Of StochasticWeightAveraging: a state_dict of a copy of the module, of which this rank holds what it holds of that.
+_CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "average_model_state"
+_SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
+# What a module was called with may be anything; training does not need it.
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+# Prefixes of keys: of what every rank has of its own, and of tensors in the states of callbacks.
+OF_RANK, OF_CALLBACKS = directory.OF_RANK, f"tree/{_CALLBACKS}/"
+
+
+class Collector:
+    """Turns Lightning's dict of a run into a tree and tensors by key.
+
+    Args:
+        module: the user's module as this rank holds it.
+        placement: who holds what.
+        name_of: name of a parameter as an optimizer holds it.
+        owners: of optimizer states that are whole; ``None``: there are none.
+        complete: also give what another rank would write for all, as this rank has it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        name_of: Callable[[Tensor], str],
+        owners: StateOwners | None = None,
+        complete: bool = False,
+    ) -> None:
+        self.tensors: dict[str, TensorParts] = {}
+        self._placement, self._name_of, self._owners, self._complete = placement, name_of, owners, complete
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._canonical = {name: first[id(parameter)] for name, parameter in self._parameters.items()}
+
+    def collect(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """The tree of ``checkpoint``; its tensors are in :attr:`tensors` afterwards. A collective."""
+        tree: dict[str, Any] = {}
+        for key, value in checkpoint.items():
+            if key in _SECTIONS:
+                tree[key] = self._placement.united(self._weights(_SECTIONS[key], value))
+            elif key == OPTIMIZERS:
+                pairs = zip(optimizers, value, strict=True)
+                tree[key] = [self._optimizer(index, *pair) for index, pair in enumerate(pairs)]
+            elif key == _CALLBACKS:
+                tree[key] = self._callbacks(value)
+            elif key in _HYPER_PARAMETERS and isinstance(value, dict):
+                tree[key] = self._hyper_parameters(key, value)
+            else:
+                tree[key] = encode(value, self._put, key)
+        return tree
+
+    def add_of_rank(self, rank: int, state: Mapping[str, Tensor]) -> None:
+        """Tensors that every rank has of its own."""
+        self.tensors.update((f"{OF_RANK}{rank}/{name}", TensorParts.whole(value)) for name, value in state.items())
+
+    def _writes(self, name: str, is_parameter: bool) -> bool:
+        return self._complete or self._placement.writes(name, is_parameter)
+
+    def _put(self, path: str, tensor: Tensor) -> str:
+        """A tensor that is no weight: the first rank's counts, unless it is split."""
+        key = f"tree/{path}"
+        if isinstance(tensor, DTensor) or self._complete or self._placement.is_first:
+            self.tensors[key] = boxes_of(tensor)
+        return key
+
+    def _put_whole(self, path: str, tensor: Tensor) -> str:
+        """A tensor that this rank alone has, of those that share its parameter."""
+        self.tensors[path] = TensorParts.whole(tensor.detach())
+        return path
+
+    def _weights(self, section: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                tree[name] = encode(value, self._put, f"{section}/{name}")
+                continue
+            canonical = self._canonical_name(name, value, state)
+            tree[name] = reference(f"{section}/{canonical}")
+            if self._writes(canonical, canonical in self._parameters):
+                self.tensors[f"{section}/{canonical}"] = self._placement.boxes(canonical, value)
+        return tree
+
+    def _callbacks(self, states: Mapping[str, Any]) -> Any:
+        averages = {
+            name: state[_AVERAGE]
+            for name, state in states.items()
+            if name.startswith(_AVERAGING) and isinstance(state, dict) and state.get(_AVERAGE) is not None
+        }
+        rest = {name: {**state, _AVERAGE: None} if name in averages else state for name, state in states.items()}
+        tree = encode(rest, self._put, _CALLBACKS)
+        for name, average in averages.items():
+            parts = self._weights(f"tree/{_CALLBACKS}/{name}/{_AVERAGE}", average)
+            tree[name][_AVERAGE] = self._placement.united(parts)
+        return tree
+
+    def _canonical_name(self, name: str, value: Tensor, state: Mapping[str, Any]) -> str:
+        """The name under which a tied parameter is kept: its first, if ``state`` has the same tensor there."""
+        first = self._canonical.get(name, name)
+        other = state.get(first)
+        if first == name or not isinstance(other, Tensor):
+            return name
+        same = local_tensor(value).data_ptr() == local_tensor(other).data_ptr() and value.shape == other.shape
+        return first if same else name
+
+    def _hyper_parameters(self, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        tree, left_out = encode_what_can_be(values, self._put, section)
+        if left_out:
+            rank_zero_warn(
+                f"The hyper-parameters {', '.join(left_out)} are left out of checkpoints, which hold plain values. "
+                "Give them to load_from_checkpoint(path, name=value) again, or leave them out of the saved ones with "
+                "self.save_hyperparameters(ignore=[...])."
+            )
+        return tree
+
+    def _optimizer(self, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        if "param_groups" not in state:  # Lightning's stand-in where configure_optimizers gives None
+            return dict(encode(state, self._put, f"optimizer/{index}"))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        tree = {}
+        for position, values in state["state"].items():
+            parameter = parameters[position]
+            name = self._name_of(parameter)
+            path = f"optimizer/{index}/{name}"
+            tree[name] = {k: self._optimizer_value(f"{path}/{k}", name, parameter, v) for k, v in values.items()}
+        rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        return {
+            **encode(rest, self._put, f"optimizer/{index}"),
+            "by_name": True,
+            "state": self._placement.united(tree if self._owners is None else self._owners.united(tree)),
+            "param_groups": list(self._groups(index, optimizer, state["param_groups"])),
+        }
+
+    def _groups(self, index: int, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        names = self._placement.group_names(optimizer, self._name_of)
+        for number, (group, own) in enumerate(zip(groups, names, strict=True)):
+            options = {key: value for key, value in group.items() if key != "params"}
+            yield {**encode(options, self._put, f"optimizer/{index}/groups/{number}"), "params": own}
+
+    def _optimizer_value(self, key: str, name: str, parameter: Tensor, value: Any) -> Any:
+        if self._owners is not None and name in self._owners:
+            return encode(value, self._put_whole, key)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            value = local_tensor(value) if isinstance(value, Tensor) else value
+            return encode(value, self._put, key)
+        is_alike = value.shape == parameter.shape
+        if self._writes(name, is_parameter=is_alike or isinstance(value, DTensor)):
+            self.tensors[key] = self._placement.boxes(name, value) if is_alike else boxes_of(value)
+        return reference(key)

@@ -1,0 +1,109 @@
+"""Who holds what of a run state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.core.errors import CheckpointError
+from trainwright.core.torch_internals import compute_local_shape_and_global_offset
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.state.assemble import Assembly, StateOwners
+
+
+def boxes_of(tensor: Tensor) -> TensorParts:
+    """The box that this rank holds of a DTensor, or all of a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return TensorParts.whole(tensor.detach())
+    if any(not (placement.is_shard() or placement.is_replicate()) for placement in tensor.placements):
+        raise CheckpointError(f"A DTensor with placements {tensor.placements} cannot be saved; reduce it first.")
+    part = local_tensor(tensor).detach()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return TensorParts(tensor.shape, part.dtype, [(tuple(offsets), part)])
+
+
+class Placement:
+    """How the ranks of a layout hold things.
+
+    Args:
+        assembly: where the parts of the module are.
+        is_first: whether this is the first rank of all, which speaks for all where all have the same.
+        leads_stage: whether this is the first of the ranks that hold the same stage of the pipeline.
+    """
+
+    def __init__(self, assembly: Assembly, is_first: bool, leads_stage: bool) -> None:
+        self.is_first = is_first
+        self._assembly = assembly
+        self._leads_stage = leads_stage
+
+    def boxes(self, name: str, tensor: Tensor) -> TensorParts:
+        """Boxes of the whole that ``tensor`` holds, laid out like this rank's parameter or buffer ``name``."""
+        held = boxes_of(tensor)
+        cut = self._assembly.cuts.get(name)
+        return held if cut is None or tensor.dim() == 0 else cut.in_whole(held)
+
+    def writes(self, name: str, is_parameter: bool) -> bool:
+        """Whether this rank's copy of what is called ``name`` may be written.
+
+        Of what several stages hold, one writes; of buffers, which may differ, its first rank.
+        """
+        return self._assembly.owns(name) and (is_parameter or self._leads_stage)
+
+    def united(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Entries of all stages, in the order of the unmodified module."""
+        found: dict[str, Any] = {}
+        for stage in reversed(self._assembly.gathered(mine)):  # of two stages, the earlier one speaks
+            found.update(stage)
+        order = {name: index for index, name in enumerate(dict.fromkeys((*self._assembly.keys, *self._assembly.names)))}
+        return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def group_names(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> list[list[str]]:
+        """Names of the parameters of each group of ``optimizer`` on all stages together."""
+        return self._assembly.group_names(optimizer, name_of)
+
+
+def trained_boxes(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    placement: Placement,
+    name_of: Callable[[Tensor], str],
+    owners: StateOwners | None = None,
+) -> dict[str, TensorParts]:
+    """Boxes of parameters and of the tensors in the states of optimizers, views of this rank's own; no collective.
+
+    Ranks that hold the same box under the same key must have the same bytes in it.
+
+    Args:
+        module: the user's module as this rank holds it.
+        optimizers: of its parameters.
+        placement: who holds what.
+        name_of: name of a parameter as an optimizer holds it.
+        owners: of optimizer states that are whole; ``None``: there are none.
+
+    Returns:
+        ``weights/<parameter>`` and ``optimizer/<index>/<parameter>/<name of the value>`` -> boxes, in the order of the
+        module. Parameters that this rank holds nothing of are left out.
+    """
+    found = {f"weights/{name}": placement.boxes(name, each.detach()) for name, each in module.named_parameters()}
+    for index, optimizer in enumerate(optimizers):
+        for parameter, value_name, value in _states(optimizer):
+            name = name_of(parameter)
+            is_whole = owners is not None and name in owners
+            is_alike = not is_whole and value.dim() > 0 and value.shape == parameter.shape
+            held = placement.boxes(name, value) if is_alike else boxes_of(value if value.dim() else local_tensor(value))
+            found[f"optimizer/{index}/{name}/{value_name}"] = held
+    return {key: boxes for key, boxes in found.items() if boxes.parts}
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """Parameter, name and tensor of each value that the optimizer keeps."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield parameter, name, value

@@ -1,0 +1,119 @@
+"""What each rank has of its own in a run state: generators, buffers, what compression keeps back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from trainwright.checkpoint.format.directory import OF_RANK
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.handing_over import HANDED_OVER
+from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, seed_all, set_random_state
+
+# Key there of what compression remembers, and the prefix of what each replica has kept back.
+COMPRESSION, OF_REPLICA = "compression", "compression/"
+# Prefix of buffers among what a rank has of its own.
+BUFFERS = "buffers/"
+
+
+@dataclass(frozen=True)
+class KeptBack:
+    """What compression keeps back of gradients, for a run state.
+
+    Args:
+        tensors: by key, boxes of the whole, of this rank's replica.
+        of_rank: what this rank has of its own.
+        about: plain values, the same on all ranks.
+    """
+
+    tensors: Mapping[str, TensorParts]
+    of_rank: Mapping[str, Tensor]
+    about: Mapping[str, Any]
+
+
+NOTHING_KEPT = KeptBack({}, {}, {})
+
+
+def drop_kept_back(of_run: Mapping[str, Any]) -> None:
+    """Say that what compression had kept back in a run that is resumed is dropped, where nothing compresses now."""
+    saved = of_run.get(COMPRESSION)
+    if saved is not None and saved["kinds"]:
+        rank_zero_info(
+            f"What compression={saved['name']} had kept back of gradients is dropped: nothing is compressed now."
+        )
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a ``state_dict`` of ``module`` holds, by name."""
+    kept = module.state_dict().keys()
+    return {name: buffer.detach() for name, buffer in module.named_buffers() if name in kept}
+
+
+def saved_rank_state(
+    state: RunState | HeldSource,
+    of_run: Mapping[str, Any],
+    layout: Layout,
+    rank: int,
+    data_rank: int,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """What a rank goes on with: its own of before under the same layout, else the generators of its data rank.
+
+    Args:
+        state: that is resumed.
+        of_run: what it says of its run.
+        layout, rank, data_rank, device: of this rank.
+    """
+    if isinstance(state, HeldSource):
+        source, is_new = rank_of(state), is_handed_over(state)
+        is_own = not is_new
+    else:
+        saved = Layout(**of_run["layout"])
+        is_own, is_new = saved == layout, data_rank >= saved.data_ranks
+        source = rank if is_own else saved.first_of_data_rank(data_rank % saved.data_ranks)
+    found = of_rank(state, source)
+    if is_own:
+        return found
+    found = {key: value for key, value in found.items() if not key.startswith(BUFFERS)}
+    return _seeded(found, data_rank, device) if is_new else found
+
+
+def of_rank(state: RunState | HeldSource, rank: int, prefix: str = "") -> dict[str, Tensor]:
+    """What a rank had of its own in a state, by what follows ``prefix`` of its name."""
+    prefix = f"{OF_RANK}{rank}/{prefix}"
+    return {key.removeprefix(prefix): state.read(key) for key in state.keys_under(prefix)}
+
+
+def rank_of(state: HeldSource) -> int:
+    """The rank whose state it is, which may have another number by now."""
+    return next(int(key.split("/")[1]) for key in state.keys_under(OF_RANK))
+
+
+def is_handed_over(state: HeldSource) -> bool:
+    """Whether another rank gave it to this one, which joins."""
+    return bool(state.about.get(HANDED_OVER))
+
+
+def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:
+    """State of a data rank that the saved run had not: seeded by another's, so that it repeats nobody's numbers."""
+    before = random_state(device)
+    set_random_state(state, device)
+    seed = (int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63
+    seed_all(seed)
+    seeded = random_state(device)
+    set_random_state(before, device)
+    return seeded
+
+
+def digest_of(tensor: Tensor) -> str:
+    """A text that differs where bytes of tensors do."""
+    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
