@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 class Carrier:
     """Moves structures of tensors between the ranks of a pipeline; shapes may change from time to time.
 
-    A header of two numbers goes first; the description follows only if it is not the last one's.
+    Header and tensors are one message, as long as the last description says. A header that tells of another description
+    is followed by that one, and by the tensors.
 
     Args:
         group: ranks of the pipeline.
@@ -153,35 +155,66 @@ class Carrier:
 
     def _put(self, value: Any, source: str, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> None:
         form, tensors = take_apart(value, source)
-        known = self._forms.get(channel) == form
-        data = b"" if known else form.dump()
+        last = self._forms.get(channel)
+        data = b"" if form == last else form.dump()
         self._forms[channel] = form
-        move(torch.tensor([int(known), len(data)], device=self._device))
-        if not known:
-            move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
-        for tensor in tensors:
-            if tensor.numel():
-                move(_bytes(tensor.detach().contiguous()))
+        header = _bytes(torch.tensor([len(data)], device=self._device))
+        if not data:
+            move(torch.cat([header, _packed(tensors, self._device)]))
+            return
+        move(torch.cat([header, header.new_zeros(_size(last))]))
+        move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
+        if _size(form):
+            move(_packed(tensors, self._device))
 
     def _get(self, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> Any:
-        header = torch.zeros(2, dtype=torch.int64, device=self._device)
-        move(header)
-        known, length = header.tolist()
-        if not known:
-            data = torch.empty(length, dtype=torch.uint8, device=self._device)
-            move(data)
-            self._forms[channel] = Form.load(data.cpu().numpy().tobytes())
-        form = self._forms[channel]
-        tensors = [tensor.empty(self._device) for tensor in form.tensors]
-        for tensor in tensors:
-            if tensor.numel():
-                move(_bytes(tensor))
-        return form.build(tensors)
+        last = self._forms.get(channel)
+        buffer = self._moved(_HEADER + _size(last), move)
+        length = int(buffer[:8].view(torch.int64).item())
+        packed = buffer[_HEADER:]
+        if length:
+            data = self._moved(length, move)
+            self._forms[channel] = last = Form.load(data.cpu().numpy().tobytes())
+            packed = self._moved(_size(last), move)
+        assert last is not None
+        return last.build(list(_unpacked(packed, last)))
+
+    def _moved(self, size: int, move: Callable[[Tensor], Any]) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if size:
+            move(buffer)
+        return buffer
+
+
+# Tensors lie in a message at multiples of this: a view of another dtype must be aligned.
+_HEADER = 16
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, and zeros up to where the next tensor may begin."""
     # Not every backend has every dtype.
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % _HEADER))
+
+
+def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(_bytes, tensors)])
+
+
+def _sizes(form: Form) -> list[int]:
+    return [math.prod(each.shape) * each.dtype.itemsize for each in form.tensors]
+
+
+def _size(form: Form | None) -> int:
+    """Return the bytes of the message that :func:`_packed` makes of tensors of this form."""
+    return 0 if form is None else sum(size + -size % _HEADER for size in _sizes(form))
+
+
+def _unpacked(packed: Tensor, form: Form) -> Iterator[Tensor]:
+    begin = 0
+    for each, size in zip(form.tensors, _sizes(form), strict=True):
+        yield packed[begin : begin + size].view(each.dtype).view(each.shape)
+        begin += size + -size % _HEADER
 
 
 class FormBook:
