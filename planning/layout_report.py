@@ -1,7 +1,8 @@
 """What `trainwright layout` prints: which rank does what, where the model is cut, and the bytes that each rank holds.
 
 Everything is computed on the meta device by the rules that the strategies follow; no process is started and no weight
-gets memory. The bytes are those of `strategy.held_bytes()` once the optimizer has stepped and gradients are there.
+gets memory. The bytes are those of `strategy.measures.held_bytes()` once the optimizer has stepped and gradients are
+there.
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,30 +30,34 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engines import Engines, Uncut
 from trainwright.strategies.compose.hybrid_options import HybridOptions
-from trainwright.strategies.compose.mixed_placement import ServedByRanks
+from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
+from trainwright.strategies.compose.parts.observed import CertifiedParts, LayoutMeasures
+from trainwright.strategies.compose.parts.shared_gradients import SharedGradients
 from trainwright.strategies.compose.rules import (
     averaging_problem,
     cuts_module,
     manual_optimization_problems,
     sync_batchnorm_problem,
 )
-from trainwright.strategies.compose.shared_gradients import SharedGradients
 from trainwright.strategies.contract.collectives.data import DataCollectives, metric_states, set_metric_states
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.contract.part import Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
-from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline, listen_to_stages
 from trainwright.strategies.data.gathering import parameter_groups
 from trainwright.strategies.data.zero import ZeroStrategy, averaged_copies
 from trainwright.strategies.pipeline.optimization import optimize_after_zero_grad
 from trainwright.strategies.plan.deferred import Piece
-from trainwright.strategies.plan.names import parent_of, starred, within
 from trainwright.strategies.state.assemble import Assembly
 from trainwright.strategies.state.layout_placement import LayoutPlacement
 from trainwright.strategies.state.run_state import (
@@ -84,15 +89,19 @@ class HybridStrategy(ZeroStrategy):
     strategy_name = "hybrid"
     options_class = HybridOptions
     options: HybridOptions
-    # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
-    weighs_micro_batches = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.options.placement:
             self.tables = ServedByRanks(self, self._before_batch, self.options)
             self._parts.append(self.tables)
-        self._data = DataCollectives(self)
+        self.ranks: DataCollectives = DataCollectives(self)
+        self.measures = LayoutMeasures(self)
+        self.certified = CertifiedParts(self)
+        collective = self.is_cut or self.traits.forward_is_collective  # all axes but replicate communicate in forward
+        # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
+        self.traits = replace(self.traits, forward_is_collective=collective, weighs_micro_batches=True)
+        self.replicas: Replicas = Replicas()
         self._groups: LayoutGroups | None = None
         self._engines: Uncut = Uncut()
         self._watch: PartsWatch | None = None
@@ -105,104 +114,32 @@ class HybridStrategy(ZeroStrategy):
     # ---- what others may read -------------------------------------------------------------------------------------
 
     @property
-    def data_rank(self) -> int:
-        """Index of this rank among those that read different samples; ranks of other axes share one."""
-        return self.layout.data_rank(self.global_rank)
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
-        return self.layout.data_ranks
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """How Lightning's own Trainer deals samples: to the data ranks, not to all."""
-        return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different samples and else do the same as this one."""
-        if self._groups is None or self.layout.data_ranks == self.world_size:
-            return None
-        return self._groups.of(self.layout.groups("replicate", "shard"))
-
-    @property
-    def leads_data_rank(self) -> bool:
-        """Whether this rank is the first along the pipeline, context and tensor axes."""
-        place = self.layout.coordinates(self.global_rank)
-        return not (place["pipeline"] or place["context"] or place["tensor"])
+        return {"num_replicas": self.ranks.num_data_ranks, "rank": self.ranks.data_rank}
 
     @property
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of the module along another axis than replicate and shard."""
         return cuts_module(self._open_layout)
 
-    def certificate_remedy(self, module: str) -> str:
-        """See the base class."""
-        layout = self.layout
-        if layout.tensor > 1:
-            plan = self._engines.plan
-            split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
-            whole = ", ".join(f"{name}: none" for name in split)
-            if whole:
-                return f"Leave it whole: 'strategy.plan.tensor={{{whole}}}', or use tensor=1."
-        axes = ("pipeline", "context", "tensor", "expert")
-        used = [axis for axis in axes if getattr(layout, axis) > 1]
-        return f"Use {' or '.join(f'{axis}=1' for axis in used)}." if used else super().certificate_remedy(module)
-
-    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """See the base class: the micro-batches of a pipeline, with ``loss_weighting="tokens"``."""
-        return self._engines.micro_batches_of(batch) if self._weighs_tokens else super().certified_shares(batch)
-
-    @property
-    def _weighs_tokens(self) -> bool:
-        weights = getattr(self.lightning_module.trainer, "token_weights", None)
-        return self.backward_in_step and weights is not None
-
-    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
-        """See the base class."""
-        assert self._groups is not None
-        return self._assembly if self._engines.is_cut else None, self._groups.along("pipeline", "context", "tensor")
-
-    @property
-    def least_batch_size(self) -> int:
-        """As many samples as the micro-batches of a pipeline."""
-        return self.options.least_batch(self.layout)
-
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the unmodified module."""
         return self._engines.num_parameters or super().num_parameters
 
-    @property
-    def forward_is_collective(self) -> bool:
-        """Every axis but replicate communicates in forward."""
-        return self.is_cut or super().forward_is_collective
-
-    @property
-    def backward_in_step(self) -> bool:
-        """A pipeline interleaves forward and backward."""
-        return self._engines.has_pipeline
-
-    def pipeline_timeline(self) -> StageTimeline | None:
-        """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline."""
-        stages = self._engines.pipeline_stages
-        return StageTimeline(stages, self.root_device) if stages else None
-
-    def routing_balance(self) -> dict[str, float]:
-        """See the base class."""
-        return self._engines.routing_balance()
-
-    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
-        """See the base class."""
-        return listen_to_stages(self._engines.pipeline_stages, listener)
-
     # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cut and split the model, then build the optimizers upon what this rank holds."""
+        self.replicas.prepare(trainer)
+        super().setup(trainer)
+        self.replicas.set_up(trainer)
 
     def _make_mesh(self) -> DeviceMesh:
         if self._open_layout.is_open:
             refuse(self.options.layout_problems(self.layout))
-        groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
+        groups = self._groups = self.ranks.groups = LayoutGroups(self.layout, self.root_device.type)
         mesh = self._mesh_over(groups, "shard", "context")
         if self.layout.expert > 1:
             self._expert_mesh = self._mesh_over(groups, "expert_shard")
@@ -210,7 +147,7 @@ class HybridStrategy(ZeroStrategy):
 
     def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
         """The ranks that average gradients at every step; the last mesh axis is of those that share one state."""
-        return groups.mesh(("replicate",), axes)
+        return groups.mesh(*self.replicas.mesh_axes, axes)
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         # Without experts nothing is looked up: this is asked of each parameter.
@@ -220,10 +157,15 @@ class HybridStrategy(ZeroStrategy):
 
     @property
     def _splits_parameters(self) -> bool:
-        return super()._splits_parameters and (self.mesh.size() > 1 or not self.is_cut)
+        return super()._splits_parameters and (self.mesh.size() > 1 or self._averages_whole)
 
     def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
-        return self.is_cut and self._mesh_of(parameter).size() == 1
+        return self._mesh_of(parameter).size() == 1 and not self._averages_whole
+
+    @property
+    def _averages_whole(self) -> bool:
+        """Whether all ranks average gradients of the whole module at every step."""
+        return not self.is_cut and not self.replicas.are_apart
 
     def _must_restore_late(self) -> bool:
         return self.is_cut or super()._must_restore_late()
@@ -243,6 +185,7 @@ class HybridStrategy(ZeroStrategy):
         engines.apply()
         engines.place_ghosts(self._dtype_of)
         self._engines = engines
+        self.traits = replace(self.traits, backward_in_step=engines.has_pipeline)
         object.__setattr__(module, "_trainwright_layout", str(self.layout))
         self._assembly = Assembly(
             names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
@@ -340,7 +283,7 @@ class HybridStrategy(ZeroStrategy):
 
     def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
         options = super()._fsdp_options(module)
-        if self.backward_in_step:
+        if self.traits.backward_in_step:
             # Gathered once a step instead of for every micro-batch and direction.
             options["reshard_after_forward"] = False
         return options
@@ -356,8 +299,8 @@ class HybridStrategy(ZeroStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
-        if "training" not in self._data.compared:
-            self._data.compare_first("training", batch)
+        if "training" not in self.ranks.compared:
+            self.ranks.compare_first("training", batch)
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
             self._engines.refresh()
@@ -395,7 +338,7 @@ class HybridStrategy(ZeroStrategy):
     def setup_precision_plugin(self) -> None:
         """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()
-        self._data.sync_metrics(self._take_metric if self.backward_in_step else None)
+        self.ranks.sync_metrics(self._take_metric if self.traits.backward_in_step else None)
         engines = self._engines
         if not isinstance(engines, Engines):
             return
@@ -413,7 +356,7 @@ class HybridStrategy(ZeroStrategy):
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the user's module on one micro-batch, for the pipeline."""
-        with self.precision_plugin.train_step_context(), self._observed(args[0]), self.among_data_ranks():
+        with self.precision_plugin.train_step_context(), self._observed(args[0]), self.ranks.among_data_ranks():
             if self._step is not None:
                 return self._step(method, *args, **kwargs)
             return self._engines.guard(partial(getattr(self.lightning_module, method), *args, **kwargs))
@@ -421,7 +364,7 @@ class HybridStrategy(ZeroStrategy):
     def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the user's module without gradients on all stages of the pipeline together."""
         try:
-            with self.among_data_ranks():
+            with self.ranks.among_data_ranks():
                 return super()._evaluate(method, self.precision_plugin.train_step_context, *args, **kwargs)
         finally:
             self._split_blocks_again()
@@ -444,7 +387,7 @@ class HybridStrategy(ZeroStrategy):
                     attributes["training_step"] = users
 
     def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.backward_in_step:
+        if not self.traits.backward_in_step:
             return super().training_step(*args, **kwargs)
         assert isinstance(self._engines, Engines)
         with self._local_gradients():
@@ -458,7 +401,7 @@ class HybridStrategy(ZeroStrategy):
 
     def _take_metric(self, metric: Metric) -> None:
         """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
-        if self._data.is_apart:
+        if self.ranks.is_apart:
             return
         assert isinstance(self._engines, Engines)
         set_metric_states(metric, self._engines.from_last_stage(metric_states(metric), type(metric).__name__))
@@ -518,7 +461,7 @@ class HybridStrategy(ZeroStrategy):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; a pipeline has run it already and only those who listen are told."""
-        if not self.backward_in_step:
+        if not self.traits.backward_in_step:
             with self._of_strategy():
                 return super().backward(closure_loss, *args, **kwargs)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -527,7 +470,10 @@ class HybridStrategy(ZeroStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step this rank's rows."""
         with self._of_strategy():
-            return super().optimizer_step(*args, **kwargs)
+            output = super().optimizer_step(*args, **kwargs)
+        if self.replicas.are_apart:
+            self.replicas.stepped()
+        return output
 
     def _of_strategy(self) -> AbstractContextManager[None]:
         """Within the user's step of manual optimization: what runs inside works with parts."""
@@ -548,8 +494,12 @@ class HybridStrategy(ZeroStrategy):
         return self._engines.kin_of(name)
 
     def _sum_shared_gradients(self) -> None:
-        if self._shared and not self._accumulates_gradients:
+        if self._accumulates_gradients:
+            return
+        if self._shared:
             self._shared.sum(self._gradient_of)
+        if self.replicas.are_apart:
+            self.replicas.average_gradients()
 
     def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
         shard = self._shards.get(parameter)
@@ -568,9 +518,9 @@ class HybridStrategy(ZeroStrategy):
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if method not in self._data.compared:
-            self._data.compare_first(method, args[0] if args else kwargs)
-        if not self.backward_in_step:
+        if method not in self.ranks.compared:
+            self.ranks.compare_first(method, args[0] if args else kwargs)
+        if not self.traits.backward_in_step:
             return super()._evaluate(method, context, *args, **kwargs)
         assert isinstance(self._engines, Engines)
         step = partial(super()._evaluate, method, context, *args, **kwargs)
@@ -593,7 +543,7 @@ class HybridStrategy(ZeroStrategy):
 
     def _begin_evaluation(self) -> None:
         # Entered by the first step: callbacks may exchange weights at the start (averages).
-        self._evaluates = self.backward_in_step
+        self._evaluates = self.traits.backward_in_step
 
     def _end_evaluation(self) -> None:
         self._evaluates = False
@@ -603,6 +553,7 @@ class HybridStrategy(ZeroStrategy):
         """Gather what is outside of the blocks on every stage of a pipeline."""
         self._begin_evaluation()
         super().on_validation_start()
+        self.replicas.show()
 
     def on_test_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
@@ -616,6 +567,7 @@ class HybridStrategy(ZeroStrategy):
 
     def on_validation_end(self) -> None:
         """Let go of what other stages own."""
+        self.replicas.take_back()
         super().on_validation_end()
         self._end_evaluation()
 
@@ -631,31 +583,28 @@ class HybridStrategy(ZeroStrategy):
 
     def teardown(self) -> None:
         """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
+        self.replicas.close()
         self._end_evaluation()
-        self._data.leave(self.lightning_module)
+        self.ranks.leave(self.lightning_module)
         self._engines.detach()
         super().teardown()
 
     # ---- what user code asks of all ranks, asked of the data ranks --------------------------------------------------
 
-    def among_data_ranks(self) -> AbstractContextManager[None]:
-        """Have barriers and broadcasts inside wait for the data ranks alone, since others do not come by."""
-        return self._data.apart()
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks that read different samples, in place, unless ``group`` is another than all ranks."""
-        return self._data.reduce(tensor, group, reduce_op)
+        return self.ranks.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that read different samples, unless ``group`` is another than all ranks."""
-        return super().all_gather(tensor, self._data.of_users(group), sync_grads)
+        return super().all_gather(tensor, self.ranks.of_users(group), sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; within what data ranks alone come by, for these."""
-        if self._data.present is None:
+        if self.ranks.present is None:
             super().barrier(name)
         else:
-            self._data.wait(self._data.present)
+            self.ranks.wait(self.ranks.present)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of the data rank ``src`` on every rank.
@@ -663,14 +612,14 @@ class HybridStrategy(ZeroStrategy):
         Raises:
             ValueError: if there is no such data rank.
         """
-        first = self._data.source(src)
-        if self._data.present is None:
+        first = self.ranks.source(src)
+        if self.ranks.present is None:
             return super().broadcast(obj, first)
-        return from_rank(obj, src, self._data.present, self.root_device)
+        return from_rank(obj, src, self.ranks.present, self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any) decided so."""
-        return self._data.decide(decision, all)
+        return self.ranks.decide(decision, all)
 
     # ---- the whole ------------------------------------------------------------------------------------------------
 
@@ -730,6 +679,32 @@ class HybridStrategy(ZeroStrategy):
                     for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
                 ]
         return checkpoint
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.trained_boxes`; each replica's by itself."""
+        return self.replicas.boxes(super().trained_boxes())
+
+    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
+        """See :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`."""
+        return self.replicas.content(checkpoint, complete, super().run_state)
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        return self.replicas.own_buffers(super()._own_buffers())
+
+    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        super()._save_plain(self.replicas.averaged(checkpoint), filepath, storage_options)
+
+    def _knows_left_behind(self, of: str) -> bool:
+        return self.replicas.knows(of)
+
+    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+        self.replicas.opened(state)
+        return super()._opened(state)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give every optimizer the part of the saved state that this rank holds."""
+        super().load_optimizer_state_dict(checkpoint)
+        self.replicas.restore()
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if self._engines.is_cut:

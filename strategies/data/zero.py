@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,7 +29,8 @@ from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _optimizers_to_device
 from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
-from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
+from trainwright.strategies.base.certificate.certified import Certified
+from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
 from trainwright.strategies.base.whole.strategy import Wholes
 from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, MeasuredLink
@@ -95,6 +97,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             choose=self._choose_prefetch,
             against_steps=lambda: self.tables.against_steps(),
         )
+        self.traits = replace(self.traits, forward_is_collective=options.stage == 3)
+        self.certified: Certified = CertifiedShards(self)
         self.tables = Tables()
         self._wholes = Wholes(self)
         self._accumulates_gradients = False  # within micro-batches before the last of a step
@@ -136,27 +140,6 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._mesh is None:
             raise RuntimeError("The device mesh exists once trainer.fit (or another verb) has set up the processes.")
         return self._mesh
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """Stage 3 gathers parameters in forward."""
-        return self.stage == 3
-
-    @property
-    def splits_module(self) -> bool:
-        """Ranks hold rows of optimizer state, gradients or parameters."""
-        is_served = any(map(self.tables.has, self.lightning_module.parameters()))  # its own ranks step those
-        is_split = self.layout.world_size > self.layout.replicate
-        return is_split and self.steps_are_collective and not is_served
-
-    def held_parameter(self, name: str) -> Tensor | None:
-        """See the base class."""
-        return self._named.get(name)
-
-    def held_bytes(self) -> HeldBytes:
-        """Bytes that this rank holds now, those of a server for tables included."""
-        held, (parameters, optimizer) = super().held_bytes(), self.tables.held
-        return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
 
     def trained_boxes(self) -> dict[str, TensorParts]:
         """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.trained_boxes`; without what servers hold."""
@@ -204,7 +187,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
-        self._certificate.begin(self.lightning_module, fitting and self.world_size > 1)
+        self.certificate.begin(self.lightning_module, fitting and self.world_size > 1)
         self._release()
         self._refuse_other_models()
         if fitting:
@@ -230,7 +213,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if fitting:
             self.averaging.set_up(plain_after_backward=True)
             self._know_frozen()
-        self._certificate.set_up(self)
+        self.certificate.set_up(self)
         self.state.begin_from_weights()
         self._wholes.show_in_hooks(trainer)
 
@@ -253,7 +236,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _choose_prefetch(self, links: list[MeasuredLink], compute: float, accumulation: int) -> str:
         """With ``communication="auto"`` gather as far ahead as waits least."""
         link = next((link for link in links if link.axis == "shard"), None)
-        if self._prefetch is not None or self._step is None or self.backward_in_step or link is None:
+        if self._prefetch is not None or self._step is None or self.traits.backward_in_step or link is None:
             return ""
         blocks = split_blocks(self._step)
         if not blocks:
@@ -782,6 +765,22 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         for shard in self._shards.values():
             if shard.is_offloaded:
                 shard.optimized_part.copy_(shard.local_part)
+
+
+class CertifiedShards(Certified):
+    """A module of which ranks hold rows of optimizer state, gradients or parameters."""
+
+    @property
+    def is_split(self) -> bool:
+        """See the base class."""
+        strategy = self._strategy
+        is_served = any(map(strategy.tables.has, strategy.lightning_module.parameters()))  # its own ranks step those
+        return strategy.layout.world_size > strategy.layout.replicate and not is_served
+
+    def held(self, name: str) -> Tensor | None:
+        """See the base class."""
+        found: Tensor | None = self._strategy._named.get(name)
+        return found
 
 
 def _refuse_shared(blocks: Mapping[str, nn.Module]) -> None:

@@ -25,18 +25,19 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _init_dist_connection, _MockOptimizer
+from trainwright.core.run.traits import Traits
 from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.names import choose_compression, codec_of
-from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
+from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.groups import leave_groups
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import take_from_first, varying_buffers
-from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
 from trainwright.strategies.parameter_server.averaging import average_buffers
 from trainwright.strategies.parameter_server.messages.wire import Device, Link
 from trainwright.strategies.parameter_server.options import ParameterServerOptions, learning_rate_warning
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
+from trainwright.strategies.parameter_server.peers import Servers, WorkerMeasures, Workers
 from trainwright.strategies.parameter_server.refusals import needs_interface, rank_problems
 from trainwright.strategies.parameter_server.server.clocks import Consistency
 from trainwright.strategies.parameter_server.server.server import Rules, Server, ServerMeeting
@@ -101,7 +102,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._compression = choose_compression(options.compression)
         self._residuals = PushResiduals(self._compression)
         self._interface = options.interface
-        self._leases, self._overlap = options.leases, options.overlap
+        self._overlap = options.overlap
         self._client: Client | None = None
         self._server: Server | None = None
         self._alone = False  # within a step that other ranks need not make
@@ -109,10 +110,19 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._incarnation = incarnation()
         self._store: dist.Store | None = None
         self._returns = 0  # of lost workers, known when the process group of all ranks was made
-        self._is_apart = False
         self._fit: ToldFit | None = None  # where servers have ranks of their own
         self._run_store: dist.Store | None = None  # there, of all ranks
         self._end_offers: Callable[[], None] = lambda: None
+        self.peers, self.service, self.measures = Workers(self), Servers(self), WorkerMeasures(self)
+        # Only in step are all workers at the same one, unless some may be lost meanwhile.
+        together = self._in_step and self._incarnation is None
+        self.traits = Traits(
+            steps_are_collective=together,
+            averages_every_step=together,
+            holds_step_gradients=False,  # the servers alone have them
+            leases_samples=None if options.leases == "none" else options.leases,
+            joins=bool(self._incarnation),
+        )
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -122,50 +132,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return super().world_size - self._server_ranks
 
     @property
-    def serves(self) -> bool:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.serves`."""
-        return self._server_ranks > 0 and self.global_rank >= self.world_size
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Of Lightning's own samplers."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
-    def steps_are_collective(self) -> bool:
-        """Only in step (``"sync"``) are all workers at the same one, unless some may be lost meanwhile."""
-        return self._in_step and self._incarnation is None
-
-    @property
-    def holds_step_gradients(self) -> bool:
-        """The servers alone have them."""
-        return False
-
-    @property
-    def joins(self) -> bool:
-        """Whether this rank was started anew, in place of one that was lost."""
-        return bool(self._incarnation)
-
-    @property
-    def is_apart(self) -> bool:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.is_apart`."""
-        return self._is_apart
-
-    @property
     def _in_step(self) -> bool:
         return self._rules.consistency == "sync"
-
-    @property
-    def leases_samples(self) -> str | None:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.leases_samples`."""
-        return None if self._leases == "none" else self._leases
-
-    @property
-    def fit_store(self) -> dist.Store | None:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.fit_store`; while it trains."""
-        if self._client is None or self._store is None:
-            return None
-        return dist.PrefixStore(self._client.prefix, self._store)
 
     @property
     def server(self) -> Server | None:
@@ -176,28 +149,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def client(self) -> Client | None:
         """This rank's worker, while it trains."""
         return self._client
-
-    def held_bytes(self) -> HeldBytes:
-        """Bytes that this rank holds now, its server's included."""
-        # The module of a rank that only serves has no memory.
-        held = HeldBytes(0, 0, 0) if self.serves else super().held_bytes()
-        if self._server is None:
-            return held
-        parameters, optimizer = self._server.shard.nbytes
-        return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
-
-    def server_bytes(self) -> dict[int, int]:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.server_bytes`."""
-        if self._served is None:
-            return {}
-        plan, first = self._plan(self._served), self.world_size if self._server_ranks else 0
-        return {first + server: plan.numel(server) * plan.dtype.itemsize for server in range(self.servers)}
-
-    def server_traffic(self) -> dict[int, tuple[int, int]]:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.server_traffic`."""
-        if not self._server_ranks or self._client is None:
-            return {}
-        return {self.world_size + server: sent for server, sent in enumerate(self._client.traffic())}
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and gradient of this rank's own samples: the average is the servers' alone."""
@@ -223,19 +174,19 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def setup_environment(self) -> None:
         """Let the ranks meet; one that was started anew is alone until the others meet again."""
-        if self.joins and not dist.is_initialized():
+        if self.traits.joins and not dist.is_initialized():
             meet_alone()
         super().setup_environment()
-        if not self._server_ranks or self.joins:
+        if not self._server_ranks or self.traits.joins:
             return
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._fit = ToldFit(self._store_of_run(), self.global_rank)
-            if self.serves:
+            if self.service.serves:
                 self._fit.wait_until_prepared()
 
     def setup_distributed(self) -> None:
         """Make the process group: of the ranks that train, without those that only serve."""
-        if self._server_ranks and not self.joins:
+        if self._server_ranks and not self.traits.joins:
             self.set_world_ranks()
             self._part()
         super().setup_distributed()
@@ -248,11 +199,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._run_store = default_store()
             workers = dist.PrefixStore("parameter_server/workers", self._run_store)
             leave_groups()
-            if not self.serves:
+            if not self.service.serves:
                 dist.init_process_group(
                     backend, store=workers, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout
                 )
-        if self.serves:
+        if self.service.serves:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             if not dist.is_initialized():
@@ -269,7 +220,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return self._run_store
 
     def _must_restore_late(self) -> bool:
-        return self.joins or super()._must_restore_late()
+        return self.traits.joins or super()._must_restore_late()
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then the optimizer.
@@ -282,7 +233,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._refuse_impossible(trainer)
-        if self.serves:
+        if self.service.serves:
             # By the same code as on the other ranks, but without memory and without any of them.
             self.precision_plugin.convert_module(self.lightning_module)
             self.setup_optimizers(trainer)
@@ -315,7 +266,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             )
         if self.num_nodes > 1 and self._interface is None:
             problems.append(needs_interface(self.num_nodes))
-        if not self.steps_are_collective:
+        if not self.traits.steps_are_collective:
             problems += self._tied_steps(trainer)
         refuse(problems)
 
@@ -400,8 +351,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         server.start()
         self._server = server
 
-    def serve(self) -> None:
-        """See ``serve``; the module's memory is given up first."""
+    def _serve(self) -> None:
         served, fit, module = self._served, self._fit, self.lightning_module
         assert fit is not None
         if served is not None:
@@ -486,12 +436,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
                 "ranks meet: before a validation, a save and the end of an epoch."
             )
 
-    def meet(self) -> None:
-        """Wait for all workers, take the servers' parameters, and average buffers."""
+    def _meet(self) -> None:
         if self._client is None:
             return
         self._client.settle()
-        if not self.steps_are_collective:
+        if not self.traits.steps_are_collective:
             self._meet_anew(self._client.meet())
         average_buffers(self.lightning_module)
 
@@ -499,7 +448,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _open_held(self, held: HeldState) -> HeldSource:
         # One that joins goes on from what the first rank offers now, not from what it was started with.
-        return super()._open_held(self._join() if self.joins and self._client is None else held)
+        return super()._open_held(self._join() if self.traits.joins and self._client is None else held)
 
     def _join(self) -> HeldState:
         """Link this worker to the servers and take the state of the run."""
@@ -518,16 +467,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         assert self._client is not None
         served.forget_state()
         self._client.pull()
-
-    def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.tell_of_end`."""
-        if self._client is not None:
-            self._client.notice = notice
-
-    @property
-    def heard_of_end(self) -> HeardNotice | None:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.heard_of_end`."""
-        return None if self._client is None else self._client.heard
 
     def _make_offers(self) -> None:
         """Keep a copy of this rank's state for workers that come again, from where steps begin."""
@@ -550,12 +489,12 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _own_state(self, trainer: Any) -> Content:
         """This rank's state of the run, without asking anybody for what servers have."""
         assert self._served is not None
-        self._is_apart = self._served.apart = True
+        self.peers.is_apart = self._served.apart = True
         try:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             return self.run_state(checkpoint, complete=True)
         finally:
-            self._is_apart = self._served.apart = False
+            self.peers.is_apart = self._served.apart = False
 
     def _meet_anew(self, returns: int) -> None:
         """Make the process group of all ranks anew if somebody has come again since it was made."""
@@ -582,7 +521,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._client is None or self._served is None:
             return
         self._end_offers()
-        self.meet()
+        self._meet()
         self._served.retire()
         self.barrier()  # nobody leaves before all have what they need
         self._client.leave()
@@ -593,7 +532,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _stop_at_once(self, problem: str = "", code: int | None = None) -> None:
         self._end_offers()
         fit, self._fit = self._fit, None
-        if fit is not None and self.serves:
+        if fit is not None and self.service.serves:
             with suppress(RuntimeError):  # the store is gone
                 fit.be_ready(self._server_number, problem)
         elif fit is not None and self.is_global_zero:
@@ -616,7 +555,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def teardown(self) -> None:
         """Leave nothing behind."""
         self._stop_at_once()
-        if self.serves:
+        if self.service.serves:
             assert self.accelerator is not None
             self.accelerator.teardown()  # the module is on the meta device, and nothing else was begun
             return
@@ -626,7 +565,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; where ranks step by themselves, what needs the others is refused meanwhile."""
-        self._alone = not self.steps_are_collective
+        self._alone = not self.traits.steps_are_collective
         try:
             with nullcontext() if self._client is None else self._client.watched():
                 return super().training_step(*args, **kwargs)
@@ -692,8 +631,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights of all; while training, the ranks meet for it."""
         self._settle()
-        if not self._is_apart:
-            self.meet()
+        if not self.peers.is_apart:
+            self._meet()
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
@@ -701,7 +640,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._settle()
         content = super().run_state(checkpoint, complete=complete)
         left_behind = self._residuals.left_behind
-        if left_behind is not None and not self._is_apart and OF_RUN in content.tree:
+        if left_behind is not None and not self.peers.is_apart and OF_RUN in content.tree:
             content.tree[OF_RUN]["left_behind"] = left_behind
         return content
 
@@ -709,11 +648,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return of == PUSHES
 
     def _kept_back(self) -> KeptBack:
-        return NOTHING_KEPT if self._client is None or self._is_apart else self._residuals.kept_back(self._client)
+        return NOTHING_KEPT if self._client is None or self.peers.is_apart else self._residuals.kept_back(self._client)
 
     def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
         saved = of_run.get(COMPRESSION)
-        if saved is None or self.joins:
+        if saved is None or self.traits.joins:
             return
         rank: int | None = None
         if Layout(**of_run["layout"]) == self.layout:

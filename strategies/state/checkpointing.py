@@ -38,6 +38,7 @@ from trainwright.checkpoint.read.weights import SavedWeights
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.layout import Layout
+from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.part import Host
 from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, set_random_state
 from trainwright.strategies.state.run_state import (
@@ -104,6 +105,12 @@ class KeepsBack(Protocol):
     def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None: ...
 
 
+class HasKey(Protocol):
+    """A certificate, which holds for the layout and the code that its key names; empty without one."""
+
+    key: str
+
+
 class Kept(Host, Protocol):
     """What a strategy says of what its ranks hold, so that it can be kept."""
 
@@ -113,14 +120,10 @@ class Kept(Host, Protocol):
     @property
     def averaging(self) -> KeepsBack: ...
 
-    @property
-    def data_rank(self) -> int: ...
+    ranks: Ranks
 
     @property
-    def num_data_ranks(self) -> int: ...
-
-    @property
-    def certificate_key(self) -> str: ...
+    def certificate(self) -> HasKey: ...
 
     @property
     def placement(self) -> Placement: ...
@@ -203,8 +206,8 @@ class RunStates:
                 self._strategy._rank, {**random_state(self._strategy.root_device), **buffers, **kept.of_rank}
             )
             tree[OF_RUN] = {"layout": asdict(self._strategy.layout), "trained": sorted(self._trained())}
-            if self._strategy.certificate_key:
-                tree[OF_RUN]["certificate"] = self._strategy.certificate_key
+            if self._strategy.certificate.key:
+                tree[OF_RUN]["certificate"] = self._strategy.certificate.key
             if kept.about:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
@@ -236,7 +239,7 @@ class RunStates:
             "strategy": self._strategy.strategy_name,
             "layout": asdict(self._strategy.layout),
             "world_size": int(getattr(self._strategy, "world_size", 1)),
-            "data_ranks": self._strategy.num_data_ranks,
+            "data_ranks": self._strategy.ranks.num_data_ranks,
             "global_batch_size": None if batch is None else batch.size,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
@@ -514,16 +517,16 @@ class RunStates:
             if not is_handed_over(state):
                 return found
             found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
-            return _seeded(found, self._strategy.data_rank, self._strategy.root_device)
+            return _seeded(found, self._strategy.ranks.data_rank, self._strategy.root_device)
         saved = Layout(**of_run["layout"])
         if saved == self._strategy.layout:
             return of_rank(state, self._strategy._rank)
-        found = of_rank(state, saved.first_of_data_rank(self._strategy.data_rank % saved.data_ranks))
+        found = of_rank(state, saved.first_of_data_rank(self._strategy.ranks.data_rank % saved.data_ranks))
         found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
         return (
             found
-            if self._strategy.data_rank < saved.data_ranks
-            else _seeded(found, self._strategy.data_rank, self._strategy.root_device)
+            if self._strategy.ranks.data_rank < saved.data_ranks
+            else _seeded(found, self._strategy.ranks.data_rank, self._strategy.root_device)
         )
 
 

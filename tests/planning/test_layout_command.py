@@ -42,7 +42,7 @@ class Weigh(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 2:
-            held = trainer.strategy.held_bytes()
+            held = trainer.strategy.measures.held_bytes()
             self.held = held.parameters, held.gradients, held.optimizer
 
 

@@ -22,7 +22,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -36,9 +36,11 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.core.layout import Layout
+from trainwright.core.run.traits import Traits
 from trainwright.core.torch_internals import TorchDispatchMode, _disable_current_modes
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.averaging.averaged import Averaging
+from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.certificate.changes import Changes, StateBefore, first_other
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
 from trainwright.strategies.base.certificate.determinism import Deterministic, held_randomness
@@ -47,12 +49,13 @@ from trainwright.strategies.base.certificate.sketch import WIDTH, sketch_of_part
 from trainwright.strategies.base.certificate.state import WrittenWeights, untouched, written_by
 from trainwright.strategies.base.certificate.stream import Streamed, Supply
 from trainwright.strategies.base.certificate.written import AsWritten, WrittenParameter
+from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import Assembly
 
 
-class Certified(Protocol):
-    """What a strategy shows of itself to be certified."""
+class Compared(Protocol):
+    """What a strategy shows of itself to be compared with the module as written."""
 
     lightning_module: LightningModule
     precision_plugin: Any
@@ -62,14 +65,11 @@ class Certified(Protocol):
     loss_factor: float
     loss_divisor: float | None
     block_names: tuple[str, ...]
-    backward_in_step: bool
-    num_data_ranks: int
-    data_rank: int
+    traits: Traits
+    ranks: Ranks
+    certified: Certified
     layout: Layout
     averaging: Averaging
-
-    def certificate_remedy(self, module: str) -> str:
-        """What to type where this layout cannot train the module."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The layout's own step."""
@@ -77,20 +77,8 @@ class Certified(Protocol):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The layout's own backward."""
 
-    def among_data_ranks(self) -> AbstractContextManager[None]:
-        """Around user code that one rank of those that share samples runs."""
-
-    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """The parts of a batch whose losses the user has said to be weighed one by one, and their weights."""
-
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Gradients as this rank holds them."""
-
-    def held_parameter(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter; ``None``: another rank holds it."""
-
-    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
-        """Where parts are, and the ranks that share this rank's samples."""
 
 
 @dataclass
@@ -132,7 +120,7 @@ class _Stepped(BaseException):
         self.optimizer = optimizer
 
 
-def certify(strategy: Certified, written: AsWritten, batch: Any, batch_idx: int) -> Comparison:
+def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) -> Comparison:
     """Compare the layout's numbers for one batch with those of the module as written. A collective of all ranks.
 
     Args:
@@ -150,7 +138,7 @@ def certify(strategy: Certified, written: AsWritten, batch: Any, batch_idx: int)
     began = time.perf_counter()
     module = strategy.lightning_module
     tolerance = tolerance_of(strategy.precision_plugin, module)
-    parts = strategy.certified_shares(batch)
+    parts = strategy.certified.shares(batch)
     with _quiet(strategy), _disable_current_modes():  # of callbacks that count operators
         layout = _run_layout(strategy, written, _arguments(module, batch, batch_idx))
         plain = _run_written(strategy, written, parts, batch_idx)
@@ -166,7 +154,7 @@ def certify(strategy: Certified, written: AsWritten, batch: Any, batch_idx: int)
 
 
 def _first_module(
-    strategy: Certified, written: AsWritten, batch: Any, parts: _Parts, batch_idx: int, outcome: Comparison
+    strategy: Compared, written: AsWritten, batch: Any, parts: _Parts, batch_idx: int, outcome: Comparison
 ) -> str:
     """Name of the first module whose output differs; of the parameter nearest to the loss, where only gradients do.
 
@@ -174,7 +162,7 @@ def _first_module(
     """
     module = strategy.lightning_module
     names = [name for name, _ in module.named_modules()]
-    assembly, _ = strategy.certified_parts()
+    assembly, _ = strategy.certified.parts()
     heard = [name for name in names if _is_computed_here(assembly, name)]
     places = {id(module.get_submodule(name)): names.index(name) for name in names if name}
     here = {id(module.get_submodule(name)): names.index(name) for name in heard if name}
@@ -200,12 +188,12 @@ def _is_computed_here(assembly: Assembly | None, name: str) -> bool:
 # ---- the layout ------------------------------------------------------------------------------------------------------
 
 
-def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, ...]) -> _Trial:
+def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ...]) -> _Trial:
     module = strategy.lightning_module
     trial = _Trial(is_automatic=module.automatic_optimization)
-    held = {each.name: strategy.held_parameter(each.name) for each in written.parameters}
+    held = {each.name: strategy.certified.held(each.name) for each in written.parameters}
     weights = WrittenWeights({name: local_tensor(tensor) for name, tensor in held.items() if tensor is not None})
-    assembly, _ = strategy.certified_parts()
+    assembly, _ = strategy.certified.parts()
     shapes = {each.name: each.shape for each in written.parameters}
     try:
         with untouched(module), held_randomness(strategy.root_device), _captured(module, trial):
@@ -215,7 +203,7 @@ def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, .
                 loss = _loss_of(output)
                 if loss is not None and module.automatic_optimization:
                     trial.losses.append(float(loss.detach().float().item()))
-                    if not strategy.backward_in_step:
+                    if not strategy.traits.backward_in_step:
                         strategy.backward(loss, strategy.optimizers[0] if strategy.optimizers else None)
             for name, gradient in strategy.named_gradients():
                 cut = None if assembly is None else assembly.cuts.get(name)
@@ -225,7 +213,7 @@ def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, .
         if not _is_ours(error):
             error.add_note(
                 f"This was the first batch under {strategy.layout}, and no weight has changed. If the same step runs "
-                f"with strategy=single, this layout cannot run it. {strategy.certificate_remedy('')}"
+                f"with strategy=single, this layout cannot run it. {strategy.certified.remedy('')}"
             )
         raise
     finally:
@@ -245,14 +233,14 @@ def _is_ours(error: BaseException) -> bool:
 # ---- the module as written -------------------------------------------------------------------------------------------
 
 
-def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_idx: int) -> _Trial | None:
+def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_idx: int) -> _Trial | None:
     """What the module as written gives, or raises; ``None`` on a rank that only sends its parts."""
     module = strategy.lightning_module
-    assembly, group = strategy.certified_parts()
+    assembly, group = strategy.certified.parts()
     dtypes = {each.name: getattr(*each.slots[0]).dtype for each in written.parameters}
     trained = _trained(strategy, written)
     units = _units(written, strategy.block_names)
-    supply = Supply(written.parameters, units, strategy.held_parameter, dtypes, assembly, group, strategy.root_device)
+    supply = Supply(written.parameters, units, strategy.certified.held, dtypes, assembly, group, strategy.root_device)
     if not supply.leads:
         supply.serve()
         return None
@@ -270,7 +258,7 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
             stack.enter_context(_threads_of(1 if group is None else group.size()))
             stack.enter_context(untouched(module))
             stack.enter_context(held_randomness(strategy.root_device))
-            stack.enter_context(strategy.among_data_ranks())  # collectives of the step: one rank of each group is here
+            stack.enter_context(strategy.ranks.among_data_ranks())  # one rank of each group is here
             stack.enter_context(written.shown(streamed.parameters))
             stack.enter_context(_captured(module, trial, backward=module.backward))
             streamed.pin(0)
@@ -312,16 +300,16 @@ def _threads_of(ranks: int) -> Iterator[None]:
         torch.set_num_threads(own)
 
 
-def _other_state(strategy: Certified, layout: _Trial, plain: _Trial | None, tolerance: Tolerance) -> str | None:
+def _other_state(strategy: Compared, layout: _Trial, plain: _Trial | None, tolerance: Tolerance) -> str | None:
     """A buffer, counter or parameter that the layout changes otherwise on this rank. A collective."""
-    assembly, group = strategy.certified_parts()
+    assembly, group = strategy.certified.parts()
     told = None if plain is None or plain.error is not None else (plain.state, plain.written)
     if group is not None:
         told = from_rank(told, 0, group, strategy.root_device)
     if told is None:
         return None
     state, written = told
-    wrong = next((n for n in sorted(layout.written ^ written) if strategy.held_parameter(n) is not None), None)
+    wrong = next((n for n in sorted(layout.written ^ written) if strategy.certified.held(n) is not None), None)
     if wrong is not None:
         return str(wrong)
 
@@ -348,9 +336,9 @@ def _raise_together(plain: _Trial | None, changed: str | None, device: torch.dev
     return changed
 
 
-def _trained(strategy: Certified, written: AsWritten) -> dict[str, bool]:
+def _trained(strategy: Compared, written: AsWritten) -> dict[str, bool]:
     """Which parameters are trained, by the ranks that hold them: ``configure_optimizers`` may have frozen some."""
-    here = {each.name: strategy.held_parameter(each.name) for each in written.parameters}
+    here = {each.name: strategy.certified.held(each.name) for each in written.parameters}
     own = {name: held.requires_grad for name, held in here.items() if held is not None}
     told = of_all_ranks(own, device=strategy.root_device) if dist.is_initialized() else [own]
     return {
@@ -464,7 +452,7 @@ def _attributes(target: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _ending(strategy: Certified, trial: _Trial) -> Iterator[None]:
+def _ending(strategy: Compared, trial: _Trial) -> Iterator[None]:
     """End quietly where user code steps an optimizer, before it changes anything."""
 
     def stopping(optimizer: Optimizer) -> Callable[..., Any]:
@@ -511,7 +499,7 @@ class _NoHooks:
 
 
 @contextmanager
-def _quiet(strategy: Certified) -> Iterator[None]:
+def _quiet(strategy: Compared) -> Iterator[None]:
     """No hook, logger, loss scale or weight of samples acts while this is entered."""
     trainer: Any = strategy.lightning_module.trainer
     plugin = strategy.precision_plugin
@@ -536,18 +524,18 @@ def _quiet(strategy: Certified) -> Iterator[None]:
 _LOSSES = 4
 
 
-def _agree(strategy: Certified, parameters: Sequence[WrittenParameter], layout: _Trial, plain: _Trial | None) -> Found:
+def _agree(strategy: Compared, parameters: Sequence[WrittenParameter], layout: _Trial, plain: _Trial | None) -> Found:
     """Bring together what ranks found, on every rank; one all-reduce."""
-    ranks, logged = strategy.num_data_ranks, sorted(layout.logged)
+    ranks, logged = strategy.ranks.num_data_ranks, sorted(layout.logged)
     losses = torch.zeros(ranks, _LOSSES, 2, dtype=torch.float64)
     values = torch.zeros(ranks, len(logged), 2, dtype=torch.float64)
     table = torch.zeros(len(parameters), 2 * WIDTH + 1, dtype=torch.float64)
     if plain is not None:
         for place, pair in enumerate(zip(layout.losses[:_LOSSES], plain.losses[:_LOSSES], strict=False)):
-            losses[strategy.data_rank, place] = torch.tensor(pair, dtype=torch.float64)
+            losses[strategy.ranks.data_rank, place] = torch.tensor(pair, dtype=torch.float64)
         for place, name in enumerate(logged):
             pair = layout.logged[name], plain.logged.get(name, math.nan)
-            values[strategy.data_rank, place] = torch.tensor(pair, dtype=torch.float64)
+            values[strategy.ranks.data_rank, place] = torch.tensor(pair, dtype=torch.float64)
     for row, each in enumerate(parameters):
         if each.name in layout.gradients:
             table[row, :WIDTH] = layout.gradients[each.name]

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.write.save import Content
+from trainwright.core.run.peers import EndNotice
 from trainwright.core.text.bounded import ContentError
 from trainwright.core.text.messages import proof_of, run_token, seal, unseal
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.contract.groups import wait_for_key
-from trainwright.strategies.contract.word_of_end import EndNotice
 from trainwright.strategies.parameter_server.messages.packing import pack, unpack
 from trainwright.strategies.parameter_server.messages.sparse_rows import look_up, unpack_rows
 from trainwright.strategies.parameter_server.messages.wire import (

@@ -159,7 +159,7 @@ def train_traced(options: dict[str, Any]) -> tuple[Any, ...]:
     torch.manual_seed(5), random.seed(5), np.random.seed(5)  # type: ignore[func-returns-value]
     module = Traced()
     trainer = make_trainer("hybrid", {**ON, **options}, max_steps=2, global_batch_size=8)
-    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.num_data_ranks))
+    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.ranks.num_data_ranks))
     parameters = dict(trainer.strategy.whole_parameters())
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     made = trainer.strategy.certificate.outcome
