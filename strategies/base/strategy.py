@@ -29,6 +29,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.run.peers import Peers, Service
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.averaging.averaged import Averaging
+from trainwright.strategies.base.blocks import Blocks, fill
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.former_names import read_former_name, refuse_former_names
@@ -42,11 +43,6 @@ from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.part import Part
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
 from trainwright.strategies.contract.same_model import refuse_other_models
-from trainwright.strategies.plan.blocks import (
-    checkpoint_activations,
-    compile_blocks,
-    find_blocks,
-)
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.checkpointing import RunStates
 from trainwright.strategies.state.held import trained_boxes
@@ -104,12 +100,8 @@ class LayoutStrategy(Strategy):
         self.traits = replace(self.traits, averages_every_step=self.options.averages_every_step)
         self.certificate = Certificate(self.options.certificate)
         self.certified = Certified(self)
-        self._block_patterns = self.options.blocks
-        self._activation_checkpointing = self.options.activation_checkpointing
-        self._checkpoint_modules = self.options.checkpoint_modules
-        self._compile = self.options.compile
+        self._blocks = Blocks(self.options)
         self._restores_late: bool | None = None
-        self._block_names: tuple[str, ...] = ()
         self._frozen: list[nn.Parameter] = []
         # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
         self.loss_factor = 1.0
@@ -158,7 +150,7 @@ class LayoutStrategy(Strategy):
     @property
     def block_names(self) -> tuple[str, ...]:
         """Names of the module's blocks in order, those that other ranks hold among them; the same on every rank."""
-        return self._block_names
+        return self._blocks.names
 
     def squares_by_block(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """This rank's part of the squared L2 norm of each block, and of the rest; no collective.
@@ -487,17 +479,7 @@ class LayoutStrategy(Strategy):
             refuse_other_models(self.lightning_module, self.root_device)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
-        return find_blocks(self.lightning_module, self._block_patterns)
-
-    def _prepare_blocks(self, blocks: dict[str, nn.Module]) -> None:
-        """Checkpoint activations, then compile: the order that lets the compiler see the recomputation."""
-        module = self.lightning_module
-        self._block_names = tuple(blocks)
-        if getattr(module, "_trainwright_prepared", False):
-            return  # a second fit or a test after fit with the same module
-        checkpoint_activations(module, self._activation_checkpointing, blocks.values(), self._checkpoint_modules)
-        compile_blocks(module, blocks.values(), self._compile)
-        object.__setattr__(module, "_trainwright_prepared", True)
+        return self._blocks.find(self.lightning_module)
 
     def _materialise(self) -> None:
         """Give a deferred model memory on this rank's device and its initial weights."""
@@ -506,12 +488,7 @@ class LayoutStrategy(Strategy):
 
     def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
         """Exchange the meta tensors of ``pieces`` for real ones; ``real`` remembers them, so that ties are kept."""
-        for piece in pieces:
-            for owner, name, value in piece.values(seed):
-                meta = getattr(owner, name)
-                if meta not in real:
-                    real[meta] = self._real(owner, name, meta, value)
-                _replace(owner, name, real[meta])
+        fill(pieces, seed, real, self._real)
 
     def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
         """What this rank holds of the tensor ``name`` of ``owner``, whose whole initial value is ``value``."""
@@ -520,8 +497,3 @@ class LayoutStrategy(Strategy):
 
     def _agreed_seed(self) -> int:
         return int(self.broadcast(torch.initial_seed()))
-
-
-def _replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
-    holder = owner._parameters if name in owner._parameters else owner._buffers
-    holder[name] = tensor  # type: ignore[assignment]

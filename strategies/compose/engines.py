@@ -15,7 +15,8 @@ from trainwright.core.layout import Layout
 from trainwright.strategies.base.whole.parts import Share, find_slots
 from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engine_options import EngineOptions
-from trainwright.strategies.compose.model_plan import make_plan
+from trainwright.strategies.compose.model_plan import plan_for
+from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.context.engine import ContextParallel, validate_context
 from trainwright.strategies.context.proof import sequence_problems
 from trainwright.strategies.contract.cuts import Cut
@@ -33,33 +34,6 @@ from trainwright.strategies.pipeline.schedules import (
 from trainwright.strategies.pipeline.stage import OwnForwardStage
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
-
-
-def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
-    """The plan of ``module`` with all that ``layout`` needs of it.
-
-    Raises:
-        ValueError: if a part is not found; the message says what to write.
-    """
-    needs = [
-        part
-        for part, is_needed in (
-            ("blocks", layout.pipeline > 1 or layout.context > 1 or options.sequence_parallel),
-            ("tensor", layout.tensor > 1),
-            ("experts", layout.expert > 1),
-        )
-        if is_needed
-    ]
-    config = dict(options.plan)
-    if options.blocks is not None:
-        config.setdefault("blocks", list(options.blocks))
-    return make_plan(
-        module,
-        config,
-        needs=needs,
-        tensor_size=layout.tensor,
-        sequence_parallel=layout.tensor > 1 and options.sequence_parallel,
-    )
 
 
 def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions) -> list[str]:
@@ -95,86 +69,6 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         found = validate_context(module, plan, layout.context, options.attention, layout.tensor)
         problems += found or sequence_problems(module, plan, layout.context, options.attention)  # type: ignore[arg-type]
     return problems
-
-
-class Uncut:
-    """The engines of a module that is not cut: each rank runs all of it."""
-
-    module: LightningModule | None = None
-    """The module that is cut; ``None``: no module is."""
-    is_cut = False
-    plan = ModelPlan()
-    num_parameters = 0
-    """Elements of all parameters of the module before it was cut; 0: of none."""
-
-    @property
-    def has_pipeline(self) -> bool:
-        """See :attr:`Engines.has_pipeline`."""
-        return False
-
-    @property
-    def pipeline_stages(self) -> list[OwnForwardStage]:
-        """See :attr:`Engines.pipeline_stages`."""
-        return []
-
-    @property
-    def dispatchers(self) -> tuple[Dispatcher, ...]:
-        """See :attr:`Engines.dispatchers`."""
-        return ()
-
-    @property
-    def expert_parameters(self) -> set[nn.Parameter]:
-        """See :attr:`Engines.expert_parameters`."""
-        return set()
-
-    def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
-        """See :meth:`Engines.micro_batches_of`."""
-        return [(batch, 1.0)]
-
-    def registered_ghosts(self) -> AbstractContextManager[set[nn.Parameter]]:
-        """See :meth:`Engines.registered_ghosts`."""
-        return nullcontext(set())
-
-    def routing_balance(self) -> dict[str, float]:
-        """See :meth:`Engines.routing_balance`."""
-        return {}
-
-    def holds(self, name: str) -> bool:
-        """See :meth:`Engines.holds`."""
-        return True
-
-    def cut_of(self, owner: nn.Module, name: str) -> Cut | None:
-        """See :meth:`Engines.cut_of`."""
-        return None
-
-    def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
-        """See :meth:`Engines.expert_modules_in`."""
-        return []
-
-    def shared_parameters(self) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
-        """See :meth:`Engines.shared_parameters`."""
-        return {}
-
-    def kin_of(self, name: str) -> str:
-        """See :meth:`Engines.kin_of`."""
-        return ""
-
-    def parts_of(self, name: str) -> int:
-        """See :meth:`Engines.parts_of`."""
-        return 1
-
-    def guard(self, function: Callable[[], Any]) -> Any:
-        """See :meth:`Engines.guard`."""
-        return function()
-
-    def refresh(self) -> None:
-        """See :meth:`Engines.refresh`."""
-
-    def share_buffers(self) -> None:
-        """See :meth:`Engines.share_buffers`."""
-
-    def detach(self) -> None:
-        """See :meth:`Engines.detach`."""
 
 
 class Engines(Uncut):

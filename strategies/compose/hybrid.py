@@ -37,11 +37,12 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
-from trainwright.strategies.compose.engines import Engines, Uncut
+from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
 from trainwright.strategies.compose.parts.observed import CertifiedParts, LayoutMeasures
 from trainwright.strategies.compose.parts.shared_gradients import SharedGradients
+from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.compose.rules import (
     averaging_problem,
     cuts_module,

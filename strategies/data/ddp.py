@@ -82,7 +82,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         """Give the model memory, prepare its blocks, then as in Lightning."""
         self._refuse_other_models()
         self._materialise()
-        self._prepare_blocks(self._find_blocks())
+        self._blocks.prepare(self.lightning_module, self._find_blocks())
         self._end_means()
         if trainer.state.fn == TrainerFn.FITTING:
             self.averaging.know_nodes()

@@ -275,7 +275,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _replicate_parameters(self) -> None:
         module = self.lightning_module
         self._materialise()
-        self._prepare_blocks(self._find_blocks())
+        self._blocks.prepare(self.lightning_module, self._find_blocks())
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._broadcast_from_first(module)
@@ -294,7 +294,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         blocks = self._find_blocks()
         if not blocks:
             _warn_without_blocks(type(module).__name__)
-        self._prepare_blocks(blocks)
+        self._blocks.prepare(self.lightning_module, blocks)
         self._step = self._fully_shard(module, blocks)
         for average in averaged_copies(trainer):
             # Split alike, it is averaged shard by shard.

@@ -18,8 +18,8 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.strategies.averaging.background import Background
 from trainwright.strategies.averaging.compression.names import choose_compression, make_compressor
-from trainwright.strategies.compose.engines import Uncut
 from trainwright.strategies.compose.hybrid import HybridStrategy
+from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.contract.groups import new_subgroup
 from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.options import DiLoCoOptions, fragment_problem

@@ -242,7 +242,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._fit.prepare()
         self._refuse_other_models()
         self._materialise()
-        self._prepare_blocks(self._find_blocks())
+        self._blocks.prepare(self.lightning_module, self._find_blocks())
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
@@ -380,7 +380,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     @property
     def _pulls_late(self) -> bool:
         # What is compiled reads parameters where nobody sees it.
-        return self._overlap and not self._compile and not has_onlookers(self.lightning_module.trainer)
+        return self._overlap and not self.options.compile and not has_onlookers(self.lightning_module.trainer)
 
     @cached_property
     def _device(self) -> Device:
