@@ -22,7 +22,7 @@ from trainwright.strategies.context.proof import sequence_problems
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.gradients import GradientScope
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.data.gradient_hooks import refuse_hook
+from trainwright.strategies.data.sharding.gradient_hooks import refuse_hook
 from trainwright.strategies.expert.engine import Dispatcher, ExpertParallel, validate_experts
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine, Run

@@ -55,7 +55,7 @@ from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.part import Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
-from trainwright.strategies.data.gathering import parameter_groups
+from trainwright.strategies.data.sharding.gathering import parameter_groups
 from trainwright.strategies.data.zero import ZeroStrategy, averaged_copies
 from trainwright.strategies.pipeline.optimization import optimize_after_zero_grad
 from trainwright.strategies.plan.deferred import Piece
@@ -343,7 +343,7 @@ class HybridStrategy(ZeroStrategy):
         engines = self._engines
         if not isinstance(engines, Engines):
             return
-        source = {id(shard.optimized): parameter for parameter, shard in self._shards.items()}
+        source = {id(shard.optimized): parameter for parameter, shard in self._exchanges.shards.items()}
         self.precision_plugin.scope = engines.gradient_scope(source)  # type: ignore[attr-defined]
         scaler = getattr(self.precision_plugin, "scaler", None)
         if isinstance(scaler, AgreedGradScaler):
@@ -435,7 +435,7 @@ class HybridStrategy(ZeroStrategy):
     def _local_gradients(self) -> Iterator[None]:
         """Backward passes inside leave whole gradients of this rank."""
         with ExitStack() as stack:
-            for reducer in self._reducers:
+            for reducer in self._exchanges.reducers:
                 reducer.begin()
                 stack.enter_context(reducer.accumulate(shards_too=True))
             if self._step is not None:
@@ -445,7 +445,7 @@ class HybridStrategy(ZeroStrategy):
             yield
 
     def _average_gradients(self) -> None:
-        for reducer in self._reducers:
+        for reducer in self._exchanges.reducers:
             reducer.finish()
         if self._step is None:
             return
@@ -503,7 +503,7 @@ class HybridStrategy(ZeroStrategy):
             self.replicas.average_gradients()
 
     def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
-        shard = self._shards.get(parameter)
+        shard = self._exchanges.shards.get(parameter)
         optimized = parameter if shard is None else shard.optimized
         gradient = optimized.grad
         return (None if gradient is None else local_tensor(gradient)), local_tensor(optimized).detach()

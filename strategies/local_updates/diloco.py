@@ -110,7 +110,7 @@ class OuterReplicas(LocalReplicas):
             blocks, order = list(self._strategy._engines.plan.blocks), list(self._strategy._assembly.names)
         else:
             blocks = list(self._strategy._find_blocks()) if self._schedule.fragments > 1 else []
-            order = list(self._strategy._named)
+            order = list(self._strategy._exchanges.named)
         refuse(fragment_problem(self._schedule.fragments, len(blocks)))
         self._fragment_names = {name: fragment_of(name, blocks, order, self._schedule.fragments) for name in order}
 

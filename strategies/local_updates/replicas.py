@@ -29,6 +29,7 @@ from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.part import Host, Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import varying_buffers
+from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.options import (
     MANUAL_OPTIMIZATION,
@@ -61,7 +62,7 @@ class Local(Host, Protocol):
 
     strategy_name: str
     state: RunStates
-    _named: dict[str, nn.Parameter]
+    _exchanges: Exchanges
     _bucket_bytes: int
     _groups: LayoutGroups | None
 
@@ -150,7 +151,7 @@ class LocalReplicas(Replicas):
 
     def _alike(self, name: str) -> str:
         """See :data:`~trainwright.strategies.local_updates.mean.Alike`."""
-        parameter = self._strategy._named.get(name)
+        parameter = self._strategy._exchanges.named.get(name)
         # Every rank of the shard axis holds a scalar, beside other rows of the rest.
         return self._strategy._kin_of(name) + (" scalar" if parameter is not None and parameter.dim() == 0 else "")
 
@@ -171,7 +172,11 @@ class LocalReplicas(Replicas):
     def _optimized(self) -> dict[str, Tensor]:
         """What optimizers hold in place of the parameters that they step, by name."""
         stepped = {id(parameter) for parameter in self._strategy._optimized_parameters()}
-        found = {name: self._strategy._as_optimized(p) for name, p in self._strategy._named.items() if p.requires_grad}
+        found = {
+            name: self._strategy._as_optimized(p)
+            for name, p in self._strategy._exchanges.named.items()
+            if p.requires_grad
+        }
         return {name: held for name, held in found.items() if id(held) in stepped}
 
     def _trained_parts(self) -> dict[str, Tensor]:

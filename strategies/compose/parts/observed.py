@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainwright.strategies.base.measures import Measures
-from trainwright.strategies.data.zero import CertifiedShards
+from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.plan.names import parent_of, starred, within
 from trainwright.strategies.state.assemble import Assembly
 
