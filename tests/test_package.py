@@ -306,13 +306,7 @@ def test_no_import_circles():
 LONG = {
     "callbacks/save/run_state.py",
     "launch/schema.py",
-    "strategies/base/certificate/certify.py",
-    "strategies/base/strategy.py",
-    "strategies/base/whole/view.py",
-    "strategies/compose/engines.py",
-    "strategies/compose/hybrid.py",
     "strategies/context/engine.py",
-    "strategies/data/zero.py",
     "strategies/expert/engine.py",
     "strategies/parameter_server/server/server.py",
     "strategies/parameter_server/strategy.py",

@@ -366,16 +366,15 @@ class Engines(Uncut):
         """The stages of this rank; none without a pipeline."""
         return [] if self._pipeline is None else self._pipeline.stages
 
-    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor]) -> None:
+    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor]) -> PipelineEngine:
         """Connect the pipeline, after everything else has put its hooks on the module.
 
         Args:
             run: runs a method of the module on one micro-batch.
             look: as ``run``, without gradients and on all stages together.
-            whole: see :meth:`evaluating`.
+            whole: value of a parameter of this stage, whole along the data axes; a collective of its data ranks.
         """
-        if self._pipeline_cut is None:
-            return
+        assert self._pipeline_cut is not None
         self.detach()
         group = self._groups.along("pipeline")
         assert group is not None
@@ -392,6 +391,7 @@ class Engines(Uncut):
             batch_dims=self._options.batch_dims,
         )
         self._pipeline.attach()
+        return self._pipeline
 
     def refresh(self) -> None:
         """Let stages say anew what they send, as what is trained may have changed; on all ranks between two steps."""
@@ -417,40 +417,10 @@ class Engines(Uncut):
         """Call ``function``, which runs the user's step, as far as this stage goes."""
         return function() if self._pipeline is None else self._pipeline.call(function)
 
-    def train(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        scale: Callable[[Tensor, float], Tensor],
-        samples: int | None,
-    ) -> Any:
-        """Forward and backward of a whole batch of at most so many ``samples`` through the pipeline."""
-        assert self._pipeline is not None
-        return self._pipeline.train(args, kwargs, batch=args[0], scale=scale, samples=samples)
-
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
         """The micro-batches of a batch, and the share of its samples in each."""
         assert self._pipeline is not None
         return self._pipeline.micro_batches_of(batch)
-
-    def relay(self, function: Callable[[], Any], kind: str) -> Any:
-        """Run ``function``, which runs the whole of a user's step of a ``kind``, on all stages together."""
-        assert self._pipeline is not None
-        return self._pipeline.relay(function, kind)
-
-    def from_last_stage(self, value: Any, source: str) -> Any:
-        """Return a structure of tensors of the last stage's rank on all ranks of the pipeline; a collective."""
-        assert self._pipeline is not None
-        return self._pipeline.from_last_stage(value, source)
-
-    def evaluating(self, whole: Callable[[str], Tensor]) -> AbstractContextManager[None]:
-        """Context in which every stage holds what is outside of the blocks.
-
-        Args:
-            whole: value of a parameter of this stage, whole along the data axes; a collective of its data ranks.
-        """
-        assert self._pipeline is not None
-        return self._pipeline.evaluating(whole)
 
 
 def stage_spans(module: nn.Module, plan: ModelPlan, stages: int, split: str | tuple[int, ...]) -> list[range]:

@@ -1,33 +1,20 @@
 """Any layout for the same module: pipeline, tensor, expert and context parallelism with ZeRO below them.
 
-How a module is cut, in this order:
-
-1. pipeline: parameters of other stages are given away, their blocks are skipped,
-2. tensor, expert: parameters are exchanged for this rank's parts,
-3. context: blocks work on this rank's part of the sequence,
-4. activation checkpointing, then compilation, block by block,
-5. ZeRO over ``replicate x (shard, context)``.
+In which order a module is cut, docs/architecture.md says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.checkpoint.format.parts import TensorParts
@@ -39,24 +26,23 @@ from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.compose.hybrid_options import HybridOptions
+from trainwright.strategies.compose.parts.cut_optimizers import CutOptimizers
+from trainwright.strategies.compose.parts.cut_splitter import CutSplitter
+from trainwright.strategies.compose.parts.cutting import cut
 from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
 from trainwright.strategies.compose.parts.observed import CertifiedParts, LayoutMeasures
+from trainwright.strategies.compose.parts.pipeline_steps import PipelineSteps
 from trainwright.strategies.compose.parts.shared_gradients import SharedGradients
 from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.compose.rules import (
-    averaging_problem,
     cuts_module,
-    manual_optimization_problems,
-    sync_batchnorm_problem,
 )
-from trainwright.strategies.contract.collectives.data import DataCollectives, metric_states, set_metric_states
+from trainwright.strategies.contract.collectives.data import DataCollectives
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.part import Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
-from trainwright.strategies.contract.randomness.state import random_state, set_random_state
-from trainwright.strategies.data.sharding.gathering import parameter_groups
-from trainwright.strategies.data.zero import ZeroStrategy, averaged_copies
+from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.pipeline.optimization import optimize_after_zero_grad
 from trainwright.strategies.plan.deferred import Piece
 from trainwright.strategies.state.assemble import Assembly
@@ -70,7 +56,6 @@ from trainwright.strategies.state.run_state import (
     misfit,
     mismatch,
 )
-from trainwright.strategies.state.wholes import whole_on_device
 
 
 class HybridStrategy(ZeroStrategy):
@@ -103,14 +88,15 @@ class HybridStrategy(ZeroStrategy):
         # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
         self.traits = replace(self.traits, forward_is_collective=collective, weighs_micro_batches=True)
         self.replicas: Replicas = Replicas()
+        self._splitter = CutSplitter(self)
+        self._sharing = CutOptimizers(self)
         self._groups: LayoutGroups | None = None
         self._engines: Uncut = Uncut()
+        self._pipeline = PipelineSteps(self, super()._evaluate)
         self._watch: PartsWatch | None = None
         self._assembly = Assembly.of_whole()
         self._shared = SharedGradients({})
         self._expert_mesh: DeviceMesh | None = None  # of experts that other ranks hold other parts of
-        self._evaluation = ExitStack()
-        self._evaluates = False  # an evaluation has begun, but none of its steps
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -175,92 +161,9 @@ class HybridStrategy(ZeroStrategy):
         module = self.lightning_module
         if not self.is_cut or self._engines.module is module:
             return
-        _refuse_cut_before(module)
         assert self._groups is not None
-        self._refuse_companions(module)
-        names = [name for name, _ in module.named_parameters()]
-        keys = list(module.state_dict())
-        engines = Engines(module, self.layout, self._groups, self.options, self.root_device)
-        self._broadcast_whole(module)
-        self._agree_on_randomness()
-        engines.apply()
-        engines.place_ghosts(self._dtype_of)
-        self._engines = engines
-        self.traits = replace(self.traits, backward_in_step=engines.has_pipeline)
-        object.__setattr__(module, "_trainwright_layout", str(self.layout))
-        self._assembly = Assembly(
-            names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
-        )
-        self._assembly.take_parts_on_load(module)
-        for copy in averaged_copies(module.trainer):
-            engines.cut_copy(copy)
-            self._assembly.take_parts_on_load(copy)
-
-    def _broadcast_whole(self, module: nn.Module) -> None:
-        """Give every rank the weights of rank 0, before parts are taken; tensor by tensor through the device."""
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                if not tensor.is_meta and tensor.numel():
-                    sent = tensor.detach().to(self.root_device).contiguous()
-                    dist.broadcast(sent, src=0)
-                    tensor.copy_(sent)
-
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """The dtype that the precision gives to a parameter like ``tensor``."""
-        probe = nn.Module()
-        probe.parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
-        converted = self.precision_plugin.convert_module(probe)
-        return next(converted.parameters()).dtype
-
-    def _agree_on_randomness(self) -> None:
-        """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""
-        assert self._groups is not None
-        group = self._groups.along("pipeline", "context", "tensor")
-        if group is None:
-            return
-        # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
-        state = from_rank(random_state(self.root_device), 0, group, self.root_device)
-        set_random_state(state, self.root_device)
-
-    def _refuse_companions(self, module: LightningModule) -> None:
-        """Refuse what beside the strategy cannot work with a module that is cut."""
-        problems = []
-        if not module.automatic_optimization:
-            problems += manual_optimization_problems(self.layout, self.options.sequence_parallel)
-        problems += sync_batchnorm_problem(self.layout) if self._layer_sync else []
-        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and self.layout.expert > 1:
-                problems.append(averaging_problem(type(callback).__name__))
-        refuse(problems)
-
-    @property
-    def _in_words(self) -> str:
-        sizes = {**self.layout.sizes, "expert": self.layout.expert}
-        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-
-    @property
-    def _divides(self) -> bool:
-        return self.is_cut or super()._divides
-
-    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        cut = self._assembly.cuts.get(name)
-        return parameter.shape if cut is None else cut.whole_shape(parameter.shape)
-
-    def _shared_by(self) -> dist.ProcessGroup | None:
-        if not self.is_cut:
-            return super()._shared_by()
-        assert self._groups is not None
-        return self._groups.along("shard", "context", "tensor")
-
-    def _make_optimizers(self, trainer: Any) -> None:
-        """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
-        with self._engines.registered_ghosts() as ghosts:
-            super()._make_optimizers(trainer)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"][:] = [parameter for parameter in group["params"] if parameter not in ghosts]
-            for ghost in ghosts & optimizer.state.keys():
-                del optimizer.state[ghost]
+        self._engines, self._assembly = cut(self, self._groups)
+        self.traits = replace(self.traits, backward_in_step=self._engines.has_pipeline)
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if not self._engines.is_cut:
@@ -276,18 +179,6 @@ class HybridStrategy(ZeroStrategy):
     def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
         cut = self._engines.cut_of(owner, name)
         return super()._real(owner, name, meta, value if cut is None else cut.part(value))
-
-    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
-        for experts in self._engines.expert_modules_in(block):
-            assert self._expert_mesh is not None
-            fully_shard(experts, **{**options, "mesh": self._splitting(self._expert_mesh)})
-
-    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
-        options = super()._fsdp_options(module)
-        if self.traits.backward_in_step:
-            # Gathered once a step instead of for every micro-batch and direction.
-            options["reshard_after_forward"] = False
-        return options
 
     def _split_parameters(self, trainer: Any) -> None:
         super()._split_parameters(trainer)
@@ -320,17 +211,6 @@ class HybridStrategy(ZeroStrategy):
             )
         return False
 
-    def _level_groups(self) -> None:
-        """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
-        assembly = self._assembly
-        if assembly.pipeline is None:
-            return
-        for optimizer in self.optimizers:
-            mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            longest = max(assembly.gathered(mine), key=len)
-            for settings in longest[len(mine) :]:
-                optimizer.add_param_group({**settings, "params": []})
-
     def on_train_end(self) -> None:
         """Have every rank know the buffers of all stages."""
         super().on_train_end()
@@ -339,7 +219,7 @@ class HybridStrategy(ZeroStrategy):
     def setup_precision_plugin(self) -> None:
         """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()
-        self.ranks.sync_metrics(self._take_metric if self.traits.backward_in_step else None)
+        self.ranks.sync_metrics(self._pipeline.take_metric if self.traits.backward_in_step else None)
         engines = self._engines
         if not isinstance(engines, Engines):
             return
@@ -349,26 +229,11 @@ class HybridStrategy(ZeroStrategy):
         if isinstance(scaler, AgreedGradScaler):
             scaler.always_agrees = True
         self._watch = engines.parts_watch()
-        engines.attach(self._run, self._look, self._whole_here)
         if engines.has_pipeline:
+            self._pipeline.attach(engines)
             optimize_after_zero_grad(self.lightning_module.trainer)
 
     # ---- the step -------------------------------------------------------------------------------------------------
-
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module on one micro-batch, for the pipeline."""
-        with self.precision_plugin.train_step_context(), self._observed(args[0]), self.ranks.among_data_ranks():
-            if self._step is not None:
-                return self._step(method, *args, **kwargs)
-            return self._engines.guard(partial(getattr(self.lightning_module, method), *args, **kwargs))
-
-    def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module without gradients on all stages of the pipeline together."""
-        try:
-            with self.ranks.among_data_ranks():
-                return super()._evaluate(method, self.precision_plugin.train_step_context, *args, **kwargs)
-        finally:
-            self._split_blocks_again()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``; in a pipeline forward and backward of all micro-batches."""
@@ -390,75 +255,12 @@ class HybridStrategy(ZeroStrategy):
     def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.traits.backward_in_step:
             return super().training_step(*args, **kwargs)
-        assert isinstance(self._engines, Engines)
-        with self._local_gradients():
-            output = self._engines.train(args, kwargs, self._scaled, self._samples_of_loader())
-        self._average_gradients()
+        output = self._pipeline.train(args, kwargs)
         self._hand_over_gradients()
         self._sum_shared_gradients()
         if self.averaging.runs:
             self.averaging.average()
         return output
-
-    def _take_metric(self, metric: Metric) -> None:
-        """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
-        if self.ranks.is_apart:
-            return
-        assert isinstance(self._engines, Engines)
-        set_metric_states(metric, self._engines.from_last_stage(metric_states(metric), type(metric).__name__))
-
-    def _samples_of_loader(self) -> int | None:
-        """Samples of a batch, by the loader that made it; ``None``: it does not say."""
-        loader = getattr(self.lightning_module.trainer, "train_dataloader", None)
-        sampler = getattr(loader, "batch_sampler", None)
-        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        return size if isinstance(size, int) else None
-
-    def _observed(self, batch: Any) -> AbstractContextManager[Any]:
-        """Within it tokens are counted, if the Trainer weighs losses by them."""
-        weights = getattr(self.lightning_module.trainer, "token_weights", None)
-        return nullcontext() if weights is None else weights.observe(batch)
-
-    def _scaled(self, loss: Tensor, share: float) -> Tensor:
-        """What is differentiated for the loss of a micro-batch that holds this share of the samples."""
-        trainer = self.lightning_module.trainer
-        divisor = self.loss_divisor or trainer.accumulate_grad_batches
-        weights = getattr(trainer, "token_weights", None)
-        if weights is None:
-            loss = loss * (self.loss_factor / divisor * share)
-        else:
-            loss = weights.weight(loss, padding=math.isinf(divisor))
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return scaler.scale(loss) if scaler is not None else loss
-
-    @contextmanager
-    def _local_gradients(self) -> Iterator[None]:
-        """Backward passes inside leave whole gradients of this rank."""
-        with ExitStack() as stack:
-            for reducer in self._exchanges.reducers:
-                reducer.begin()
-                stack.enter_context(reducer.accumulate(shards_too=True))
-            if self._step is not None:
-                self._step.set_is_last_backward(False)
-                self._step.set_reshard_after_backward(False)
-                self._step.set_requires_gradient_sync(False)
-            yield
-
-    def _average_gradients(self) -> None:
-        for reducer in self._exchanges.reducers:
-            reducer.finish()
-        if self._step is None:
-            return
-        step = self._step
-        step.set_is_last_backward(True)
-        step.set_reshard_after_backward(True)
-        step.set_requires_gradient_sync(not (self._accumulates_gradients and self._holds_whole_gradients))
-        state = step._get_fsdp_state()
-        for each in state._state_ctx.all_states:
-            for group in parameter_groups(each):
-                group.post_backward()
-        state._root_post_backward_final_callback()
-        step.set_requires_gradient_sync(True)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; a pipeline has run it already and only those who listen are told."""
@@ -523,69 +325,44 @@ class HybridStrategy(ZeroStrategy):
             self.ranks.compare_first(method, args[0] if args else kwargs)
         if not self.traits.backward_in_step:
             return super()._evaluate(method, context, *args, **kwargs)
-        assert isinstance(self._engines, Engines)
-        step = partial(super()._evaluate, method, context, *args, **kwargs)
-        if self._evaluates:
-            self._evaluation.enter_context(self._engines.evaluating(self._whole_here))
-            self._evaluates = False
-        with self._engines.evaluating(self._whole_here):  # entered already, unless a callback asks in between
-            try:
-                return self._engines.relay(step, method)
-            finally:
-                self._split_blocks_again()
-
-    def _split_blocks_again(self) -> None:
-        """No backward follows that would, and callbacks may look at the parameters."""
-        if self._step is not None:
-            for state in self._step._get_fsdp_state()._state_ctx.all_states:
-                for group in parameter_groups(state):
-                    group.reshard()
-            self._let_go_of_gathered()
-
-    def _begin_evaluation(self) -> None:
-        # Entered by the first step: callbacks may exchange weights at the start (averages).
-        self._evaluates = self.traits.backward_in_step
-
-    def _end_evaluation(self) -> None:
-        self._evaluates = False
-        self._evaluation.close()
+        return self._pipeline.evaluate(partial(super()._evaluate, method, context, *args, **kwargs), method)
 
     def on_validation_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._begin_evaluation()
+        self._pipeline.begin_evaluation()
         super().on_validation_start()
         self.replicas.show()
 
     def on_test_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._begin_evaluation()
+        self._pipeline.begin_evaluation()
         super().on_test_start()
 
     def on_predict_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._begin_evaluation()
+        self._pipeline.begin_evaluation()
         super().on_predict_start()
 
     def on_validation_end(self) -> None:
         """Let go of what other stages own."""
         self.replicas.take_back()
         super().on_validation_end()
-        self._end_evaluation()
+        self._pipeline.end_evaluation()
 
     def on_test_end(self) -> None:
         """Let go of what other stages own."""
         super().on_test_end()
-        self._end_evaluation()
+        self._pipeline.end_evaluation()
 
     def on_predict_end(self) -> None:
         """Let go of what other stages own."""
         super().on_predict_end()
-        self._end_evaluation()
+        self._pipeline.end_evaluation()
 
     def teardown(self) -> None:
         """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
         self.replicas.close()
-        self._end_evaluation()
+        self._pipeline.end_evaluation()
         self.ranks.leave(self.lightning_module)
         self._engines.detach()
         super().teardown()
@@ -623,11 +400,6 @@ class HybridStrategy(ZeroStrategy):
         return self.ranks.decide(decision, all)
 
     # ---- the whole ------------------------------------------------------------------------------------------------
-
-    def _whole_here(self, name: str) -> Tensor:
-        """The whole value of a parameter of this stage, as this stage's ranks hold it along the tensor axis."""
-        parameter = self.lightning_module.get_parameter(name).detach()
-        return whole_on_device(parameter) if isinstance(parameter, DTensor) else parameter
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of every parameter of the unmodified module, on every rank; a collective."""
@@ -723,12 +495,3 @@ class HybridStrategy(ZeroStrategy):
             if unexpected:  # each stage knows its own names only, and leaves out all others
                 raise misfit("The checkpoint", mismatch([], unexpected, []))
         super().load_model_state_dict(checkpoint, strict)
-
-
-def _refuse_cut_before(module: LightningModule) -> None:
-    before = getattr(module, "_trainwright_layout", None)
-    if before is not None:
-        raise ValueError(
-            f"{type(module).__name__} has been cut for the layout {before} by another strategy and holds a part of its "
-            "parameters only. Build the module anew, or go on with the same Trainer."
-        )

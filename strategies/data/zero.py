@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.core.config.options import refuse
@@ -34,16 +30,15 @@ from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Tables
 from trainwright.strategies.contract.same_model import take_from_first
-from trainwright.strategies.data.finetuning import show_parameters_to
-from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, OptimizerSharing, optimize_shards
 from trainwright.strategies.data.optimizers.owners import Owners
+from trainwright.strategies.data.optimizers.shared import SharedOptimizers
 from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import fastest_depth, gather_ahead, let_go_of_gathered
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
 from trainwright.strategies.data.sharding.ordinary_states import load_states, with_whole_states
-from trainwright.strategies.data.sharding.split import explain, split_module, warn_without_blocks
-from trainwright.strategies.data.sharding.step import Step, earlier_step
+from trainwright.strategies.data.sharding.split import Splitter, explain
+from trainwright.strategies.data.sharding.step import Step
 from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.state.shards import ParameterShard, gradient_problems
 from trainwright.strategies.state.wholes import gather_tree
@@ -87,10 +82,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         super().__init__(stage=stage, **kwargs)
         options = self.options
         self.averaging: ReplicaAveraging = ReplicaAveraging(
-            self,
-            options,
-            choose=self._choose_prefetch,
-            against_steps=lambda: self.tables.against_steps(),
+            self, options, choose=self._choose_prefetch, against_steps=lambda: self.tables.against_steps()
         )
         self.traits = replace(self.traits, forward_is_collective=options.stage == 3)
         self.certified: Certified = CertifiedShards(self)
@@ -99,7 +91,6 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._accumulates_gradients = False  # within micro-batches before the last of a step
         self.stage = options.stage
         self._open_layout = options.layout()
-        self._offload = options.offload
         self._holds_whole_gradients = options.stage == 1 or options.no_sync_accumulation
         self._bucket_bytes = int((options.bucket_mib or 25.0) * 2**20)
         self._prefetch = options.prefetch
@@ -109,8 +100,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._failed = False
         self._set_aside: dict[Tensor, Tensor | None] = {}
         self._exchanges = Exchanges(self._bucket_bytes, options.find_unused_parameters)
-        self._hide_parameters: Callable[[], None] = _nothing
-        self._divided: DividedSteps | None = None
+        self._splitter = Splitter(self)
+        self._sharing = SharedOptimizers(self)
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -179,7 +170,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._exchanges.release()
         self._refuse_other_models()
         if fitting:
-            stage, words = self.stage, self._in_words
+            stage, words = self.stage, self._sharing.in_words
             refuse(gradient_problems(self.lightning_module, self._splits_gradient, stage, words))
             refuse_accumulation_hooks(self.lightning_module)
             self.averaging.know_nodes()
@@ -196,7 +187,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self.setup_optimizers(trainer)
             self.tables.take(self.optimizers)
         self.setup_precision_plugin()
-        if fitting and self._offload == "none":
+        if fitting and self.options.offload == "none":
             _optimizers_to_device(self.optimizers, self.root_device)
         if fitting:
             self.averaging.set_up(plain_after_backward=True)
@@ -249,44 +240,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._broadcast_from_first(module)
 
     def _split_parameters(self, trainer: Trainer) -> None:
-        """FSDP2, one block at a time, so that at most one block is ever whole here because of us."""
-        module = self.lightning_module
-        if earlier_step(module) is not None:
-            self._step = earlier_step(module)  # a second verb with a module that is split already
-            return
-        if any(isinstance(p, DTensor) for p in module.parameters()):
-            raise ValueError(
-                "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
-                "Leave the sharding to the strategy, or build the module anew."
-            )
-        blocks = self._find_blocks()
-        if not blocks:
-            warn_without_blocks(type(module).__name__)
-        self._blocks.prepare(self.lightning_module, blocks)
-        self._step = split_module(self, module, blocks)
-        for average in averaged_copies(trainer):
-            # Split alike, it is averaged shard by shard.
-            split_module(self, average, {name: average.get_submodule(name) for name in blocks})
-
-    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
-        """Split by itself what within ``block`` is split over other ranks than the rest: nothing, in plain ZeRO."""
-
-    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
-        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
-        # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
-        ignored = {p for p in module.parameters() if p.dim() == 0 or self.tables.has(p)}
-        return {
-            "mesh": self._splitting(self.mesh),
-            "offload_policy": policy or OffloadPolicy(),
-            "ignored_params": ignored,
-        }
-
-    def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
-        """What FSDP2 is given of a mesh: only what splits, where the average over replicas is ours."""
-        if not self.averaging.after_backward or mesh.ndim == 1:
-            return mesh
-        assert mesh.mesh_dim_names is not None
-        return mesh[mesh.mesh_dim_names[-1]]
+        self._step = self._splitter.split(trainer)
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         """Ranks may have built the module from different seeds: the weights of rank 0 count."""
@@ -298,7 +252,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _choose_shards(self) -> None:
         """Decide which parameters the optimizers will see through a :class:`ParameterShard`."""
-        offload = self._offload == "optimizer"
+        offload = self.options.offload == "optimizer"
         named = {name: p for name, p in self.lightning_module.named_parameters() if not self.tables.has(p)}
         chosen = [p for p in named.values() if not self._splits_parameters or offload or p.dim() == 0]
         chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
@@ -312,90 +266,18 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
         super()._take_up(thawed)
         self._exchanges.thaw(thawed)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:  # a callback may have added a group of the parameters themselves
-                group["params"][:] = [self._as_optimized(parameter) for parameter in group["params"]]
+        self._sharing.exchange()
         self._make_exchanges()
-        self._divide_steps()
-        self._know_held()
+        self._sharing.divide_anew()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Build the user's optimizers and give them this rank's rows, or whole parameters where they need those.
-
-        Raises:
-            ValueError: for an optimizer that can be given neither.
-        """
-        self._make_optimizers(trainer)
-        self._divided = DividedSteps(
-            OptimizerSharing(self._in_words, self._divides, self.root_device, self._whole_shape, self._make_owners)
-        )
-        self._divide_steps()
-        for optimizer in self.optimizers:
-            optimize_shards(optimizer, self._exchanges.shards)
-        self._divided.attach(self.optimizers)
-        self._know_held()
-        self._hide_parameters()
-        self._hide_parameters = show_parameters_to(
-            trainer.callbacks,  # type: ignore[attr-defined]
-            self.optimizers,
-            self._exchanges.shards,
-            self._level_groups,
-        )
-
-    def _make_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-
-    def _level_groups(self) -> None:
-        """Have all ranks hold as many groups of parameters, after a finetuning callback may have added some."""
-
-    def _divide_steps(self) -> None:
-        """Find out which parameters are stepped whole, and by which rank. A collective."""
-        assert self._divided is not None
-        self._divided.divide(
-            self.optimizers, {name: (p, self._as_optimized(p)) for name, p in self._exchanges.named.items()}
-        )
-
-    def _know_held(self) -> None:
-        assert self._divided is not None
-        names: dict[Tensor, str] = {self._as_optimized(p): name for name, p in self._exchanges.named.items()}
-        wholes = {name: p for name, p in self._exchanges.named.items() if self._is_whole_here(name, p)}
-        self._divided.know(names, wholes)
-
-    def _is_whole_here(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is whole on every rank, where the optimizer steps it in place."""
-        shard = self._exchanges.shards.get(parameter)
-        if shard is None or shard.is_offloaded or isinstance(parameter, DTensor):
-            return False
-        return self._whole_shape(name, parameter) == parameter.shape
-
-    @property
-    def _in_words(self) -> str:
-        """The layout as it is typed."""
-        return f"strategy=zero{self.stage}"
-
-    @property
-    def _divides(self) -> bool:
-        """Whether another rank holds parameters, or parts of them, that this one does not."""
-        return self.mesh.size(self.mesh.ndim - 1) > 1
-
-    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """Shape of the whole of what an optimizer holds of a parameter."""
-        return parameter.shape
-
-    def _shared_by(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of each parameter; ``None``: there are no others. A collective."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
-
-    def _make_owners(self) -> Owners | None:
-        group = self._shared_by()
-        if group is None:
-            return None
-        return Owners(group, self.root_device, lambda name, part: self.placement.boxes(name, part), self._bucket_bytes)
+        """Build the user's optimizers and give them this rank's rows, or whole parameters where they need those."""
+        self._sharing.set_up(trainer, partial(super().setup_optimizers, trainer))
 
     def teardown(self) -> None:
         """Detach from the module; its weights stay usable, and are shown whole."""
         self._stop_parts()
-        self._hide_parameters()
+        self._sharing.hide_parameters()
         self._let_go_of_module()
         self._wholes.show_after_run()
 
@@ -404,11 +286,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._step is None:
             super().teardown()
             return
-        self._step.reshard()
-        if self.root_device.type != "cpu":
-            # The traceback of a step that failed holds tensors that cannot be moved; its error must not be lost here.
-            with suppress(RuntimeError) if self._failed else nullcontext():
-                self._step.cpu()  # through the root, so that FSDP2 takes note of the new memory
+        self._step.leave(self.root_device, self._failed)
         module, self._lightning_module = self._lightning_module, None
         try:
             super().teardown()  # without the module, which it would move past FSDP2
@@ -475,8 +353,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Micro-batches inside do not finish the averaging of gradients."""
         step, whole = self._step, self._holds_whole_gradients
+        before, self._accumulates_gradients = self._accumulates_gradients, True
         with ExitStack() as stack:
-            stack.enter_context(self._accumulating())
+            stack.callback(setattr, self, "_accumulates_gradients", before)
             stack.enter_context(self.averaging.accumulating())
             stack.enter_context(super().block_backward_sync())
             for reducer in self._exchanges.reducers:
@@ -491,25 +370,13 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             finally:
                 set_sync(True)
 
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        before, self._accumulates_gradients = self._accumulates_gradients, True
-        try:
-            yield
-        finally:
-            self._accumulates_gradients = before
-
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Set aside the gradients of toggled-off optimizers."""
         if self._steps_within():
-            self._step.writes.keep()  # type: ignore[union-attr]
+            assert self._step is not None
             # FSDP2 took note of requires_grad when it gathered the root, before the optimizer was toggled.
             self._set_aside = {p: p.grad for p in self._optimized_parameters() if not p.requires_grad}
-            # FSDP2 learns from outputs of a forward that backward has come. The root's forward, the user's step, has
-            # none yet: where no block had a part in the loss either, nothing would be averaged.
-            if closure_loss.requires_grad:
-                assert self._step is not None
-                closure_loss.register_hook(self._step._get_fsdp_state()._pre_backward)
+            self._step.begin_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Hand gradients of split parameters to the offloaded optimizer; gather the root anew for manual steps."""
@@ -518,7 +385,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             for toggled_off, gradient in self._set_aside.items():
                 toggled_off.grad = gradient
             self._set_aside = {}
-            self._gather_root()
+            self._step.gather_again(self._exchanges.trained)  # type: ignore[union-attr]
 
     def _hand_over_gradients(self) -> None:
         for parameter, shard in self._exchanges.split.items():
@@ -551,7 +418,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._publish(optimizer)
         if self._steps_within():
             self._step.reshard()  # type: ignore[union-attr]
-            self._gather_root()
+            self._step.gather_again(self._exchanges.trained)  # type: ignore[union-attr]
         return output
 
     def _publish(self, optimizer: Optimizer) -> None:
@@ -561,22 +428,11 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         for shard in self._exchanges.split.values():
             shard.publish()
 
-    def _gather_root(self) -> None:
-        """Make the parameters outside of the blocks whole again for the rest of the user's step."""
-        assert self._step is not None
-        self._step.unshard()
-        self._step.writes.begin()
-        for name, parameter in self._step.module.named_parameters():
-            if name in self._exchanges.trained and not isinstance(parameter, DTensor):
-                # Gathered while another optimizer was toggled, it would stay frozen for its own turn.
-                parameter.requires_grad_(True)
-
     def on_exception(self, exception: BaseException) -> None:
         """Say what to do when a split parameter was used where it is not gathered."""
         self._stop_parts()
         self._failed = True
-        if self._divided is not None:
-            self._divided.restore()
+        self._sharing.restore()
         if self.stage == 3:
             explain(exception)
 
@@ -590,7 +446,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def _state_owners(self) -> Owners | None:
-        return None if self._divided is None else self._divided.owners
+        return self._sharing.owners
 
     def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Gather every sharded tensor, one at a time, into the memory of rank 0."""
@@ -641,16 +497,3 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _let_go_of_gathered(self) -> None:
         if self._step is not None and self._prefetch:
             let_go_of_gathered(self._step)
-
-
-def _nothing() -> None:
-    pass
-
-
-def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
-    """The copies that averaging callbacks made of the whole module before it was split."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            average = callback._average_model
-            if average is not None:
-                yield average.module if isinstance(average, AveragedModel) else average

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites, refusing_what_is_lost
 
@@ -46,6 +47,39 @@ class Step(nn.Module):
         if not is_new or any(module._compiled_call_impl is not None for module in self.module.modules()):
             return nullcontext()
         return refusing_what_is_lost()
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Before a backward pass that the user's step itself runs."""
+        self.writes.keep()
+        # FSDP2 learns from outputs of a forward that backward has come. The root's forward, the user's step, has none
+        # yet: where no block had a part in the loss either, nothing would be averaged.
+        if loss.requires_grad:
+            loss.register_hook(self._get_fsdp_state()._pre_backward)
+
+    def gather_again(self, trained: Set[str]) -> None:
+        """Make the parameters outside of the blocks whole again for the rest of the user's step.
+
+        Args:
+            trained: names of the parameters that are trained.
+        """
+        self.unshard()
+        self.writes.begin()
+        for name, parameter in self.module.named_parameters():
+            if name in trained and not isinstance(parameter, DTensor):
+                # Gathered while another optimizer was toggled, it would stay frozen for its own turn.
+                parameter.requires_grad_(True)
+
+    def leave(self, device: torch.device, failed: bool) -> None:
+        """Split the module again, and take it from ``device`` to the host.
+
+        Args:
+            device: of this rank.
+            failed: the traceback of a step that failed holds tensors that cannot be moved; its error must not be lost.
+        """
+        self.reshard()
+        if device.type != "cpu":
+            with suppress(RuntimeError) if failed else nullcontext():
+                self.cpu()  # through the root, so that FSDP2 takes note of the new memory
 
     # Added by fully_shard.
     _get_fsdp_state: Callable[[], Any]

@@ -236,7 +236,12 @@ def test_manual_optimization_is_compared_as_far_as_its_first_step(ranks, options
 
 def train_and_resume(folder: str) -> tuple[bool, ...]:
     made = []
-    for steps, path, options in ((1, None, {}), (2, "state", {}), (2, "state", {"stage": 2}), (2, "state", {"bucket_mib": 1.0})):
+    for steps, path, options in (
+        (1, None, {}),
+        (2, "state", {}),
+        (2, "state", {"stage": 2}),
+        (2, "state", {"bucket_mib": 1.0}),
+    ):
         trainer = make_trainer("hybrid", {**ON, **options}, max_steps=steps, global_batch_size=8)
         trainer.fit(Traced(), DataLoader(Texts(32), batch_size=4), ckpt_path=path and f"{folder}/{path}")
         if path is None:
