@@ -40,7 +40,7 @@ from trainwright.strategies.contract.collectives.data import forget_groups, gath
 from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.gradients import squares_by_block
 from trainwright.strategies.contract.options import StrategyOptions
-from trainwright.strategies.contract.part import Part
+from trainwright.strategies.contract.part import Part, Replicas
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
 from trainwright.strategies.contract.same_model import refuse_other_models
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
@@ -93,6 +93,7 @@ class LayoutStrategy(Strategy):
         super().__init__(**others)
         self.state = RunStates(self, init_from)
         self.averaging: Averaging = Averaging()
+        self.replicas = Replicas()
         self._parts: list[Part] = []
         self._before_batch: list[Callable[[], None]] = []  # called before every batch
         self.ranks = Ranks(self)
@@ -134,9 +135,9 @@ class LayoutStrategy(Strategy):
 
         Ranks that hold the same box under the same key must have the same bytes in it, between two optimizer steps.
         """
-        return trained_boxes(
-            self.lightning_module, self.optimizers, self.placement, self._name_of(), self._state_owners
-        )
+        module, optimizers = self.lightning_module, self.optimizers
+        boxes = trained_boxes(module, optimizers, self.placement, self._name_of(), self._state_owners)
+        return self.replicas.boxes(boxes)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.
@@ -385,10 +386,10 @@ class LayoutStrategy(Strategy):
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
         """See :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`."""
-        return self.state.content(checkpoint, complete=complete)
+        return self.replicas.content(checkpoint, complete, self.state.content)
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        return self.state.own_buffers()
+        return self.replicas.own_buffers(self.state.own_buffers())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file; all ranks together.
@@ -397,7 +398,7 @@ class LayoutStrategy(Strategy):
             CheckpointError: on every rank, if one failed; what was there before is untouched.
         """
         if self._own_io:
-            self._save_plain(checkpoint, filepath, storage_options)
+            self._save_plain(self.replicas.averaged(checkpoint), filepath, storage_options)
         else:
             self.state.save(self.run_state(checkpoint), filepath, storage_options)
 
@@ -438,6 +439,7 @@ class LayoutStrategy(Strategy):
         return self._opened(self.state.open(path))
 
     def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+        self.replicas.opened(state)
         return self.state.opened(state)
 
     def _open_held(self, held: HeldState) -> HeldSource:
@@ -449,7 +451,7 @@ class LayoutStrategy(Strategy):
         Args:
             of: the kind; a state says in words what is lost without it.
         """
-        return False
+        return self.replicas.knows(of)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint, by name, into what this rank holds of them.
@@ -466,6 +468,7 @@ class LayoutStrategy(Strategy):
             CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
         """
         self.state.load_optimizers(checkpoint)
+        self.replicas.restore()
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """From an ordinary file: whole tensors, parameters by position."""

@@ -17,10 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import from_rank
-from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldSource
-from trainwright.checkpoint.read.run_state import RunState
-from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
@@ -40,7 +36,6 @@ from trainwright.strategies.compose.rules import (
 from trainwright.strategies.contract.collectives.data import DataCollectives
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.contract.part import Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.pipeline.optimization import optimize_after_zero_grad
@@ -87,7 +82,6 @@ class HybridStrategy(ZeroStrategy):
         collective = self.is_cut or self.traits.forward_is_collective  # all axes but replicate communicate in forward
         # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
         self.traits = replace(self.traits, forward_is_collective=collective, weighs_micro_batches=True)
-        self.replicas: Replicas = Replicas()
         self._splitter = CutSplitter(self)
         self._sharing = CutOptimizers(self)
         self._groups: LayoutGroups | None = None
@@ -452,32 +446,6 @@ class HybridStrategy(ZeroStrategy):
                     for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
                 ]
         return checkpoint
-
-    def trained_boxes(self) -> dict[str, TensorParts]:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.trained_boxes`; each replica's by itself."""
-        return self.replicas.boxes(super().trained_boxes())
-
-    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """See :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`."""
-        return self.replicas.content(checkpoint, complete, super().run_state)
-
-    def _own_buffers(self) -> dict[str, Tensor]:
-        return self.replicas.own_buffers(super()._own_buffers())
-
-    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        super()._save_plain(self.replicas.averaged(checkpoint), filepath, storage_options)
-
-    def _knows_left_behind(self, of: str) -> bool:
-        return self.replicas.knows(of)
-
-    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
-        self.replicas.opened(state)
-        return super()._opened(state)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give every optimizer the part of the saved state that this rank holds."""
-        super().load_optimizer_state_dict(checkpoint)
-        self.replicas.restore()
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if self._engines.is_cut:

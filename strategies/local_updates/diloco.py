@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.memory.held import HeldSource
@@ -19,15 +19,13 @@ from trainwright.core.config.options import refuse
 from trainwright.strategies.averaging.background import Background
 from trainwright.strategies.averaging.compression.names import choose_compression, make_compressor
 from trainwright.strategies.compose.hybrid import HybridStrategy
-from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.contract.groups import new_subgroup
 from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.options import DiLoCoOptions, fragment_problem
 from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
-from trainwright.strategies.local_updates.replicas import Local, LocalReplicas, keep_apart
+from trainwright.strategies.local_updates.replicas import LocalReplicas, keep_apart
 from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.strategies.local_updates.state import outer_boxes, read_outer
-from trainwright.strategies.state.assemble import Assembly
 
 _COMPRESSION = "compression/"
 
@@ -61,15 +59,6 @@ class DiLoCoStrategy(HybridStrategy):
         keep_apart(self, OuterReplicas(self, self.options))
 
 
-class Fragmented(Local, Protocol):
-    """What an outer optimizer reads of its strategy, too."""
-
-    _engines: Uncut
-    _assembly: Assembly
-
-    def _find_blocks(self) -> dict[str, nn.Module]: ...
-
-
 class OuterReplicas(LocalReplicas):
     """Replicas whose common parameters an outer optimizer moves.
 
@@ -78,9 +67,7 @@ class OuterReplicas(LocalReplicas):
         options: of the strategy.
     """
 
-    _strategy: Fragmented
-
-    def __init__(self, strategy: Fragmented, options: DiLoCoOptions) -> None:
+    def __init__(self, strategy: HybridStrategy, options: DiLoCoOptions) -> None:
         o = options
         super().__init__(strategy, UpdateSchedule(o.sync_every, o.fragments, o.warmup_steps))
         self._overlap = o.overlap_steps

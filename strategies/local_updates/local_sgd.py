@@ -6,7 +6,7 @@ from typing import Any
 
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.local_updates.options import LocalSGDOptions
-from trainwright.strategies.local_updates.replicas import Local, LocalReplicas, keep_apart
+from trainwright.strategies.local_updates.replicas import LocalReplicas, keep_apart
 from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.strategies.local_updates.state import averages, optimizer_tensors
 
@@ -41,7 +41,7 @@ class AveragedReplicas(LocalReplicas):
         options: when, and whether optimizer states are averaged, too.
     """
 
-    def __init__(self, strategy: Local, options: LocalSGDOptions) -> None:
+    def __init__(self, strategy: HybridStrategy, options: LocalSGDOptions) -> None:
         super().__init__(strategy, UpdateSchedule(options.sync_every, warmup_steps=options.warmup_steps))
         self._averages_optimizer = options.average_optimizer
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.memory.handing_over import HANDED_OVER
@@ -25,11 +24,9 @@ from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.gradients import local_tensor
-from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.contract.part import Host, Replicas
+from trainwright.strategies.contract.part import Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import varying_buffers
-from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.options import (
     MANUAL_OPTIMIZATION,
@@ -46,8 +43,8 @@ from trainwright.strategies.local_updates.state import (
     with_mean_states,
     with_means,
 )
-from trainwright.strategies.state.checkpointing import OF_RUN, RunStates
-from trainwright.strategies.state.run_state import OPTIMIZERS, Placement
+from trainwright.strategies.state.checkpointing import OF_RUN
+from trainwright.strategies.state.run_state import OPTIMIZERS
 
 # What a run state says of this module's own part of it.
 _OWN = "local_updates"
@@ -55,32 +52,6 @@ _BUFFER = "buffers/"
 _WEIGHT = "weights/"
 _OPTIMIZER = "optimizer/"
 _SCALER = "scaler"
-
-
-class Local(Host, Protocol):
-    """What replicas that step by themselves read of their strategy."""
-
-    strategy_name: str
-    state: RunStates
-    _exchanges: Exchanges
-    _bucket_bytes: int
-    _groups: LayoutGroups | None
-
-    @property
-    def global_rank(self) -> int: ...
-
-    @property
-    def placement(self) -> Placement: ...
-
-    def _as_optimized(self, parameter: nn.Parameter) -> Tensor: ...
-
-    def _optimized_parameters(self) -> Iterable[Tensor]: ...
-
-    def _name_of(self) -> Callable[[Tensor], str]: ...
-
-    def _kin_of(self, name: str) -> str: ...
-
-    def _publish(self, optimizer: Optimizer) -> None: ...
 
 
 class LocalReplicas(Replicas):
@@ -97,7 +68,7 @@ class LocalReplicas(Replicas):
     replica alone.
 
     Args:
-        strategy: see :class:`Local`.
+        strategy: of this replica.
         schedule: when replicas are brought together; with ``warmup_steps`` gradients are averaged at the beginning as
             in DDP (post-local SGD, arXiv:1808.07217).
     """
@@ -105,7 +76,7 @@ class LocalReplicas(Replicas):
     are_apart = True
     mesh_axes = ()  # the ranks of one replica
 
-    def __init__(self, strategy: Local, schedule: UpdateSchedule) -> None:
+    def __init__(self, strategy: HybridStrategy, schedule: UpdateSchedule) -> None:
         self._strategy, self._schedule = strategy, schedule
         self._mean: ReplicaMean | None = None
         self._is_alike = True
@@ -143,7 +114,7 @@ class LocalReplicas(Replicas):
     def _refuse_beside(self, module: LightningModule, trainer: Trainer) -> None:
         """Refuse what cannot work while replicas differ."""
         problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
-        problems += [SYNC_BATCHNORM] if trainer.strategy._layer_sync else []  # type: ignore[attr-defined]
+        problems += [SYNC_BATCHNORM] if self._strategy._layer_sync else []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
                 problems.append(averaging_callback_problem(type(callback).__name__))

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.strategies.compose.parts.uncut import Uncut
+from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.data.optimizers.shared import SharedOptimizers, Shares
+from trainwright.strategies.data.optimizers.shared import SharedOptimizers
 from trainwright.strategies.state.assemble import Assembly
 
 
-class SharesCut(Shares, Protocol):
-    """What a strategy says of how its ranks share a module that is cut."""
-
-    is_cut: bool
-    _engines: Uncut
-    _assembly: Assembly
-    _groups: LayoutGroups | None
-
-
 class CutOptimizers(SharedOptimizers):
-    """Optimizers of a module of which ranks hold different parameters, too.
-
-    Args:
-        strategy: see :class:`SharesCut`.
-    """
-
-    _strategy: SharesCut
+    """Optimizers of a module of which ranks hold different parameters, too."""
 
     @property
     def in_words(self) -> str:
@@ -43,18 +27,18 @@ class CutOptimizers(SharedOptimizers):
     @property
     def divides(self) -> bool:
         """See the base class."""
-        return self._strategy.is_cut or super().divides
+        return bool(self._strategy.is_cut) or super().divides
 
     def whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
         """See the base class."""
-        cut = self._strategy._assembly.cuts.get(name)
+        cut: Cut | None = self._strategy._assembly.cuts.get(name)
         return parameter.shape if cut is None else cut.whole_shape(parameter.shape)
 
     def _shared_by(self) -> dist.ProcessGroup | None:
         if not self._strategy.is_cut:
             return super()._shared_by()
-        assert self._strategy._groups is not None
-        return self._strategy._groups.along("shard", "context", "tensor")
+        groups: LayoutGroups = self._strategy._groups
+        return groups.along("shard", "context", "tensor")
 
     def _build(self, build: Callable[[], None]) -> None:
         """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
@@ -68,7 +52,7 @@ class CutOptimizers(SharedOptimizers):
 
     def _level_groups(self) -> None:
         """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
-        assembly = self._strategy._assembly
+        assembly: Assembly = self._strategy._assembly
         if assembly.pipeline is None:
             return
         for optimizer in self._strategy.optimizers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.core.config.options import refuse
 from trainwright.strategies.compose.engines import Engines
-from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.compose.rules import (
     averaging_problem,
     manual_optimization_problems,
     sync_batchnorm_problem,
 )
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.contract.part import Host
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.data.sharding.split import averaged_copies
 from trainwright.strategies.state.assemble import Assembly
@@ -29,14 +27,7 @@ from trainwright.strategies.state.assemble import Assembly
 _LAYOUT = "_trainwright_layout"
 
 
-class Cuts(Host, Protocol):
-    """What a strategy says of how its module is to be cut."""
-
-    options: HybridOptions
-    _layer_sync: Any
-
-
-def cut(strategy: Cuts, groups: LayoutGroups) -> tuple[Engines, Assembly]:
+def cut(strategy: Any, groups: LayoutGroups) -> tuple[Engines, Assembly]:
     """Cut the module of a strategy, and the copies that callbacks made of it. A collective.
 
     Raises:
@@ -85,7 +76,7 @@ def _agree_on_randomness(groups: LayoutGroups, device: torch.device) -> None:
         set_random_state(from_rank(random_state(device), 0, group, device), device)
 
 
-def _refuse_companions(strategy: Cuts, module: LightningModule) -> None:
+def _refuse_companions(strategy: Any, module: LightningModule) -> None:
     """Refuse what beside the strategy cannot work with a module that is cut."""
     problems, layout = [], strategy.layout
     if not module.automatic_optimization:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,41 +12,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainwright.strategies.contract.part import Host
 from trainwright.strategies.data.finetuning import show_parameters_to
 from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, OptimizerSharing, optimize_shards
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.sharding.exchanges import Exchanges
-from trainwright.strategies.state.run_state import Placement
-
-
-class Shares(Host, Protocol):
-    """What a strategy says of how its ranks share parameters."""
-
-    _exchanges: Exchanges
-    _bucket_bytes: int
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def mesh(self) -> DeviceMesh: ...
-
-    @property
-    def placement(self) -> Placement: ...
 
 
 class SharedOptimizers:
     """Gives the user's optimizers this rank's rows of parameters, or whole ones where they need those.
 
     Args:
-        strategy: see :class:`Shares`.
+        strategy: whose.
     """
 
-    def __init__(self, strategy: Shares) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._divided: DividedSteps | None = None
         self._hide_parameters: Callable[[], None] = _nothing
+
+    @property
+    def _exchanges(self) -> Exchanges:
+        found: Exchanges = self._strategy._exchanges
+        return found
 
     @property
     def owners(self) -> Owners | None:
@@ -61,7 +48,7 @@ class SharedOptimizers:
     @property
     def divides(self) -> bool:
         """Whether another rank holds parameters, or parts of them, that this one does not."""
-        mesh = self._strategy.mesh
+        mesh: DeviceMesh = self._strategy.mesh
         return mesh.size(mesh.ndim - 1) > 1
 
     def whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
@@ -70,7 +57,7 @@ class SharedOptimizers:
 
     def _shared_by(self) -> dist.ProcessGroup | None:
         """The ranks that share one copy of each parameter; ``None``: there are no others. A collective."""
-        mesh = self._strategy.mesh
+        mesh: DeviceMesh = self._strategy.mesh
         return mesh.get_group(mesh.ndim - 1)
 
     def _level_groups(self) -> None:
@@ -90,7 +77,7 @@ class SharedOptimizers:
             ValueError: for an optimizer that can be given neither rows nor wholes.
         """
         self._build(build)
-        strategy, shards = self._strategy, self._strategy._exchanges.shards
+        strategy, shards = self._strategy, self._exchanges.shards
         self._divided = DividedSteps(
             OptimizerSharing(self.in_words, self.divides, strategy.root_device, self.whole_shape, self._make_owners)
         )
@@ -111,7 +98,7 @@ class SharedOptimizers:
         """Have optimizers hold shards also where a callback has added a group of the parameters themselves."""
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
-                group["params"][:] = [self._strategy._exchanges.optimized(parameter) for parameter in group["params"]]
+                group["params"][:] = [self._exchanges.optimized(parameter) for parameter in group["params"]]
 
     def divide_anew(self) -> None:
         """Find out again what is stepped whole, as more is trained now. A collective."""
@@ -125,20 +112,20 @@ class SharedOptimizers:
 
     def _divide(self) -> None:
         assert self._divided is not None
-        exchanges = self._strategy._exchanges
+        exchanges = self._exchanges
         both = {name: (p, exchanges.optimized(p)) for name, p in exchanges.named.items()}
         self._divided.divide(self._strategy.optimizers, both)
 
     def _know_held(self) -> None:
         assert self._divided is not None
-        exchanges = self._strategy._exchanges
+        exchanges = self._exchanges
         names: dict[Tensor, str] = {exchanges.optimized(p): name for name, p in exchanges.named.items()}
         wholes = {name: p for name, p in exchanges.named.items() if self._is_whole_here(name, p)}
         self._divided.know(names, wholes)
 
     def _is_whole_here(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter is whole on every rank, where the optimizer steps it in place."""
-        shard = self._strategy._exchanges.shards.get(parameter)
+        shard = self._exchanges.shards.get(parameter)
         if shard is None or shard.is_offloaded or isinstance(parameter, DTensor):
             return False
         return self.whole_shape(name, parameter) == parameter.shape
