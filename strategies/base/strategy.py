@@ -106,8 +106,7 @@ class LayoutStrategy(Strategy):
         self._frozen: list[nn.Parameter] = []
         # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
         self.loss_factor = 1.0
-        # What the loss of this micro-batch is divided by; the Trainer sets it where `backward_in_step`, else it divides
-        # the loss itself. None: the number of accumulated micro-batches.
+        # Set by the Trainer where `backward_in_step`, else it divides the loss itself. None: accumulated micro-batches.
         self.loss_divisor: float | None = None
 
     # ---- what others may read ---------------------------------------------------------------------------------------
@@ -154,10 +153,9 @@ class LayoutStrategy(Strategy):
         return self._blocks.names
 
     def squares_by_block(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """This rank's part of the squared L2 norm of each block, and of the rest; no collective.
+        """Return this rank's part of the squared L2 norm of each block, and of the rest; no collective.
 
-        Added up over all ranks, it is what one process would have that held all of the module. Where replicas differ,
-        it is the mean of theirs.
+        Added up over all ranks, it is the norm of the whole module. Where replicas differ, it is the mean of theirs.
 
         Args:
             tensors: names of parameters and, for each, it or its averaged gradient, as this rank holds it.

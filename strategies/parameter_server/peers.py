@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from trainwright.core.run.peers import EndNotice, HeardNotice, Peers, Service
 from trainwright.strategies.base.measures import HeldBytes, Measures
+from trainwright.strategies.parameter_server.averaging import average_buffers
 
 
 class Workers(Peers):
@@ -29,7 +30,13 @@ class Workers(Peers):
 
     def meet(self) -> None:
         """Wait for all workers, take the servers' parameters, and average buffers."""
-        self._strategy._meet()
+        strategy, client = self._strategy, self._strategy.client
+        if client is None:
+            return
+        client.settle()
+        if not strategy.traits.steps_are_collective:
+            strategy._meet_anew(client.meet())
+        average_buffers(strategy.lightning_module)
 
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
         """See the base class."""

@@ -33,7 +33,6 @@ from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.groups import leave_groups
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import take_from_first, varying_buffers
-from trainwright.strategies.parameter_server.averaging import average_buffers
 from trainwright.strategies.parameter_server.messages.wire import Device, Link
 from trainwright.strategies.parameter_server.options import ParameterServerOptions, learning_rate_warning
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
@@ -149,10 +148,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def client(self) -> Client | None:
         """This rank's worker, while it trains."""
         return self._client
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and gradient of this rank's own samples: the average is the servers' alone."""
-        return super().named_gradients()
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See ``whole_gradients``; averaged for the occasion."""
@@ -436,14 +431,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
                 "ranks meet: before a validation, a save and the end of an epoch."
             )
 
-    def _meet(self) -> None:
-        if self._client is None:
-            return
-        self._client.settle()
-        if not self.traits.steps_are_collective:
-            self._meet_anew(self._client.meet())
-        average_buffers(self.lightning_module)
-
     # ---- workers that come again ------------------------------------------------------------------------------------
 
     def _open_held(self, held: HeldState) -> HeldSource:
@@ -521,7 +508,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._client is None or self._served is None:
             return
         self._end_offers()
-        self._meet()
+        self.peers.meet()
         self._served.retire()
         self.barrier()  # nobody leaves before all have what they need
         self._client.leave()
@@ -632,7 +619,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """Weights of all; while training, the ranks meet for it."""
         self._settle()
         if not self.peers.is_apart:
-            self._meet()
+            self.peers.meet()
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:

@@ -41,7 +41,7 @@ from trainwright.strategies.base.certificate.stream import Streamed, Supply
 from trainwright.strategies.base.certificate.trial import (
     Compared,
     Trial,
-    Watched,
+    WatchedTensors,
     arguments,
     captured,
     ending,
@@ -134,7 +134,7 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
     try:
         with untouched(module), held_randomness(strategy.root_device), captured(module, trial):
             before = StateBefore(module)
-            with Deterministic(), Watched(lambda _, written: weights.before(written)), ending(strategy, trial):
+            with Deterministic(), WatchedTensors(lambda _, written: weights.before(written)), ending(strategy, trial):
                 output = strategy.training_step(*arguments)
                 loss = loss_of(output)
                 if loss is not None and module.automatic_optimization:
@@ -200,7 +200,7 @@ def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_id
             streamed.pin(0)
             stack.enter_context(streamed.around(blocks, randomness))
             stack.enter_context(randomness)
-            stack.enter_context(Watched(streamed.before))
+            stack.enter_context(WatchedTensors(streamed.before))
             stack.enter_context(ending(strategy, trial))
             losses, before = [], StateBefore(module)
             for part, trial.share in parts:

@@ -88,7 +88,7 @@ class _Stepped(BaseException):
         self.optimizer = optimizer
 
 
-class Watched(TorchDispatchMode):
+class WatchedTensors(TorchDispatchMode):
     """Shows all tensors among its arguments, and those that it writes to, to ``look`` before each operator runs."""
 
     def __init__(self, look: Callable[[Iterable[Tensor], Iterable[Tensor]], None]) -> None:

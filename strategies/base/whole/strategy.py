@@ -115,12 +115,10 @@ class Wholes:
     def _view_of(self, parts: ModuleParts, like: WholeView | None = None) -> WholeView:
         strategy, module = self._strategy, self._strategy.lightning_module
         surroundings: dict[Any, Mapping[str, Callable[..., Any]]] = {
-            **{
-                each: {name: getattr(each, name) for name in _methods(type(each)) if name not in _PLAIN}
-                for each in (strategy, strategy.measures)
-            },
-            strategy.precision_plugin: {"clip_gradients": strategy.precision_plugin.clip_gradients},
+            each: {name: getattr(each, name) for name in _methods(type(each)) if name not in _PLAIN}
+            for each in (strategy, strategy.measures)
         }
+        surroundings[strategy.precision_plugin] = {"clip_gradients": strategy.precision_plugin.clip_gradients}
         return WholeView(module, parts, _Gradients(strategy), surroundings, strategy._ranks_agree, like)
 
 
