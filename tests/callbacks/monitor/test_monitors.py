@@ -166,7 +166,7 @@ def test_a_pipelines_step_is_split_and_its_timeline_taken_beside_that(clock: Clo
     stage, phases = Stage(clock), Phases()
     measures = types.SimpleNamespace(listen_to_stages=lambda listener: listen_to_stages([stage], listener))
     strategy = types.SimpleNamespace(measures=measures)
-    trainer = types.SimpleNamespace(strategy=strategy)
+    trainer = types.SimpleNamespace(strategy=types.SimpleNamespace())
     measured = step_clock.PhaseClock(trainer, phases, {"forward": "forward", "backward": "backward"}, "other")
     measured.split_pipeline(strategy)
     timeline = StageTimeline([stage], torch.device("cpu"))
