@@ -14,8 +14,6 @@ from trainwright.strategies.data.sharding.split import Splitter
 class CutSplitter(Splitter):
     """Splits experts over fewer ranks than the rest."""
 
-    _strategy: Any
-
     def _split_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
         for experts in self._strategy._engines.expert_modules_in(block):
             fully_shard(experts, **{**options, "mesh": self._splitting(self._strategy._expert_mesh)})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -15,47 +15,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from trainwright.strategies.averaging.averaged import ReplicaAveraging
-from trainwright.strategies.base.blocks import Blocks
-from trainwright.strategies.contract.part import Host, Tables
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
 from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
 from trainwright.strategies.data.sharding.step import CallsOutside, Step, earlier_step
-from trainwright.strategies.data.zero_options import ZeroOptions
-from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
+from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.state.wholes import shard_weights_on_load
-
-
-class Splits(Host, Protocol):
-    """What a strategy says of how a module is split."""
-
-    averaging: ReplicaAveraging
-    tables: Tables
-    _blocks: Blocks
-
-    @property
-    def options(self) -> ZeroOptions: ...
-
-    @property
-    def mesh(self) -> DeviceMesh: ...
-
-    def _find_blocks(self) -> dict[str, nn.Module]: ...
-
-    def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None: ...
-
-    def _agreed_seed(self) -> int: ...
-
-    def _broadcast_from_first(self, module: nn.Module) -> None: ...
 
 
 class Splitter:
     """Splits a module by FSDP2, one block at a time, so that at most one block is ever whole here because of us.
 
     Args:
-        strategy: see :class:`Splits`.
+        strategy: whose module it splits.
     """
 
-    def __init__(self, strategy: Splits) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
     def split(self, trainer: Trainer) -> Step:
@@ -139,7 +113,7 @@ def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
                 yield average.module if isinstance(average, AveragedModel) else average
 
 
-def _place(strategy: Splits, module: nn.Module) -> None:
+def _place(strategy: Any, module: nn.Module) -> None:
     """Convert, move and equalise what of ``module`` is not split yet."""
     with torch.no_grad():
         strategy.precision_plugin.convert_module(module)
