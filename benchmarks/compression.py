@@ -104,7 +104,7 @@ def train(
     numel = sum(parameter.numel() for parameter in module.parameters())
     seconds = [after - before for before, after in pairwise(times.ends[_UNTIMED_STEPS - 1 :])]
     return {
-        "bytes": strategy.compressed_bytes or ring_bytes(numel, ranks),
+        "bytes": strategy.averaging.sent_bytes or ring_bytes(numel, ranks),
         "kernel": observe.written,
         "dense": ring_bytes(numel, ranks),
         "loss": float(trainer.callback_metrics["val_loss"]) if validate else None,

@@ -122,7 +122,7 @@ class Observe(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         """Count from here."""
         if trainer.global_step == self.step - 1:
-            self._meter = trainer.strategy.measure_communication()  # type: ignore[attr-defined]
+            self._meter = trainer.strategy.measures.measure_communication()  # type: ignore[attr-defined]
             self.written = -written_bytes()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -131,7 +131,7 @@ class Observe(pl.Callback):
             return
         self.written += written_bytes()
         self._meter.stop()
-        held = trainer.strategy.held_bytes()  # type: ignore[attr-defined]
+        held = trainer.strategy.measures.held_bytes()  # type: ignore[attr-defined]
         self.sent, self.held = self._meter.take(), held.total
         self._meter = None
 

@@ -62,7 +62,7 @@ class _WholeRun(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Count from the first one."""
         if self._meter is None:
-            self._meter = trainer.strategy.measure_communication()  # type: ignore[attr-defined]
+            self._meter = trainer.strategy.measures.measure_communication()  # type: ignore[attr-defined]
             self.written = -written_bytes()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

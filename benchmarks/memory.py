@@ -106,7 +106,7 @@ class Sampler(pl.Callback):
         """At rest: no parameter is gathered."""
         if trainer.global_step < self._after_steps:
             return
-        self._at_rest = trainer.strategy.held_bytes().parameters  # type: ignore[attr-defined]
+        self._at_rest = trainer.strategy.measures.held_bytes().parameters  # type: ignore[attr-defined]
         self._look("before forward", trainer)
         if self._live is None:
             self._live = LiveBytes(_tensors_of(trainer))
@@ -142,7 +142,7 @@ class Sampler(pl.Callback):
     def _look(self, phase: str, trainer: pl.Trainer) -> None:
         if not self._at_rest:
             return
-        held = trainer.strategy.held_bytes()  # type: ignore[attr-defined]
+        held = trainer.strategy.measures.held_bytes()  # type: ignore[attr-defined]
         state = self._at_rest + held.gradients + held.optimizer
         if state > self.peak.state:
             gathered = self.peak.gathered

@@ -106,7 +106,7 @@ class Clock(pl.Callback):
         strategy: Any = trainer.strategy
         step = trainer.global_step - stepped
         samples = batch["index"].tolist()
-        line = [time.time(), time.process_time(), _generation(), step, strategy.data_rank, samples, stepped]
+        line = [time.time(), time.process_time(), _generation(), step, strategy.ranks.data_rank, samples, stepped]
         self._file.write(json.dumps(line) + "\n")
 
 

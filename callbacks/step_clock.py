@@ -27,8 +27,8 @@ class PhaseClock:
     """
 
     def __init__(self, trainer: Any, phases: Phases, kind_of: Mapping[str, str], begins_as: str) -> None:
-        measure = getattr(trainer.strategy, "measure_waits", None)
-        self._waits: Any = _HostClock() if measure is None else measure()
+        measures = getattr(trainer.strategy, "measures", None)
+        self._waits: Any = _HostClock() if measures is None else measures.measure_waits()
         self._spans = self._waits.new_spans()
         self._kind_of = kind_of
         self._kind = self._waits.kind = begins_as
@@ -42,9 +42,9 @@ class PhaseClock:
         Args:
             strategy: any; nothing happens if it has no pipeline.
         """
-        listen = getattr(strategy, "listen_to_stages", None)
-        if listen is not None:
-            self._ends.append(listen(self))
+        measures = getattr(strategy, "measures", None)
+        if measures is not None:
+            self._ends.append(measures.listen_to_stages(self))
 
     def stage_begins(self, what: str, micro_batch: int, stage: int) -> None:
         """See :class:`~trainwright.strategies.contract.waits.timeline.HearsStages`."""

@@ -38,6 +38,7 @@ from trainwright.core.failures.failure import log_file
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
+from trainwright.core.run.traits import traits_of
 from trainwright.launch.checks.check_compression import compression_of
 from trainwright.launch.watchdog.callback import Watchdog
 from trainwright.launch.watchdog.check_hangs import AUTO
@@ -263,7 +264,7 @@ def _loggers(cfg: DictConfig) -> list[Logger]:
 
 def _loading(trainer: Trainer, cfg: DictConfig, held: HeldState | None) -> dict[str, Any]:
     """What fit and its like are told of checkpoints. Only a trusted file may be more than weights and plain values."""
-    if held is None and getattr(trainer.strategy, "joins", False):
+    if held is None and traits_of(trainer.strategy).joins:
         held = PENDING
     if held is not None:
         return {"ckpt_path": held}

@@ -1,7 +1,8 @@
 """What `trainwright layout` prints: which rank does what, where the model is cut, and the bytes that each rank holds.
 
 Everything is computed on the meta device by the rules that the strategies follow; no process is started and no weight
-gets memory. The bytes are those of `strategy.held_bytes()` once the optimizer has stepped and gradients are there.
+gets memory. The bytes are those of `strategy.measures.held_bytes()` once the optimizer has stepped and gradients are
+there.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from trainwright.core.lightning_internals import _configure_optimizers
 from trainwright.strategies.compose.check_layout import build_on_meta
 from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
 from trainwright.strategies.compose.engine_options import EngineOptions, engine_options_of
-from trainwright.strategies.compose.engines import plan_for
-from trainwright.strategies.compose.model_plan import describe_plan
+from trainwright.strategies.compose.model_plan import describe_plan, plan_for
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.compose.world import options_of, serving_ranks
 from trainwright.strategies.parameter_server.server.shard import ShardPlan

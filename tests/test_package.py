@@ -306,13 +306,6 @@ def test_no_import_circles():
 LONG = {
     "callbacks/save/run_state.py",
     "launch/schema.py",
-    "strategies/base/certificate/certify.py",
-    "strategies/base/strategy.py",
-    "strategies/base/whole/view.py",
-    "strategies/compose/engines.py",
-    "strategies/compose/hybrid.py",
-    "strategies/data/zero.py",
-    "strategies/parameter_server/strategy.py",
     "trainer/loop/fit_loop.py",
 }
 

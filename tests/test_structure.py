@@ -10,24 +10,41 @@ from typing import Any
 import pytest
 
 from benchmarks.structure import WALKS, code_lines, own_bases, strategy_class, strategy_counts, walk
+from trainwright.core.run.peers import Peers, Service
 from trainwright.strategies.averaging.averaged import Averaging, ReplicaAveraging
-from trainwright.strategies.compose.engines import Engines, Uncut
-from trainwright.strategies.compose.mixed_placement import ServedByRanks
-from trainwright.strategies.contract.part import Tables
+from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
+from trainwright.strategies.compose.parts.uncut import Uncut
+from trainwright.strategies.contract.collectives.data import DataCollectives
+from trainwright.strategies.contract.collectives.ranks import Ranks
+from trainwright.strategies.contract.part import Replicas, Tables
 from trainwright.strategies.contract.registry import strategy_names
+from trainwright.strategies.local_updates.diloco import OuterReplicas
+from trainwright.strategies.parameter_server.peers import Servers, Workers
 
 MOST_BASES = 3
-# What replicas that step by themselves share is a class between theirs and that of layouts.
-FURTHER_BASES = {"local_sgd": 1, "diloco": 1}
 # Of public methods, those that override Lightning's do not count.
-MOST_PUBLIC = 53
-PARTS = ("averaging", "tables", "state", "_engines", "_assembly", "_wholes", "_data")
+MOST_PUBLIC = 25
+PARTS = {
+    *("averaging", "tables", "state", "replicas", "ranks", "measures", "peers", "service", "certified"),
+    *("_engines", "_assembly", "_wholes"),
+}
+
+PAIRS: list[tuple[type, type]] = [
+    (Averaging, ReplicaAveraging),
+    (Tables, ServedByRanks),
+    (Uncut, Engines),
+    (Replicas, OuterReplicas),
+    (Ranks, DataCollectives),
+    (Peers, Workers),
+    (Service, Servers),
+]
 
 
 @pytest.mark.parametrize("name", strategy_names())
 def test_strategies_are_composed_rather_than_inherited(name: str) -> None:
     found = strategy_counts()[name]
-    assert found["own bases"] <= MOST_BASES + FURTHER_BASES.get(name, 0), own_bases(strategy_class(name))
+    assert found["own bases"] <= MOST_BASES, own_bases(strategy_class(name))
     assert found["public"] <= MOST_PUBLIC
 
 
@@ -43,7 +60,7 @@ def test_nobody_asks_whether_a_part_is_none(name: str) -> None:
                 assert not ends, f"{owner.__name__}, line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize(("null", "part"), [(Averaging, ReplicaAveraging), (Tables, ServedByRanks), (Uncut, Engines)])
+@pytest.mark.parametrize(("null", "part"), PAIRS)
 def test_null_objects_answer_whatever_parts_are_asked(null: type, part: type) -> None:
     assert issubclass(part, null)
     asked = {name for name in vars(null) if not name.startswith("_")}

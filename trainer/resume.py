@@ -29,6 +29,7 @@ from trainwright.checkpoint.store.paths import join_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.failures.error_text import is_refusal, is_secondary, own_place
 from trainwright.core.lightning_internals import _BaseProgress, _CheckpointConnector, _Loop
+from trainwright.core.run.peers import service_of
 from trainwright.core.run.run_directory import CHECKPOINTS
 from trainwright.core.text.bounded import ContentError, natural, understood
 
@@ -66,7 +67,7 @@ class ResumeConnector(_CheckpointConnector):
     def _select_ckpt_path(
         self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool
     ) -> Any:
-        if getattr(self.trainer.strategy, "serves", False):
+        if service_of(self.trainer.strategy).serves:
             return None  # such a rank has none, and what its server holds comes from the others
         path = super()._select_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
         # Strategies that restore late ask before whether there is anything to restore; the answer must not be that of

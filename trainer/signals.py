@@ -21,8 +21,9 @@ from trainwright.callbacks.end.preemption import Preemption
 from trainwright.core.lightning_internals import _HANDLER, _SignalConnector
 from trainwright.core.processes.watch import Allowance, ShutdownWatch
 from trainwright.core.run.interrupt import raise_interrupted
+from trainwright.core.run.peers import EndNotice, HeardNotice, peers_of
 from trainwright.core.run.phases import AGREEMENT
-from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
+from trainwright.core.run.traits import traits_of
 
 if TYPE_CHECKING:
     from trainwright.trainer.leases.batches import LeasedBatchSampler
@@ -220,17 +221,17 @@ class FlagOnSignal(_SignalConnector):
     @property
     def _in_step(self) -> bool:
         """Whether all ranks are at the same step of training."""
-        return bool(getattr(self.trainer.strategy, "steps_are_collective", True))
+        return traits_of(self.trainer.strategy).steps_are_collective
 
     def _hear(self) -> None:
-        strategy: Any = self.trainer.strategy
         leased = self.trainer.fit_loop.leased  # type: ignore[attr-defined]
         heard: HeardNotice | None
         if leased is not None:
             heard = leased.heard_of_end
         else:
-            strategy.tell_of_end(self._own_notice)
-            heard = strategy.heard_of_end
+            peers = peers_of(self.trainer.strategy)
+            peers.tell_of_end(self._own_notice)
+            heard = peers.heard_of_end
         if heard is None:
             return
         if self._heard is None:
@@ -274,9 +275,8 @@ class FlagOnSignal(_SignalConnector):
         self._notice = Notice()  # obeyed
         if not self._in_step:
             # Whoever ends takes what it holds for the others with it.
-            strategy: Any = self.trainer.strategy
-            strategy.meet()
-            strategy.barrier()
+            peers_of(self.trainer.strategy).meet()
+            self.trainer.strategy.barrier()
         self.received_sigterm = True  # callbacks may ask the Trainer why it ends
         self.preemption.end(self.trainer, self.agreed)
 

@@ -25,7 +25,9 @@ from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
 from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
 from trainwright.core.lightning_internals import _SubprocessScriptLauncher
 from trainwright.core.processes.orphans import end_with_agent
+from trainwright.core.run.peers import service_of
 from trainwright.core.run.phases import SAVING
+from trainwright.core.run.traits import traits_of
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.precision import set_loss_scale
@@ -160,7 +162,7 @@ class Trainer(RunTrainer):
         self._all_interrupted: bool | None = None  # whether all ranks have met an exception, once that is asked
         self.copies = StateCopies(self)
         self.balance: Balance | None = make_balance(self, balance)
-        leased = getattr(self.strategy, "leases_samples", None)
+        leased = traits_of(self.strategy).leases_samples
         self.leases = None if leased is None else SampleLeases(self)
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_loss_scale(self, loss_scale or {})
@@ -173,7 +175,7 @@ class Trainer(RunTrainer):
 
     def _use_own_loops(self, inference_mode: bool) -> None:
         # Parameters gathered under inference_mode could not be trained with afterwards.
-        inference_mode = inference_mode and not getattr(self.strategy, "forward_is_collective", False)
+        inference_mode = inference_mode and not traits_of(self.strategy).forward_is_collective
         old = self.fit_loop.epoch_loop
         self.fit_loop = ResumableFitLoop(self, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
         self.fit_loop.epoch_loop = LeanEpochLoop(self, old.min_steps, old.max_steps)
@@ -237,7 +239,7 @@ class Trainer(RunTrainer):
         self._all_interrupted = None
         # Lightning does not pass it on to strategies that restore after they are set up.
         self._checkpoint_connector.weights_only = weights_only
-        if getattr(self.strategy, "serves", False):
+        if service_of(self.strategy).serves:
             return serve(self, model)
         return super()._run(model, ckpt_path, weights_only)
 
@@ -327,7 +329,7 @@ def serve(trainer: RunTrainer, module: LightningModule) -> None:
             call._call_setup_hook(trainer)
             call._call_configure_model(trainer)
             strategy.setup(trainer)
-            strategy.serve()
+            service_of(strategy).serve()
             trainer._teardown()
             call._call_teardown_hook(trainer)
         finally:

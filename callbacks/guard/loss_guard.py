@@ -26,6 +26,7 @@ from trainwright.callbacks.steps import log_metrics
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.checkpoint.exchange.groups import all_come
 from trainwright.core.run.diverged import DivergedError
+from trainwright.core.run.traits import traits_of
 
 if TYPE_CHECKING:
     from trainwright.callbacks.guard.copies import StateCopies
@@ -167,7 +168,7 @@ class LossGuard(Callback):
         """Keep the loss of a micro-batch; begin to add up those of a step while its last backward runs."""
         self._losses.append(loss.detach())
         ours: Any = trainer
-        if ours.strategy.gradients_agree and not ours.fit_loop._should_accumulate():
+        if traits_of(ours.strategy).gradients_agree and not ours.fit_loop._should_accumulate():
             self._early = EarlySum(self._of_losses(trainer))
 
     def on_before_optimizer_step(
@@ -249,7 +250,7 @@ class LossGuard(Callback):
         gradients = strategy.named_gradients() if _scaler(trainer) is None else ()
         blame = Blame(
             rank,
-            int(strategy.data_rank),
+            int(strategy.ranks.data_rank),
             int(strategy.layout.coordinates(rank)["pipeline"]),
             first_bad(self._losses),
             *find_gradient(gradients),

@@ -42,8 +42,8 @@ class Bubble(Measuring, Windowed):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See whether there is a pipeline."""
         super().on_train_start(trainer, pl_module)
-        make = getattr(trainer.strategy, "pipeline_timeline", None)
-        self._timeline = None if make is None else make()
+        measures = getattr(trainer.strategy, "measures", None)  # Lightning's own strategies have none
+        self._timeline = None if measures is None else measures.pipeline_timeline()
         if self._timeline is None:
             self._window = 0
         self._step = None

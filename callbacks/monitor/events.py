@@ -14,6 +14,7 @@ from trainwright.callbacks.monitor.records import read_records, records_path, te
 from trainwright.callbacks.steps import steps_done
 from trainwright.checkpoint.memory.held import HeldState
 from trainwright.core.run.phases import SAVING, VALIDATION
+from trainwright.core.run.traits import traits_of
 
 _TIMED = {SAVING: "checkpoint", VALIDATION: "validation"}
 
@@ -57,7 +58,7 @@ class Events(Callback):
         """Tell that the run goes on."""
         ours: Any = trainer
         step = steps_done(trainer)
-        if isinstance(ours.ckpt_path, HeldState) or getattr(ours.strategy, "joins", False):
+        if isinstance(ours.ckpt_path, HeldState) or traits_of(ours.strategy).joins:
             self._tell(trainer, "recovered", f"goes on from a copy in memory of step {step}")
         elif self._goes_on:
             self._tell(trainer, "restarted", f"goes on from step {step}")

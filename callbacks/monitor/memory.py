@@ -62,9 +62,9 @@ def _held(trainer: Any) -> dict[str, int]:
             "peak": torch.cuda.max_memory_allocated(device),
         }
         torch.cuda.reset_peak_memory_stats(device)
-    held_bytes = getattr(trainer.strategy, "held_bytes", None)
-    if held_bytes is not None:
-        held = held_bytes()
+    measures = getattr(trainer.strategy, "measures", None)
+    if measures is not None:
+        held = measures.held_bytes()
         found |= {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
     return found
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import log_metrics, require_strategy
 from trainwright.callbacks.windows import Windowed
+from trainwright.core.run.traits import traits_of
 
 REST = "rest"
 """What is in no block."""
@@ -53,7 +54,7 @@ class Norms(Windowed):
         if stage != "fit":
             return
         require_strategy(self, trainer, "squares_by_block")
-        if not trainer.strategy.holds_step_gradients:  # type: ignore[attr-defined]
+        if not traits_of(trainer.strategy).holds_step_gradients:
             raise ValueError(
                 "Norms adds up what ranks hold of the averaged gradients of a step, and with "
                 f"{type(trainer.strategy).__name__} they hold none of them. Leave it out, or choose another strategy."

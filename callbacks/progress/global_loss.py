@@ -15,6 +15,7 @@ from torch import Tensor
 from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import is_dropped, log_metrics
 from trainwright.callbacks.windows import Windowed
+from trainwright.core.run.traits import traits_of
 
 _ADVICE = "Lower the learning rate (optimizer.lr=...)"
 _CLIP = "clip gradients (trainer.gradient_clip_val=1.0)"
@@ -35,8 +36,8 @@ class GlobalLoss(Windowed):
     run that fails loses the values since then.
 
     Where the Trainer weighs losses by tokens (``loss_weighting="tokens"``), it is the mean over all valid tokens of the
-    step, which the Trainer has added up already. Where ranks step by themselves (``strategy.steps_are_collective`` is
-    false) a step is one of this rank alone, and so is its loss.
+    step, which the Trainer has added up already. Where ranks step by themselves
+    (``strategy.traits.steps_are_collective`` is false) a step is one of this rank alone, and so is its loss.
 
     The first loss that is NaN or infinite is reported when its window is written, once, with a warning and a record
     ``event``: no step is looked at by itself.
@@ -151,7 +152,7 @@ class GlobalLoss(Windowed):
 
 
 def _together(trainer: Trainer) -> bool:
-    return bool(getattr(trainer.strategy, "steps_are_collective", True))
+    return traits_of(trainer.strategy).steps_are_collective
 
 
 def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:

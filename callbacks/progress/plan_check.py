@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import StepCounter
 from trainwright.core.failures.records import write_whole
+from trainwright.core.run.traits import traits_of
 
 FILE = "plan.json"
 _MIB = 2**20
@@ -145,8 +146,8 @@ class PlanCheck(Callback):
 def _is_measurable(trainer: Any) -> bool:
     """Whether all ranks make the steps of this run together, in batches of a known size; the same on all of them."""
     strategy = trainer.strategy
-    knows = getattr(trainer, "global_batch", None) is not None and hasattr(strategy, "held_bytes")
-    return knows and bool(strategy.steps_are_collective)
+    knows = getattr(trainer, "global_batch", None) is not None and hasattr(strategy, "measures")
+    return knows and traits_of(strategy).steps_are_collective
 
 
 def _plan_of(trainer: Any) -> dict[str, Any] | None:
@@ -164,7 +165,7 @@ def _plan_of(trainer: Any) -> dict[str, Any] | None:
 
 
 def _held(trainer: Any) -> Any:
-    return trainer.strategy.held_bytes()
+    return trainer.strategy.measures.held_bytes()
 
 
 def _line(seconds: float, held: Mapping[str, float], predicted: Mapping[str, Any]) -> str:

@@ -11,6 +11,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
+from trainwright.core.run.peers import service_of
+
 MIB = 2**20
 
 
@@ -82,8 +84,8 @@ def _markdown(rows: list[tuple[str, str]]) -> str:
 
 def least_and_most_bytes(trainer: Trainer, pl_module: LightningModule) -> tuple[int, int]:
     """Bytes of parameters on the rank that holds least of them, and on the one that holds most; a collective."""
-    held_bytes = getattr(trainer.strategy, "held_bytes", None)
-    own = held_bytes().parameters if held_bytes is not None else _local_bytes(pl_module)
+    measures = getattr(trainer.strategy, "measures", None)
+    own = measures.held_bytes().parameters if measures is not None else _local_bytes(pl_module)
     extremes = torch.tensor([-own, own], dtype=torch.int64, device=trainer.strategy.root_device)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -123,7 +125,7 @@ def _global_batch(trainer: Trainer) -> str:
 
 def _servers(trainer: Trainer) -> list[tuple[str, str]]:
     """Which ranks hold a parameter server, if any does."""
-    bytes_of: dict[int, int] = getattr(trainer.strategy, "server_bytes", dict)()
+    bytes_of: dict[int, int] = service_of(trainer.strategy).server_bytes()
     if not bytes_of:
         return []
     size = _span(min(bytes_of.values()), max(bytes_of.values()))
@@ -139,7 +141,7 @@ def _span(least: int, most: int) -> str:
 
 
 def _data_ranks(trainer: Trainer) -> int:
-    return int(getattr(trainer.strategy, "num_data_ranks", trainer.world_size))
+    return int(trainer.strategy.ranks.num_data_ranks) if hasattr(trainer.strategy, "ranks") else trainer.world_size
 
 
 def _count(number: int, noun: str) -> str:

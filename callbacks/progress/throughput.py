@@ -14,11 +14,12 @@ from trainwright.callbacks.monitor.flops import CountedOperations
 from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Windowed
+from trainwright.core.run.traits import traits_of
 
 
 class Throughput(Windowed):
     """Log ``samples_per_second`` and ``step_seconds`` of all ranks together, averaged over windows of optimizer steps;
-    where ranks step by themselves (``steps_are_collective`` of the strategy), of rank 0 alone.
+    where ranks step by themselves (``steps_are_collective`` of its traits), of rank 0 alone.
 
     Where it is known what a sample consists of, ``<unit>_per_second`` too: from the arguments, or from the module's
     attributes ``sample_unit`` (such as ``"tokens"``) and ``units_per_sample``. Samples of a batch are the first
@@ -28,7 +29,8 @@ class Throughput(Windowed):
     (:class:`~trainwright.callbacks.monitor.flops.CountedOperations`), and logged as ``flops_per_second``: of one
     device, the mean of all, by the samples that it has trained on. Where it is known how many the device could do,
     ``mfu`` is the part of that. Every rank tells a record ``rate`` of what is logged, with its own operations. Where
-    ranks share the experts of a model, how evenly tokens went to these is logged too (``strategy.routing_balance()``).
+    ranks share the experts of a model, how evenly tokens went to these is logged too
+    (``strategy.measures.routing_balance()``).
 
     The clock begins after the first step, whose compilation and warm-up would hide the rest, and stands still during
     validation; time for saving a checkpoint or reading data counts. The device is waited for at the end of a window
@@ -162,7 +164,7 @@ class Throughput(Windowed):
         assert self._begin is not None
         flops = self._samples * (self.flops_per_sample or 0.0)
         sums = torch.tensor([float(self._samples), flops], device=trainer.strategy.root_device, dtype=torch.float32)
-        together = bool(getattr(trainer.strategy, "steps_are_collective", True))
+        together = traits_of(trainer.strategy).steps_are_collective
         if together:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         total, all_flops = sums.tolist()  # waits for the device
@@ -176,8 +178,9 @@ class Throughput(Windowed):
         devices = trainer.world_size if together else 1
         self.latest |= self._rates(all_flops / devices, seconds)
         tell(trainer, "rate", own | self._rates(flops, seconds), step + 1)
-        balance = getattr(trainer.strategy, "routing_balance", dict)
-        log_metrics(trainer, self.latest | balance(), step)
+        measures = getattr(trainer.strategy, "measures", None)  # Lightning's own strategies have none
+        balance = {} if measures is None else measures.routing_balance()
+        log_metrics(trainer, self.latest | balance, step)
         self._begin = now
         self._restart()
 

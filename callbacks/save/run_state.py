@@ -36,6 +36,7 @@ from trainwright.checkpoint.write.retention import apply as apply_retention
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.errors import CheckpointError, ClearingError
 from trainwright.core.run.phases import SAVING, Phases
+from trainwright.core.run.traits import traits_of
 
 # Seconds that a run which ends by an error waits for the checkpoint that is being written.
 _PATIENCE = 120.0
@@ -50,8 +51,8 @@ class RunStateCheckpoint(Checkpoint):
 
     Saves are made after an optimizer step, after validation where a value is monitored, and at the end of training.
     Every rank decides alike: by steps, or by the clock of the first rank at steps that the ranks have agreed on. Where
-    ranks step by themselves (``strategy.steps_are_collective`` is false) they meet for a save by steps, and what is due
-    by the clock is saved at the end of the epoch.
+    ranks step by themselves (``strategy.traits.steps_are_collective`` is false) they meet for a save by steps, and what
+    is due by the clock is saved at the end of the epoch.
 
     ``trainwright.Trainer`` finds the newest by ``ckpt_path="last"``. Lightning's own Trainer looks for files of its
     ``ModelCheckpoint`` alone: give it :attr:`last_model_path`. ``"best"`` works with both.
@@ -199,7 +200,7 @@ class RunStateCheckpoint(Checkpoint):
                 "RunStateCheckpoint writes folders of its own and would pass over the CheckpointIO plugin given to the "
                 "Trainer. Leave the plugin out, or save with lightning.pytorch.callbacks.ModelCheckpoint."
             )
-        if getattr(trainer.strategy, "leases_samples", None) is not None and self.every_n_steps is not None:
+        if traits_of(trainer.strategy).leases_samples is not None and self.every_n_steps is not None:
             raise ValueError(
                 f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples: none "
                 "knows how many steps it will make, so they could not meet for it. Save by epochs (every_n_epochs=1) "
@@ -509,7 +510,7 @@ class RunStateCheckpoint(Checkpoint):
 
 
 def _steps_are_collective(trainer: Trainer) -> bool:
-    return bool(getattr(trainer.strategy, "steps_are_collective", True))
+    return traits_of(trainer.strategy).steps_are_collective
 
 
 def _is_by_callback(found: FoundCheckpoint) -> bool:

@@ -15,6 +15,8 @@ from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import log_metrics, require_strategy
 from trainwright.callbacks.windows import Measuring, Windowed
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.core.run.peers import service_of
+from trainwright.core.run.traits import traits_of
 from trainwright.core.text.sizes import size_text
 
 
@@ -73,7 +75,7 @@ class CommunicationReport(Measuring, Windowed):
             ValueError: if the strategy is not of this project.
         """
         if stage == "fit":
-            require_strategy(self, trainer, "measure_communication")
+            require_strategy(self, trainer, "measures")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
@@ -81,7 +83,7 @@ class CommunicationReport(Measuring, Windowed):
         self._done = self._total = 0  # optimizer steps of this window, and of this fit
         self._recent, self._within, self._besides = _Sums(), _Sums(), _Sums()
         self.latest, self.of_ranks, self.of_servers = {}, [], {}
-        self._meter = trainer.strategy.measure_communication()  # type: ignore[attr-defined]
+        self._meter = trainer.strategy.measures.measure_communication()  # type: ignore[attr-defined]
         if self._meter.unknown:
             rank_zero_warn(f"Calls of {', '.join(self._meter.unknown)} are not counted: torch has them only recently.")
 
@@ -114,9 +116,9 @@ class CommunicationReport(Measuring, Windowed):
         self._besides.add(self._meter.take())
         self._stop()
         if trainer.is_global_zero:
-            self.of_servers = trainer.strategy.server_traffic()  # type: ignore[attr-defined]
+            self.of_servers = service_of(trainer.strategy).server_traffic()
         own = {"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)}
-        together = bool(trainer.strategy.steps_are_collective)  # type: ignore[attr-defined]
+        together = traits_of(trainer.strategy).steps_are_collective
         several = together and dist.is_available() and dist.is_initialized()
         self.of_ranks = of_all_ranks(own, device=trainer.strategy.root_device) if several else [own]
 

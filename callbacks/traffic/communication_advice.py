@@ -60,7 +60,7 @@ class CommunicationAdvice(Measuring):
         """
         strategy: Any = trainer.strategy
         advises = getattr(getattr(strategy, "averaging", None), "advises", False)
-        can = advises and strategy.averages_every_step and hasattr(trainer, "phases")
+        can = advises and strategy.traits.averages_every_step and hasattr(trainer, "phases")
         if stage == "fit" and not can:
             raise ValueError(
                 "CommunicationAdvice compares ways to average gradients at every step, which "
@@ -76,7 +76,7 @@ class CommunicationAdvice(Measuring):
         strategy: Any = trainer.strategy
         self._steps.start(trainer)
         self._done, self._sent = -_WARM_UP, {}
-        self._meter = strategy.measure_communication()
+        self._meter = strategy.measures.measure_communication()
         self._clock = StepClock(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -131,7 +131,7 @@ class Stragglers(Measuring, Windowed):
         Raises:
             ValueError: if the Trainer or its strategy is not of this project.
         """
-        if stage == "fit" and not (hasattr(trainer, "phases") and hasattr(trainer.strategy, "measure_waits")):
+        if stage == "fit" and not (hasattr(trainer, "phases") and hasattr(trainer.strategy, "measures")):
             raise ValueError(
                 f"Stragglers needs trainwright.Trainer and one of its strategies, which tell what they do; this is "
                 f"{type(trainer).__name__} with {type(trainer.strategy).__name__}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainwright.planning.memory.state import UnitState
 from trainwright.planning.search.work import Work, bucket_bytes
 
-# Packed buckets of gradients at once, see strategies/data/reducer.py.
+# Packed buckets of gradients at once, see strategies/data/sharding/reducer.py.
 _IN_FLIGHT = 2
 
 

@@ -24,8 +24,9 @@ from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.time.cost import ModelCut
 from trainwright.strategies.compose.engine_options import EngineOptions
-from trainwright.strategies.compose.engines import plan_for, problems_of
+from trainwright.strategies.compose.engines import problems_of
 from trainwright.strategies.compose.hybrid_options import sequence_length
+from trainwright.strategies.compose.model_plan import plan_for
 from trainwright.strategies.compose.rules import length_problems, manual_optimization_problems, optimizer_problem
 from trainwright.strategies.plan.model_plan import ModelPlan
 

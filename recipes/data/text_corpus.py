@@ -137,9 +137,10 @@ class TextCorpus(LightningDataModule):
         # Only reads: prepare_data has joined the files unless someone calls setup alone.
         file = self.file()
         size = file.stat().st_size // np.dtype(self.dtype).itemsize
-        ranks = self.trainer.world_size if self.trainer is not None else 1
-        strategy = self.trainer.strategy if self.trainer is not None else None
-        problems = problems_of_size(size, self.seq_len, self.held_out, getattr(strategy, "num_data_ranks", ranks))
+        world_size = self.trainer.world_size if self.trainer is not None else 1
+        ranks = getattr(self.trainer.strategy, "ranks", None) if self.trainer is not None else None
+        data_ranks = world_size if ranks is None else ranks.num_data_ranks
+        problems = problems_of_size(size, self.seq_len, self.held_out, data_ranks)
         if problems:
             raise CorpusError(" ".join(problems))
         split = split_by_position(size, self.held_out)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,25 +26,23 @@ from trainwright.checkpoint.store.storage import Folder, remove
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
-from trainwright.core.processes.rendezvous import first_store, is_loopback, loopback_interfaces
+from trainwright.core.run.peers import Peers, Service
+from trainwright.core.run.traits import Traits
 from trainwright.strategies.averaging.averaged import Averaging
+from trainwright.strategies.base.blocks import Blocks, fill
 from trainwright.strategies.base.certificate.certificate import Certificate
+from trainwright.strategies.base.certificate.certified import Certified
+from trainwright.strategies.base.former_names import read_former_name, refuse_former_names
+from trainwright.strategies.base.measures import Measures
+from trainwright.strategies.base.meeting import meeting
 from trainwright.strategies.base.whole.view import end_view
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
-from trainwright.strategies.contract.communication.meter import CommunicationMeter
-from trainwright.strategies.contract.gradients import local_tensor, squares_by_block
+from trainwright.strategies.contract.collectives.ranks import Ranks
+from trainwright.strategies.contract.gradients import squares_by_block
 from trainwright.strategies.contract.options import StrategyOptions
-from trainwright.strategies.contract.part import Part
+from trainwright.strategies.contract.part import Part, Replicas
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
 from trainwright.strategies.contract.same_model import refuse_other_models
-from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline
-from trainwright.strategies.contract.waits.waiting import Waits
-from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
-from trainwright.strategies.plan.blocks import (
-    checkpoint_activations,
-    compile_blocks,
-    find_blocks,
-)
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly, StateOwners
 from trainwright.strategies.state.checkpointing import RunStates
@@ -58,26 +52,6 @@ from trainwright.strategies.state.wholes import whole_tensor
 
 # Before anybody can have written a run state with a strategy.
 teach_lightning()
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """Bytes that one rank holds now, without buffers of collectives.
-
-    Args:
-        parameters: parameters, master copies included.
-        gradients: gradients.
-        optimizer: state of all optimizers.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """Sum of the three."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 class LayoutStrategy(Strategy):
@@ -98,6 +72,19 @@ class LayoutStrategy(Strategy):
     options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
     """The options that the constructor takes."""
     options: StrategyOptions
+    traits = Traits()
+    """Facts about how it trains, known once it is set up."""
+    peers = Peers()
+    """The ranks that train beside this one."""
+    service = Service()
+    """The ranks that only serve."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_former_names(cls)
+
+    def __getattr__(self, name: str) -> Any:
+        return read_former_name(self, name)
 
     def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
         self.options, others = self.options_class.take(kwargs)
@@ -106,20 +93,20 @@ class LayoutStrategy(Strategy):
         super().__init__(**others)
         self.state = RunStates(self, init_from)
         self.averaging: Averaging = Averaging()
+        self.replicas = Replicas()
         self._parts: list[Part] = []
         self._before_batch: list[Callable[[], None]] = []  # called before every batch
-        self._certificate = Certificate(self.options.certificate)
-        self._block_patterns = self.options.blocks
-        self._activation_checkpointing = self.options.activation_checkpointing
-        self._checkpoint_modules = self.options.checkpoint_modules
-        self._compile = self.options.compile
+        self.ranks = Ranks(self)
+        self.measures = Measures(self)
+        self.traits = replace(self.traits, averages_every_step=self.options.averages_every_step)
+        self.certificate = Certificate(self.options.certificate)
+        self.certified = Certified(self)
+        self._blocks = Blocks(self.options)
         self._restores_late: bool | None = None
-        self._block_names: tuple[str, ...] = ()
         self._frozen: list[nn.Parameter] = []
         # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
         self.loss_factor = 1.0
-        # What the loss of this micro-batch is divided by; the Trainer sets it where `backward_in_step`, else it divides
-        # the loss itself. None: the number of accumulated micro-batches.
+        # Set by the Trainer where `backward_in_step`, else it divides the loss itself. None: accumulated micro-batches.
         self.loss_divisor: float | None = None
 
     # ---- what others may read ---------------------------------------------------------------------------------------
@@ -127,54 +114,7 @@ class LayoutStrategy(Strategy):
     @property
     def layout(self) -> Layout:
         """Sizes of the mesh axes of this run, closed."""
-        return Layout(replicate=self.num_data_ranks)
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank among the ranks that read different samples."""
-        return self._rank
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
-        return int(getattr(self, "world_size", 1))
-
-    @property
-    def serves(self) -> bool:
-        """Whether this rank only serves the others, which are all of ``world_size``, and is no data rank.
-
-        Then the Trainer calls :meth:`serve` in ``fit``, in place of training, and does nothing else here.
-        """
-        return False
-
-    def serve(self) -> None:
-        """On a rank that only serves, once it is set up: do so until the other ranks have ended their ``fit``.
-
-        Raises:
-            SystemExit, RuntimeError: as they have ended, if not well.
-        """
-        raise NotImplementedError
-
-    def server_bytes(self) -> dict[int, int]:
-        """Bytes of parameters that parameter servers hold while training goes on, by rank; empty: there are none."""
-        return {}
-
-    def server_traffic(self) -> dict[int, tuple[int, int]]:
-        """Messages and bytes sent so far by ranks that only serve, by rank, while training goes on; no collective.
-
-        What servers beside data ranks send is in what these measure, see :meth:`measure_communication`.
-        """
-        return {}
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different samples, this one among them; ``None``: all ranks."""
-        return None
-
-    @property
-    def backward_in_step(self) -> bool:
-        """Whether ``training_step`` runs backward too, so that gradients must be zeroed before it."""
-        return False
+        return Layout(replicate=self.ranks.num_data_ranks)
 
     def conclude(self) -> None:
         """Let every rank hold the trained weights, where ranks have trained by themselves; a collective.
@@ -185,156 +125,18 @@ class LayoutStrategy(Strategy):
             part.conclude()
 
     @property
-    def forward_is_collective(self) -> bool:
-        """Whether a forward pass needs all ranks, so that none may leave one out."""
-        return False
-
-    @property
-    def steps_are_collective(self) -> bool:
-        """Whether all ranks are at the same optimizer step, so that something may run a collective at every step.
-
-        ``False``: ranks step by themselves. Only where :meth:`meet` has brought them together may a collective run.
-        """
-        return True
-
-    @property
-    def leases_samples(self) -> str | None:
-        """Whether ranks lease the samples of an epoch chunk by chunk, so that a fast one reads more than a slow one.
-
-        ``None`` (off): samples are dealt in equal shares. Else what becomes of the chunks of a rank that died:
-        ``"at_least_once"`` or ``"at_most_once"``. Only where ranks step by themselves.
-        """
-        return None
-
-    @property
-    def averages_every_step(self) -> bool:
-        """Whether each step is made with the mean gradient of all data ranks, so that they may share it unequally."""
-        return self.steps_are_collective
-
-    @property
-    def holds_step_gradients(self) -> bool:
-        """Whether ranks hold, split or whole, the gradients that a step is made with (``named_gradients``)."""
-        return True
-
-    @property
-    def gradients_agree(self) -> bool:
-        """Whether all ranks have the same averaged gradients (``named_gradients``), so that each sees what all see."""
-        return False
-
-    @property
-    def joins(self) -> bool:
-        """Whether this rank was started anew while the others train; then it goes on from a state that they give it.
-
-        ``fit`` is to be told so by ``ckpt_path=PENDING`` (:data:`~trainwright.checkpoint.memory.held.PENDING`).
-        """
-        return False
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether this rank makes a state of the run while the others do not, to give it to one that joins.
-
-        Nothing may be gathered then: what is kept of every data rank is this one's for all.
-        """
-        return False
-
-    @property
-    def fit_store(self) -> dist.Store | None:
-        """Where ranks leave word for each other in the present ``fit`` alone; ``None``: the process group's store.
-
-        Of a strategy whose ranks may be started anew while the others train: theirs has no process group in common.
-        """
-        return None
-
-    def meet(self) -> None:
-        """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
-
-        The Trainer calls it where all ranks pass in the same order: before a validation, at the end of an epoch, and
-        before a state is saved. Does nothing where ranks hold the same anyway.
-        """
-
-    def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
-        """Where ranks step by themselves: let the others hear with this rank's steps of a notice to end.
-
-        Args:
-            notice: what this rank was told, ``None``: nothing; asked at every step.
-        """
-
-    @property
-    def heard_of_end(self) -> HeardNotice | None:
-        """Where ranks step by themselves: that one of them was told to end, and after which step all do.
-
-        ``None``: nothing was heard, or ranks have no way to tell each other between two meetings.
-        """
-        return None
-
-    @property
-    def least_batch_size(self) -> int:
-        """Samples that a data rank needs at a time: 1, or as many as a step is cut into."""
-        return 1
-
-    @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the unmodified module."""
         return sum(parameter.numel() for parameter in self.lightning_module.parameters())
-
-    def held_bytes(self) -> HeldBytes:
-        """Bytes that this rank holds now; memory that two tensors share counts once."""
-        parameters = [*self.lightning_module.parameters(), *self._optimized_parameters()]
-        states = [t for o in self.optimizers for s in o.state.values() for t in s.values() if isinstance(t, Tensor)]
-        return HeldBytes(
-            parameters=_storage_bytes(parameters),
-            gradients=_storage_bytes(p.grad for p in parameters if p.grad is not None),
-            optimizer=_storage_bytes(states),
-        )
-
-    @property
-    def compressed_bytes(self) -> int:
-        """Bytes that this rank sends for a compressed average of all gradients, once an optimizer step; 0 without."""
-        return self.averaging.sent_bytes
-
-    def measure_waits(self) -> Waits:
-        """Begin to measure how long this rank waits for others; to be stopped by whoever asked. Free while nobody does.
-
-        Called once the strategy is set up.
-        """
-        return Waits(self.root_device)
-
-    def measure_communication(self) -> CommunicationMeter:
-        """Begin to count what this rank sends, by mesh axis and kind of collective; to be stopped by whoever asked.
-
-        Called once the strategy is set up. Free while nobody does.
-        """
-        return CommunicationMeter(self.layout, self.averaging.names)
-
-    def pipeline_timeline(self) -> StageTimeline | None:
-        """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline.
-
-        Called once the strategy is set up. Free until it is started.
-        """
-        return None
-
-    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
-        """Have ``listener`` told when this rank's stages of a pipeline work; returns how to end that.
-
-        Called once the strategy is set up. Nothing is told without a pipeline, and it is free while nobody listens.
-        """
-        return _nothing
-
-    def routing_balance(self) -> dict[str, float]:
-        """How evenly tokens went to experts in training since the last call; no collective, but a wait for the device.
-
-        Of :meth:`~trainwright.strategies.expert.engine.ExpertParallel.statistics`; empty where no ranks share experts.
-        """
-        return {}
 
     def trained_boxes(self) -> dict[str, TensorParts]:
         """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.
 
         Ranks that hold the same box under the same key must have the same bytes in it, between two optimizer steps.
         """
-        return trained_boxes(
-            self.lightning_module, self.optimizers, self.placement, self._name_of(), self._state_owners
-        )
+        module, optimizers = self.lightning_module, self.optimizers
+        boxes = trained_boxes(module, optimizers, self.placement, self._name_of(), self._state_owners)
+        return self.replicas.boxes(boxes)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.
@@ -348,13 +150,12 @@ class LayoutStrategy(Strategy):
     @property
     def block_names(self) -> tuple[str, ...]:
         """Names of the module's blocks in order, those that other ranks hold among them; the same on every rank."""
-        return self._block_names
+        return self._blocks.names
 
     def squares_by_block(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """This rank's part of the squared L2 norm of each block, and of the rest; no collective.
+        """Return this rank's part of the squared L2 norm of each block, and of the rest; no collective.
 
-        Added up over all ranks, it is what one process would have that held all of the module. Where replicas differ,
-        it is the mean of theirs.
+        Added up over all ranks, it is the norm of the whole module. Where replicas differ, it is the mean of theirs.
 
         Args:
             tensors: names of parameters and, for each, it or its averaged gradient, as this rank holds it.
@@ -391,46 +192,6 @@ class LayoutStrategy(Strategy):
 
     def _optimized_parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
-
-    # ---- the certificate --------------------------------------------------------------------------------------------
-
-    @property
-    def certificate(self) -> Certificate:
-        """The comparison with the module as written, made before the first optimizer step of a run."""
-        return self._certificate
-
-    @property
-    def certificate_key(self) -> str:
-        """What the certificate of this run holds for, as a run state keeps it; empty without one."""
-        return self._certificate.key
-
-    @property
-    def splits_module(self) -> bool:
-        """Whether ranks that step together hold parts of the module, so that there is something to certify."""
-        return False
-
-    def certificate_remedy(self, module: str) -> str:
-        """What to type where the layout computes other numbers than the module as written.
-
-        Args:
-            module: name of the first module or parameter that differs; empty: it is not known.
-        """
-        return "Use strategy=ddp."
-
-    def held_parameter(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter between two steps; ``None``: another rank holds it."""
-        return dict(self.lightning_module.named_parameters()).get(name)
-
-    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """The parts of a batch of which the user has said that their losses are weighed one by one, and their weights.
-
-        The certificate compares with their weighted mean, else with the loss of the whole batch.
-        """
-        return [(batch, 1.0)]
-
-    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
-        """Where parts of parameters are, and the ranks that share this rank's samples; ``None``: whole, no others."""
-        return None, None
 
     # ---- what Lightning calls ---------------------------------------------------------------------------------------
 
@@ -498,15 +259,6 @@ class LayoutStrategy(Strategy):
         is_even = getattr(self.lightning_module.trainer, "reads_evenly", False)
         return gather_stacked(tensor, group, sync_grads, is_even)
 
-    def among_data_ranks(self) -> AbstractContextManager[None]:
-        """Around user code that one rank of those that share samples runs: what it asks of all ranks, data ranks do."""
-        return nullcontext()
-
-    @property
-    def leads_data_rank(self) -> bool:
-        """Whether this rank is the first of those that share its samples, which writes what is made of them."""
-        return True
-
     def connect(self, model: LightningModule) -> None:
         """Take the module of the run that begins, with this rank's parts in place."""
         end_view(model)
@@ -521,22 +273,8 @@ class LayoutStrategy(Strategy):
         Raises:
             RuntimeError: if the port at which they are to meet is taken by another program.
         """
-        environment, nodes = getattr(self, "cluster_environment", None), getattr(self, "num_nodes", 1)
-        store = None if dist.is_initialized() else first_store(environment, nodes)
-        if nodes == 1 and environment is not None and is_loopback(environment.main_address):
-            os.environ.update(loopback_interfaces())
-        try:
+        with meeting(getattr(self, "cluster_environment", None), getattr(self, "num_nodes", 1)):
             super().setup_environment()
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            port = os.environ.get("MASTER_PORT", "of this run")
-            raise RuntimeError(
-                f"The ranks cannot meet at port {port}: another program uses it. Free it, or choose another one with "
-                "launch.port=<number> (in a plain script: the environment variable MASTER_PORT)."
-            ) from error
-        del store  # torch has shared it by now
-        atexit.register(_leave_group)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -552,8 +290,8 @@ class LayoutStrategy(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step: take up parameters that were frozen until now (a finetuning callback's)."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._certificate.is_due:
-            self._certificate.make(self, batch, batch_idx)
+        if self.certificate.is_due:
+            self.certificate.make(self, batch, batch_idx)
         if batch_idx == 0 or self._frozen:
             thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
             if self._any_thawed(bool(thawed), batch_idx):
@@ -646,10 +384,10 @@ class LayoutStrategy(Strategy):
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
         """See :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`."""
-        return self.state.content(checkpoint, complete=complete)
+        return self.replicas.content(checkpoint, complete, self.state.content)
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        return self.state.own_buffers()
+        return self.replicas.own_buffers(self.state.own_buffers())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file; all ranks together.
@@ -658,7 +396,7 @@ class LayoutStrategy(Strategy):
             CheckpointError: on every rank, if one failed; what was there before is untouched.
         """
         if self._own_io:
-            self._save_plain(checkpoint, filepath, storage_options)
+            self._save_plain(self.replicas.averaged(checkpoint), filepath, storage_options)
         else:
             self.state.save(self.run_state(checkpoint), filepath, storage_options)
 
@@ -699,6 +437,7 @@ class LayoutStrategy(Strategy):
         return self._opened(self.state.open(path))
 
     def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+        self.replicas.opened(state)
         return self.state.opened(state)
 
     def _open_held(self, held: HeldState) -> HeldSource:
@@ -710,7 +449,7 @@ class LayoutStrategy(Strategy):
         Args:
             of: the kind; a state says in words what is lost without it.
         """
-        return False
+        return self.replicas.knows(of)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint, by name, into what this rank holds of them.
@@ -727,6 +466,7 @@ class LayoutStrategy(Strategy):
             CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
         """
         self.state.load_optimizers(checkpoint)
+        self.replicas.restore()
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """From an ordinary file: whole tensors, parameters by position."""
@@ -740,17 +480,7 @@ class LayoutStrategy(Strategy):
             refuse_other_models(self.lightning_module, self.root_device)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
-        return find_blocks(self.lightning_module, self._block_patterns)
-
-    def _prepare_blocks(self, blocks: dict[str, nn.Module]) -> None:
-        """Checkpoint activations, then compile: the order that lets the compiler see the recomputation."""
-        module = self.lightning_module
-        self._block_names = tuple(blocks)
-        if getattr(module, "_trainwright_prepared", False):
-            return  # a second fit or a test after fit with the same module
-        checkpoint_activations(module, self._activation_checkpointing, blocks.values(), self._checkpoint_modules)
-        compile_blocks(module, blocks.values(), self._compile)
-        object.__setattr__(module, "_trainwright_prepared", True)
+        return self._blocks.find(self.lightning_module)
 
     def _materialise(self) -> None:
         """Give a deferred model memory on this rank's device and its initial weights."""
@@ -759,12 +489,7 @@ class LayoutStrategy(Strategy):
 
     def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
         """Exchange the meta tensors of ``pieces`` for real ones; ``real`` remembers them, so that ties are kept."""
-        for piece in pieces:
-            for owner, name, value in piece.values(seed):
-                meta = getattr(owner, name)
-                if meta not in real:
-                    real[meta] = self._real(owner, name, meta, value)
-                _replace(owner, name, real[meta])
+        fill(pieces, seed, real, self._real)
 
     def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
         """What this rank holds of the tensor ``name`` of ``owner``, whose whole initial value is ``value``."""
@@ -773,28 +498,3 @@ class LayoutStrategy(Strategy):
 
     def _agreed_seed(self) -> int:
         return int(self.broadcast(torch.initial_seed()))
-
-
-def _nothing() -> None:
-    pass
-
-
-def _leave_group() -> None:
-    """Leave the process group before the interpreter ends: gloo's threads abort a process that they outlive."""
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        gc.collect()  # DistributedDataParallel holds on to the group
-        dist.destroy_process_group()
-
-
-def _replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
-    holder = owner._parameters if name in owner._parameters else owner._buffers
-    holder[name] = tensor  # type: ignore[assignment]
-
-
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {}
-    for tensor in tensors:
-        part = local_tensor(tensor)
-        storage = (part._values() if part.is_sparse else part).untyped_storage()
-        storages[storage.data_ptr() or id(storage)] = storage.nbytes()
-    return sum(storages.values())

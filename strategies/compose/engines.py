@@ -15,13 +15,14 @@ from trainwright.core.layout import Layout
 from trainwright.strategies.base.whole.parts import Share, find_slots
 from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engine_options import EngineOptions
-from trainwright.strategies.compose.model_plan import make_plan
+from trainwright.strategies.compose.model_plan import plan_for
+from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.context.engine import ContextParallel, validate_context
 from trainwright.strategies.context.proof import sequence_problems
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.gradients import GradientScope
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.data.gradient_hooks import refuse_hook
+from trainwright.strategies.data.sharding.gradient_hooks import refuse_hook
 from trainwright.strategies.expert.engine import Dispatcher, ExpertParallel, validate_experts
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine, Run
@@ -33,33 +34,6 @@ from trainwright.strategies.pipeline.schedules import (
 from trainwright.strategies.pipeline.stage import OwnForwardStage
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
-
-
-def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
-    """The plan of ``module`` with all that ``layout`` needs of it.
-
-    Raises:
-        ValueError: if a part is not found; the message says what to write.
-    """
-    needs = [
-        part
-        for part, is_needed in (
-            ("blocks", layout.pipeline > 1 or layout.context > 1 or options.sequence_parallel),
-            ("tensor", layout.tensor > 1),
-            ("experts", layout.expert > 1),
-        )
-        if is_needed
-    ]
-    config = dict(options.plan)
-    if options.blocks is not None:
-        config.setdefault("blocks", list(options.blocks))
-    return make_plan(
-        module,
-        config,
-        needs=needs,
-        tensor_size=layout.tensor,
-        sequence_parallel=layout.tensor > 1 and options.sequence_parallel,
-    )
 
 
 def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions) -> list[str]:
@@ -95,86 +69,6 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         found = validate_context(module, plan, layout.context, options.attention, layout.tensor)
         problems += found or sequence_problems(module, plan, layout.context, options.attention)  # type: ignore[arg-type]
     return problems
-
-
-class Uncut:
-    """The engines of a module that is not cut: each rank runs all of it."""
-
-    module: LightningModule | None = None
-    """The module that is cut; ``None``: no module is."""
-    is_cut = False
-    plan = ModelPlan()
-    num_parameters = 0
-    """Elements of all parameters of the module before it was cut; 0: of none."""
-
-    @property
-    def has_pipeline(self) -> bool:
-        """See :attr:`Engines.has_pipeline`."""
-        return False
-
-    @property
-    def pipeline_stages(self) -> list[OwnForwardStage]:
-        """See :attr:`Engines.pipeline_stages`."""
-        return []
-
-    @property
-    def dispatchers(self) -> tuple[Dispatcher, ...]:
-        """See :attr:`Engines.dispatchers`."""
-        return ()
-
-    @property
-    def expert_parameters(self) -> set[nn.Parameter]:
-        """See :attr:`Engines.expert_parameters`."""
-        return set()
-
-    def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
-        """See :meth:`Engines.micro_batches_of`."""
-        return [(batch, 1.0)]
-
-    def registered_ghosts(self) -> AbstractContextManager[set[nn.Parameter]]:
-        """See :meth:`Engines.registered_ghosts`."""
-        return nullcontext(set())
-
-    def routing_balance(self) -> dict[str, float]:
-        """See :meth:`Engines.routing_balance`."""
-        return {}
-
-    def holds(self, name: str) -> bool:
-        """See :meth:`Engines.holds`."""
-        return True
-
-    def cut_of(self, owner: nn.Module, name: str) -> Cut | None:
-        """See :meth:`Engines.cut_of`."""
-        return None
-
-    def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
-        """See :meth:`Engines.expert_modules_in`."""
-        return []
-
-    def shared_parameters(self) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
-        """See :meth:`Engines.shared_parameters`."""
-        return {}
-
-    def kin_of(self, name: str) -> str:
-        """See :meth:`Engines.kin_of`."""
-        return ""
-
-    def parts_of(self, name: str) -> int:
-        """See :meth:`Engines.parts_of`."""
-        return 1
-
-    def guard(self, function: Callable[[], Any]) -> Any:
-        """See :meth:`Engines.guard`."""
-        return function()
-
-    def refresh(self) -> None:
-        """See :meth:`Engines.refresh`."""
-
-    def share_buffers(self) -> None:
-        """See :meth:`Engines.share_buffers`."""
-
-    def detach(self) -> None:
-        """See :meth:`Engines.detach`."""
 
 
 class Engines(Uncut):
@@ -472,16 +366,15 @@ class Engines(Uncut):
         """The stages of this rank; none without a pipeline."""
         return [] if self._pipeline is None else self._pipeline.stages
 
-    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor]) -> None:
+    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor]) -> PipelineEngine:
         """Connect the pipeline, after everything else has put its hooks on the module.
 
         Args:
             run: runs a method of the module on one micro-batch.
             look: as ``run``, without gradients and on all stages together.
-            whole: see :meth:`evaluating`.
+            whole: value of a parameter of this stage, whole along the data axes; a collective of its data ranks.
         """
-        if self._pipeline_cut is None:
-            return
+        assert self._pipeline_cut is not None
         self.detach()
         group = self._groups.along("pipeline")
         assert group is not None
@@ -498,6 +391,7 @@ class Engines(Uncut):
             batch_dims=self._options.batch_dims,
         )
         self._pipeline.attach()
+        return self._pipeline
 
     def refresh(self) -> None:
         """Let stages say anew what they send, as what is trained may have changed; on all ranks between two steps."""
@@ -523,40 +417,10 @@ class Engines(Uncut):
         """Call ``function``, which runs the user's step, as far as this stage goes."""
         return function() if self._pipeline is None else self._pipeline.call(function)
 
-    def train(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        scale: Callable[[Tensor, float], Tensor],
-        samples: int | None,
-    ) -> Any:
-        """Forward and backward of a whole batch of at most so many ``samples`` through the pipeline."""
-        assert self._pipeline is not None
-        return self._pipeline.train(args, kwargs, batch=args[0], scale=scale, samples=samples)
-
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
         """The micro-batches of a batch, and the share of its samples in each."""
         assert self._pipeline is not None
         return self._pipeline.micro_batches_of(batch)
-
-    def relay(self, function: Callable[[], Any], kind: str) -> Any:
-        """Run ``function``, which runs the whole of a user's step of a ``kind``, on all stages together."""
-        assert self._pipeline is not None
-        return self._pipeline.relay(function, kind)
-
-    def from_last_stage(self, value: Any, source: str) -> Any:
-        """Return a structure of tensors of the last stage's rank on all ranks of the pipeline; a collective."""
-        assert self._pipeline is not None
-        return self._pipeline.from_last_stage(value, source)
-
-    def evaluating(self, whole: Callable[[str], Tensor]) -> AbstractContextManager[None]:
-        """Context in which every stage holds what is outside of the blocks.
-
-        Args:
-            whole: value of a parameter of this stage, whole along the data axes; a collective of its data ranks.
-        """
-        assert self._pipeline is not None
-        return self._pipeline.evaluating(whole)
 
 
 def stage_spans(module: nn.Module, plan: ModelPlan, stages: int, split: str | tuple[int, ...]) -> list[range]:

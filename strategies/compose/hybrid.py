@@ -1,58 +1,45 @@
 """Any layout for the same module: pipeline, tensor, expert and context parallelism with ZeRO below them.
 
-How a module is cut, in this order:
-
-1. pipeline: parameters of other stages are given away, their blocks are skipped,
-2. tensor, expert: parameters are exchanged for this rank's parts,
-3. context: blocks work on this rank's part of the sequence,
-4. activation checkpointing, then compilation, block by block,
-5. ZeRO over ``replicate x (shard, context)``.
+In which order a module is cut, docs/architecture.md says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.core.config.options import refuse
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
-from trainwright.strategies.compose.engines import Engines, Uncut
+from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.compose.hybrid_options import HybridOptions
-from trainwright.strategies.compose.mixed_placement import ServedByRanks
+from trainwright.strategies.compose.parts.cut_optimizers import CutOptimizers
+from trainwright.strategies.compose.parts.cut_splitter import CutSplitter
+from trainwright.strategies.compose.parts.cutting import cut
+from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
+from trainwright.strategies.compose.parts.observed import CertifiedParts, LayoutMeasures
+from trainwright.strategies.compose.parts.pipeline_steps import PipelineSteps
+from trainwright.strategies.compose.parts.shared_gradients import SharedGradients
+from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.compose.rules import (
-    averaging_problem,
     cuts_module,
-    manual_optimization_problems,
-    sync_batchnorm_problem,
 )
-from trainwright.strategies.compose.shared_gradients import SharedGradients
-from trainwright.strategies.contract.collectives.data import DataCollectives, metric_states, set_metric_states
+from trainwright.strategies.contract.collectives.data import DataCollectives
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.precision import AgreedGradScaler
-from trainwright.strategies.contract.randomness.state import random_state, set_random_state
-from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline, listen_to_stages
-from trainwright.strategies.data.gathering import parameter_groups
-from trainwright.strategies.data.zero import ZeroStrategy, averaged_copies
+from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.pipeline.optimization import optimize_after_zero_grad
 from trainwright.strategies.plan.deferred import Piece
-from trainwright.strategies.plan.names import parent_of, starred, within
 from trainwright.strategies.state.assemble import Assembly
 from trainwright.strategies.state.placement import Placement
 from trainwright.strategies.state.run_state import (
@@ -63,7 +50,6 @@ from trainwright.strategies.state.run_state import (
     misfit,
     mismatch,
 )
-from trainwright.strategies.state.wholes import whole_on_device
 
 
 class HybridStrategy(ZeroStrategy):
@@ -83,125 +69,57 @@ class HybridStrategy(ZeroStrategy):
     strategy_name = "hybrid"
     options_class = HybridOptions
     options: HybridOptions
-    # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
-    weighs_micro_batches = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.options.placement:
             self.tables = ServedByRanks(self, self._before_batch, self.options)
             self._parts.append(self.tables)
-        self._data = DataCollectives(self)
+        self.ranks: DataCollectives = DataCollectives(self)
+        self.measures = LayoutMeasures(self)
+        self.certified = CertifiedParts(self)
+        collective = self.is_cut or self.traits.forward_is_collective  # all axes but replicate communicate in forward
+        # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
+        self.traits = replace(self.traits, forward_is_collective=collective, weighs_micro_batches=True)
+        self._splitter = CutSplitter(self)
+        self._sharing = CutOptimizers(self)
         self._groups: LayoutGroups | None = None
         self._engines: Uncut = Uncut()
+        self._pipeline = PipelineSteps(self, super()._evaluate)
         self._watch: PartsWatch | None = None
         self._assembly = Assembly.of_whole()
         self._shared = SharedGradients({})
         self._expert_mesh: DeviceMesh | None = None  # of experts that other ranks hold other parts of
-        self._evaluation = ExitStack()
-        self._evaluates = False  # an evaluation has begun, but none of its steps
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
     @property
-    def data_rank(self) -> int:
-        """Index of this rank among those that read different samples; ranks of other axes share one."""
-        return self.layout.data_rank(self.global_rank)
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
-        return self.layout.data_ranks
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """How Lightning's own Trainer deals samples: to the data ranks, not to all."""
-        return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different samples and else do the same as this one."""
-        if self._groups is None or self.layout.data_ranks == self.world_size:
-            return None
-        return self._groups.of(self.layout.groups("replicate", "shard"))
-
-    @property
-    def leads_data_rank(self) -> bool:
-        """Whether this rank is the first along the pipeline, context and tensor axes."""
-        place = self.layout.coordinates(self.global_rank)
-        return not (place["pipeline"] or place["context"] or place["tensor"])
+        return {"num_replicas": self.ranks.num_data_ranks, "rank": self.ranks.data_rank}
 
     @property
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of the module along another axis than replicate and shard."""
         return cuts_module(self._open_layout)
 
-    def certificate_remedy(self, module: str) -> str:
-        """See the base class."""
-        layout = self.layout
-        if layout.tensor > 1:
-            plan = self._engines.plan
-            split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
-            whole = ", ".join(f"{name}: none" for name in split)
-            if whole:
-                return f"Leave it whole: 'strategy.plan.tensor={{{whole}}}', or use tensor=1."
-        axes = ("pipeline", "context", "tensor", "expert")
-        used = [axis for axis in axes if getattr(layout, axis) > 1]
-        return f"Use {' or '.join(f'{axis}=1' for axis in used)}." if used else super().certificate_remedy(module)
-
-    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """See the base class: the micro-batches of a pipeline, with ``loss_weighting="tokens"``."""
-        return self._engines.micro_batches_of(batch) if self._weighs_tokens else super().certified_shares(batch)
-
-    @property
-    def _weighs_tokens(self) -> bool:
-        weights = getattr(self.lightning_module.trainer, "token_weights", None)
-        return self.backward_in_step and weights is not None
-
-    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
-        """See the base class."""
-        assert self._groups is not None
-        return self._assembly if self._engines.is_cut else None, self._groups.along("pipeline", "context", "tensor")
-
-    @property
-    def least_batch_size(self) -> int:
-        """As many samples as the micro-batches of a pipeline."""
-        return self.options.least_batch(self.layout)
-
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the unmodified module."""
         return self._engines.num_parameters or super().num_parameters
 
-    @property
-    def forward_is_collective(self) -> bool:
-        """Every axis but replicate communicates in forward."""
-        return self.is_cut or super().forward_is_collective
-
-    @property
-    def backward_in_step(self) -> bool:
-        """A pipeline interleaves forward and backward."""
-        return self._engines.has_pipeline
-
-    def pipeline_timeline(self) -> StageTimeline | None:
-        """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline."""
-        stages = self._engines.pipeline_stages
-        return StageTimeline(stages, self.root_device) if stages else None
-
-    def routing_balance(self) -> dict[str, float]:
-        """See the base class."""
-        return self._engines.routing_balance()
-
-    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
-        """See the base class."""
-        return listen_to_stages(self._engines.pipeline_stages, listener)
-
     # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cut and split the model, then build the optimizers upon what this rank holds."""
+        self.replicas.prepare(trainer)
+        super().setup(trainer)
+        self.replicas.set_up(trainer)
 
     def _make_mesh(self) -> DeviceMesh:
         if self._open_layout.is_open:
             refuse(self.options.layout_problems(self.layout))
-        groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
+        groups = self._groups = self.ranks.groups = LayoutGroups(self.layout, self.root_device.type)
         mesh = self._mesh_over(groups, "shard", "context")
         if self.layout.expert > 1:
             self._expert_mesh = self._mesh_over(groups, "expert_shard")
@@ -209,7 +127,7 @@ class HybridStrategy(ZeroStrategy):
 
     def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
         """The ranks that average gradients at every step; the last mesh axis is of those that share one state."""
-        return groups.mesh(("replicate",), axes)
+        return groups.mesh(*self.replicas.mesh_axes, axes)
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         # Without experts nothing is looked up: this is asked of each parameter.
@@ -219,10 +137,15 @@ class HybridStrategy(ZeroStrategy):
 
     @property
     def _splits_parameters(self) -> bool:
-        return super()._splits_parameters and (self.mesh.size() > 1 or not self.is_cut)
+        return super()._splits_parameters and (self.mesh.size() > 1 or self._averages_whole)
 
     def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
-        return self.is_cut and self._mesh_of(parameter).size() == 1
+        return self._mesh_of(parameter).size() == 1 and not self._averages_whole
+
+    @property
+    def _averages_whole(self) -> bool:
+        """Whether all ranks average gradients of the whole module at every step."""
+        return not self.is_cut and not self.replicas.are_apart
 
     def _must_restore_late(self) -> bool:
         return self.is_cut or super()._must_restore_late()
@@ -231,91 +154,9 @@ class HybridStrategy(ZeroStrategy):
         module = self.lightning_module
         if not self.is_cut or self._engines.module is module:
             return
-        _refuse_cut_before(module)
         assert self._groups is not None
-        self._refuse_companions(module)
-        names = [name for name, _ in module.named_parameters()]
-        keys = list(module.state_dict())
-        engines = Engines(module, self.layout, self._groups, self.options, self.root_device)
-        self._broadcast_whole(module)
-        self._agree_on_randomness()
-        engines.apply()
-        engines.place_ghosts(self._dtype_of)
-        self._engines = engines
-        object.__setattr__(module, "_trainwright_layout", str(self.layout))
-        self._assembly = Assembly(
-            names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
-        )
-        self._assembly.take_parts_on_load(module)
-        for copy in averaged_copies(module.trainer):
-            engines.cut_copy(copy)
-            self._assembly.take_parts_on_load(copy)
-
-    def _broadcast_whole(self, module: nn.Module) -> None:
-        """Give every rank the weights of rank 0, before parts are taken; tensor by tensor through the device."""
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                if not tensor.is_meta and tensor.numel():
-                    sent = tensor.detach().to(self.root_device).contiguous()
-                    dist.broadcast(sent, src=0)
-                    tensor.copy_(sent)
-
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """The dtype that the precision gives to a parameter like ``tensor``."""
-        probe = nn.Module()
-        probe.parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
-        converted = self.precision_plugin.convert_module(probe)
-        return next(converted.parameters()).dtype
-
-    def _agree_on_randomness(self) -> None:
-        """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""
-        assert self._groups is not None
-        group = self._groups.along("pipeline", "context", "tensor")
-        if group is None:
-            return
-        # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
-        state = from_rank(random_state(self.root_device), 0, group, self.root_device)
-        set_random_state(state, self.root_device)
-
-    def _refuse_companions(self, module: LightningModule) -> None:
-        """Refuse what beside the strategy cannot work with a module that is cut."""
-        problems = []
-        if not module.automatic_optimization:
-            problems += manual_optimization_problems(self.layout, self.options.sequence_parallel)
-        problems += sync_batchnorm_problem(self.layout) if self._layer_sync else []
-        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and self.layout.expert > 1:
-                problems.append(averaging_problem(type(callback).__name__))
-        refuse(problems)
-
-    @property
-    def _in_words(self) -> str:
-        sizes = {**self.layout.sizes, "expert": self.layout.expert}
-        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-
-    @property
-    def _divides(self) -> bool:
-        return self.is_cut or super()._divides
-
-    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        cut = self._assembly.cuts.get(name)
-        return parameter.shape if cut is None else cut.whole_shape(parameter.shape)
-
-    def _shared_by(self) -> dist.ProcessGroup | None:
-        if not self.is_cut:
-            return super()._shared_by()
-        assert self._groups is not None
-        return self._groups.along("shard", "context", "tensor")
-
-    def _make_optimizers(self, trainer: Any) -> None:
-        """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
-        with self._engines.registered_ghosts() as ghosts:
-            super()._make_optimizers(trainer)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"][:] = [parameter for parameter in group["params"] if parameter not in ghosts]
-            for ghost in ghosts & optimizer.state.keys():
-                del optimizer.state[ghost]
+        self._engines, self._assembly = cut(self, self._groups)
+        self.traits = replace(self.traits, backward_in_step=self._engines.has_pipeline)
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if not self._engines.is_cut:
@@ -332,18 +173,6 @@ class HybridStrategy(ZeroStrategy):
         cut = self._engines.cut_of(owner, name)
         return super()._real(owner, name, meta, value if cut is None else cut.part(value))
 
-    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
-        for experts in self._engines.expert_modules_in(block):
-            assert self._expert_mesh is not None
-            fully_shard(experts, **{**options, "mesh": self._splitting(self._expert_mesh)})
-
-    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
-        options = super()._fsdp_options(module)
-        if self.backward_in_step:
-            # Gathered once a step instead of for every micro-batch and direction.
-            options["reshard_after_forward"] = False
-        return options
-
     def _split_parameters(self, trainer: Any) -> None:
         super()._split_parameters(trainer)
         if self._step is not None:
@@ -355,8 +184,8 @@ class HybridStrategy(ZeroStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
-        if "training" not in self._data.compared:
-            self._data.compare_first("training", batch)
+        if "training" not in self.ranks.compared:
+            self.ranks.compare_first("training", batch)
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
             self._engines.refresh()
@@ -375,17 +204,6 @@ class HybridStrategy(ZeroStrategy):
             )
         return False
 
-    def _level_groups(self) -> None:
-        """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
-        assembly = self._assembly
-        if assembly.pipeline is None:
-            return
-        for optimizer in self.optimizers:
-            mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            longest = max(assembly.gathered(mine), key=len)
-            for settings in longest[len(mine) :]:
-                optimizer.add_param_group({**settings, "params": []})
-
     def on_train_end(self) -> None:
         """Have every rank know the buffers of all stages."""
         super().on_train_end()
@@ -394,36 +212,21 @@ class HybridStrategy(ZeroStrategy):
     def setup_precision_plugin(self) -> None:
         """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()
-        self._data.sync_metrics(self._take_metric if self.backward_in_step else None)
+        self.ranks.sync_metrics(self._pipeline.take_metric if self.traits.backward_in_step else None)
         engines = self._engines
         if not isinstance(engines, Engines):
             return
-        source = {id(shard.optimized): parameter for parameter, shard in self._shards.items()}
+        source = {id(shard.optimized): parameter for parameter, shard in self._exchanges.shards.items()}
         self.precision_plugin.scope = engines.gradient_scope(source)  # type: ignore[attr-defined]
         scaler = getattr(self.precision_plugin, "scaler", None)
         if isinstance(scaler, AgreedGradScaler):
             scaler.always_agrees = True
         self._watch = engines.parts_watch()
-        engines.attach(self._run, self._look, self._whole_here)
         if engines.has_pipeline:
+            self._pipeline.attach(engines)
             optimize_after_zero_grad(self.lightning_module.trainer)
 
     # ---- the step -------------------------------------------------------------------------------------------------
-
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module on one micro-batch, for the pipeline."""
-        with self.precision_plugin.train_step_context(), self._observed(args[0]), self.among_data_ranks():
-            if self._step is not None:
-                return self._step(method, *args, **kwargs)
-            return self._engines.guard(partial(getattr(self.lightning_module, method), *args, **kwargs))
-
-    def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module without gradients on all stages of the pipeline together."""
-        try:
-            with self.among_data_ranks():
-                return super()._evaluate(method, self.precision_plugin.train_step_context, *args, **kwargs)
-        finally:
-            self._split_blocks_again()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``; in a pipeline forward and backward of all micro-batches."""
@@ -443,81 +246,18 @@ class HybridStrategy(ZeroStrategy):
                     attributes["training_step"] = users
 
     def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.backward_in_step:
+        if not self.traits.backward_in_step:
             return super().training_step(*args, **kwargs)
-        assert isinstance(self._engines, Engines)
-        with self._local_gradients():
-            output = self._engines.train(args, kwargs, self._scaled, self._samples_of_loader())
-        self._average_gradients()
+        output = self._pipeline.train(args, kwargs)
         self._hand_over_gradients()
         self._sum_shared_gradients()
         if self.averaging.runs:
             self.averaging.average()
         return output
 
-    def _take_metric(self, metric: Metric) -> None:
-        """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
-        if self._data.is_apart:
-            return
-        assert isinstance(self._engines, Engines)
-        set_metric_states(metric, self._engines.from_last_stage(metric_states(metric), type(metric).__name__))
-
-    def _samples_of_loader(self) -> int | None:
-        """Samples of a batch, by the loader that made it; ``None``: it does not say."""
-        loader = getattr(self.lightning_module.trainer, "train_dataloader", None)
-        sampler = getattr(loader, "batch_sampler", None)
-        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        return size if isinstance(size, int) else None
-
-    def _observed(self, batch: Any) -> AbstractContextManager[Any]:
-        """Within it tokens are counted, if the Trainer weighs losses by them."""
-        weights = getattr(self.lightning_module.trainer, "token_weights", None)
-        return nullcontext() if weights is None else weights.observe(batch)
-
-    def _scaled(self, loss: Tensor, share: float) -> Tensor:
-        """What is differentiated for the loss of a micro-batch that holds this share of the samples."""
-        trainer = self.lightning_module.trainer
-        divisor = self.loss_divisor or trainer.accumulate_grad_batches
-        weights = getattr(trainer, "token_weights", None)
-        if weights is None:
-            loss = loss * (self.loss_factor / divisor * share)
-        else:
-            loss = weights.weight(loss, padding=math.isinf(divisor))
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return scaler.scale(loss) if scaler is not None else loss
-
-    @contextmanager
-    def _local_gradients(self) -> Iterator[None]:
-        """Backward passes inside leave whole gradients of this rank."""
-        with ExitStack() as stack:
-            for reducer in self._reducers:
-                reducer.begin()
-                stack.enter_context(reducer.accumulate(shards_too=True))
-            if self._step is not None:
-                self._step.set_is_last_backward(False)
-                self._step.set_reshard_after_backward(False)
-                self._step.set_requires_gradient_sync(False)
-            yield
-
-    def _average_gradients(self) -> None:
-        for reducer in self._reducers:
-            reducer.finish()
-        if self._step is None:
-            return
-        step = self._step
-        step.set_is_last_backward(True)
-        step.set_reshard_after_backward(True)
-        step.set_requires_gradient_sync(not (self._accumulates_gradients and self._holds_whole_gradients))
-        state = step._get_fsdp_state()
-        for each in state._state_ctx.all_states:
-            for group in parameter_groups(each):
-                group.post_backward()
-        state._root_post_backward_final_callback()
-        step.set_requires_gradient_sync(True)
-
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; a pipeline has run it already and only those who listen are told."""
-        if not self.backward_in_step:
+        if not self.traits.backward_in_step:
             with self._of_strategy():
                 return super().backward(closure_loss, *args, **kwargs)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -526,7 +266,10 @@ class HybridStrategy(ZeroStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step this rank's rows."""
         with self._of_strategy():
-            return super().optimizer_step(*args, **kwargs)
+            output = super().optimizer_step(*args, **kwargs)
+        if self.replicas.are_apart:
+            self.replicas.stepped()
+        return output
 
     def _of_strategy(self) -> AbstractContextManager[None]:
         """Within the user's step of manual optimization: what runs inside works with parts."""
@@ -547,11 +290,15 @@ class HybridStrategy(ZeroStrategy):
         return self._engines.kin_of(name)
 
     def _sum_shared_gradients(self) -> None:
-        if self._shared and not self._accumulates_gradients:
+        if self._accumulates_gradients:
+            return
+        if self._shared:
             self._shared.sum(self._gradient_of)
+        if self.replicas.are_apart:
+            self.replicas.average_gradients()
 
     def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
-        shard = self._shards.get(parameter)
+        shard = self._exchanges.shards.get(parameter)
         optimized = parameter if shard is None else shard.optimized
         gradient = optimized.grad
         return (None if gradient is None else local_tensor(gradient)), local_tensor(optimized).detach()
@@ -567,94 +314,68 @@ class HybridStrategy(ZeroStrategy):
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if method not in self._data.compared:
-            self._data.compare_first(method, args[0] if args else kwargs)
-        if not self.backward_in_step:
+        if method not in self.ranks.compared:
+            self.ranks.compare_first(method, args[0] if args else kwargs)
+        if not self.traits.backward_in_step:
             return super()._evaluate(method, context, *args, **kwargs)
-        assert isinstance(self._engines, Engines)
-        step = partial(super()._evaluate, method, context, *args, **kwargs)
-        if self._evaluates:
-            self._evaluation.enter_context(self._engines.evaluating(self._whole_here))
-            self._evaluates = False
-        with self._engines.evaluating(self._whole_here):  # entered already, unless a callback asks in between
-            try:
-                return self._engines.relay(step, method)
-            finally:
-                self._split_blocks_again()
-
-    def _split_blocks_again(self) -> None:
-        """No backward follows that would, and callbacks may look at the parameters."""
-        if self._step is not None:
-            for state in self._step._get_fsdp_state()._state_ctx.all_states:
-                for group in parameter_groups(state):
-                    group.reshard()
-            self._let_go_of_gathered()
-
-    def _begin_evaluation(self) -> None:
-        # Entered by the first step: callbacks may exchange weights at the start (averages).
-        self._evaluates = self.backward_in_step
-
-    def _end_evaluation(self) -> None:
-        self._evaluates = False
-        self._evaluation.close()
+        return self._pipeline.evaluate(partial(super()._evaluate, method, context, *args, **kwargs), method)
 
     def on_validation_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._begin_evaluation()
+        self._pipeline.begin_evaluation()
         super().on_validation_start()
+        self.replicas.show()
 
     def on_test_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._begin_evaluation()
+        self._pipeline.begin_evaluation()
         super().on_test_start()
 
     def on_predict_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._begin_evaluation()
+        self._pipeline.begin_evaluation()
         super().on_predict_start()
 
     def on_validation_end(self) -> None:
         """Let go of what other stages own."""
+        self.replicas.take_back()
         super().on_validation_end()
-        self._end_evaluation()
+        self._pipeline.end_evaluation()
 
     def on_test_end(self) -> None:
         """Let go of what other stages own."""
         super().on_test_end()
-        self._end_evaluation()
+        self._pipeline.end_evaluation()
 
     def on_predict_end(self) -> None:
         """Let go of what other stages own."""
         super().on_predict_end()
-        self._end_evaluation()
+        self._pipeline.end_evaluation()
 
     def teardown(self) -> None:
         """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
-        self._end_evaluation()
-        self._data.leave(self.lightning_module)
+        self.replicas.close()
+        self._pipeline.end_evaluation()
+        self.ranks.leave(self.lightning_module)
         self._engines.detach()
         super().teardown()
 
     # ---- what user code asks of all ranks, asked of the data ranks --------------------------------------------------
 
-    def among_data_ranks(self) -> AbstractContextManager[None]:
-        """Have barriers and broadcasts inside wait for the data ranks alone, since others do not come by."""
-        return self._data.apart()
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks that read different samples, in place, unless ``group`` is another than all ranks."""
-        return self._data.reduce(tensor, group, reduce_op)
+        return self.ranks.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that read different samples, unless ``group`` is another than all ranks."""
-        return super().all_gather(tensor, self._data.of_users(group), sync_grads)
+        return super().all_gather(tensor, self.ranks.of_users(group), sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; within what data ranks alone come by, for these."""
-        if self._data.present is None:
+        if self.ranks.present is None:
             super().barrier(name)
         else:
-            self._data.wait(self._data.present)
+            self.ranks.wait(self.ranks.present)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of the data rank ``src`` on every rank.
@@ -662,21 +383,16 @@ class HybridStrategy(ZeroStrategy):
         Raises:
             ValueError: if there is no such data rank.
         """
-        first = self._data.source(src)
-        if self._data.present is None:
+        first = self.ranks.source(src)
+        if self.ranks.present is None:
             return super().broadcast(obj, first)
-        return from_rank(obj, src, self._data.present, self.root_device)
+        return from_rank(obj, src, self.ranks.present, self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any) decided so."""
-        return self._data.decide(decision, all)
+        return self.ranks.decide(decision, all)
 
     # ---- the whole ------------------------------------------------------------------------------------------------
-
-    def _whole_here(self, name: str) -> Tensor:
-        """The whole value of a parameter of this stage, as this stage's ranks hold it along the tensor axis."""
-        parameter = self.lightning_module.get_parameter(name).detach()
-        return whole_on_device(parameter) if isinstance(parameter, DTensor) else parameter
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of every parameter of the unmodified module, on every rank; a collective."""
@@ -746,12 +462,3 @@ class HybridStrategy(ZeroStrategy):
             if unexpected:  # each stage knows its own names only, and leaves out all others
                 raise misfit("The checkpoint", mismatch([], unexpected, []))
         super().load_model_state_dict(checkpoint, strict)
-
-
-def _refuse_cut_before(module: LightningModule) -> None:
-    before = getattr(module, "_trainwright_layout", None)
-    if before is not None:
-        raise ValueError(
-            f"{type(module).__name__} has been cut for the layout {before} by another strategy and holds a part of its "
-            "parameters only. Build the module anew, or go on with the same Trainer."
-        )

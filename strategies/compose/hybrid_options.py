@@ -210,7 +210,8 @@ class HybridOptions(EngineOptions, ZeroOptions):
         module = build()
         if module is None:
             return
-        from trainwright.strategies.compose.engines import plan_for, problems_of
+        from trainwright.strategies.compose.engines import problems_of
+        from trainwright.strategies.compose.model_plan import plan_for
 
         found = [] if module.automatic_optimization else manual_optimization_problems(layout, self.sequence_parallel)
         options = self if not [*self.problems(), *self.layout_problems(layout)] else self._of_the_model()

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from trainwright.checkpoint.foreign.hugging_face import is_pretrained_model
+from trainwright.core.layout import Layout
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.plan.blocks import find_blocks
 from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig
 from trainwright.strategies.plan.names import folded, matched, parent_of, starred, within
@@ -21,6 +23,33 @@ from trainwright.strategies.tensor.plan import TensorDraft, sequence_problems
 _NEEDS = ("blocks", "tensor", "experts")
 # A list of blocks is taken for the model's trunk if it holds this many times the parameters of any other list.
 _CLEARLY_HEAVIER = 2
+
+
+def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
+    """The plan of ``module`` with all that ``layout`` needs of it.
+
+    Raises:
+        ValueError: if a part is not found; the message says what to write.
+    """
+    needs = [
+        part
+        for part, is_needed in (
+            ("blocks", layout.pipeline > 1 or layout.context > 1 or options.sequence_parallel),
+            ("tensor", layout.tensor > 1),
+            ("experts", layout.expert > 1),
+        )
+        if is_needed
+    ]
+    config = dict(options.plan)
+    if options.blocks is not None:
+        config.setdefault("blocks", list(options.blocks))
+    return make_plan(
+        module,
+        config,
+        needs=needs,
+        tensor_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1 and options.sequence_parallel,
+    )
 
 
 def make_plan(

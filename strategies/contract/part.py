@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,10 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write.save import Content
 from trainwright.core.layout import Layout
 
 
@@ -35,6 +39,9 @@ class Host(Protocol):
 class Part:
     """One concern of a strategy, which calls it at these moments; each does nothing unless a part says otherwise."""
 
+    held: tuple[int, int] = (0, 0)
+    """Bytes of parameters and of optimizer states that it holds beside the module's."""
+
     def start(self) -> None:
         """Training begins, from what is loaded by now."""
 
@@ -54,11 +61,9 @@ class Part:
 class Tables(Part):
     """The part of a strategy that hands tables of embeddings to parameter servers; this one has none.
 
-    See :class:`~trainwright.strategies.compose.mixed_placement.ServedByRanks`.
+    See :class:`~trainwright.strategies.compose.parts.mixed_placement.ServedByRanks`.
     """
 
-    held: tuple[int, int] = (0, 0)
-    """Bytes of parameters and of optimizer state that a server of this rank holds."""
     served_keys: frozenset[str] = frozenset()
     """Keys of the weights of a checkpoint that servers hold now, not the ranks."""
 
@@ -97,3 +102,73 @@ class Tables(Part):
     def joined(self, state: dict[str, Any]) -> dict[str, Any]:
         """A ``state_dict`` with the tables that servers hold."""
         return {**state, **self.wholes()}
+
+
+class Replicas(Part):
+    """The part of a strategy that keeps replicas apart between steps; these average gradients at every step.
+
+    See :class:`~trainwright.strategies.local_updates.replicas.LocalReplicas`.
+    """
+
+    are_apart: bool = False
+    """Whether replicas step by themselves. Only then are the moments of a step called."""
+    mesh_axes: tuple[tuple[str, ...], ...] = (("replicate",),)
+    """Axes of the mesh over which gradients are averaged, before that of the ranks that share one state."""
+
+    def prepare(self, trainer: Trainer) -> None:
+        """At the beginning of setup.
+
+        Raises:
+            ValueError: for what cannot work while replicas differ.
+        """
+
+    def set_up(self, trainer: Trainer) -> None:
+        """At the end of setup."""
+
+    def average_gradients(self) -> None:
+        """The gradients of a step are complete on this replica."""
+
+    def stepped(self) -> None:
+        """An optimizer step was made. A collective."""
+
+    def show(self) -> None:
+        """Let every replica hold what the run is to others, for a validation. A collective."""
+
+    def take_back(self) -> None:
+        """Let this replica hold its own again, after a validation."""
+
+    def boxes(self, boxes: dict[str, TensorParts]) -> dict[str, TensorParts]:
+        """Name what ranks hold, so that only those hold a key which have the same bytes under it."""
+        return boxes
+
+    def content(self, checkpoint: Mapping[str, Any], complete: bool, make: Callable[..., Content]) -> Content:
+        """Make a run state.
+
+        Args:
+            checkpoint: Lightning's dict of the run.
+            complete: whether weights are this rank's own, see
+                :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`.
+            make: makes it where replicas hold the same, from ``checkpoint`` and ``complete``.
+        """
+        return make(checkpoint, complete=complete)
+
+    def averaged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint of the means over the replicas. A collective."""
+        return checkpoint
+
+    def own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of a rank's own buffers that are not kept otherwise."""
+        return buffers
+
+    def knows(self, of: str) -> bool:
+        """Whether it reads what another kind of strategy had saved beside what all read."""
+        return False
+
+    def opened(self, state: RunState | HeldSource) -> None:
+        """A state was opened, from which the run resumes."""
+
+    def restore(self) -> None:
+        """Optimizer states were read from it."""
+
+    def close(self) -> None:
+        """At teardown."""

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trainwright.core.lightning_internals import _register_ddp_comm_hook
 from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.means import MeanBesideBackward
+from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
 from trainwright.strategies.contract.communication.options import ALL_REDUCE
@@ -61,6 +63,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
             self._ddp_kwargs["bucket_cap_mb"] = bucket_mib
         self._given_bucket = "bucket_cap_mb" in self._ddp_kwargs
         self.averaging: ReplicaAveraging = ReplicaAveraging(self, self.options)
+        self.measures = _ReducerMeasures(self)
         self._beside: MeanBesideBackward | None = None
         self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
         average_by = self.averaging.asked
@@ -75,16 +78,11 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
                 "out one of them"
             )
 
-    @property
-    def gradients_agree(self) -> bool:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.gradients_agree`."""
-        return self.world_size > 1 and self.averaging.compression is None and self._ddp_comm_hook is None
-
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""
         self._refuse_other_models()
         self._materialise()
-        self._prepare_blocks(self._find_blocks())
+        self._blocks.prepare(self.lightning_module, self._find_blocks())
         self._end_means()
         if trainer.state.fn == TrainerFn.FITTING:
             self.averaging.know_nodes()
@@ -92,6 +90,8 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
                 self._choose()
         super().setup(trainer)
         self.averaging.set_up(plain_after_backward=False)
+        agree = self.world_size > 1 and self.averaging.compression is None and self._ddp_comm_hook is None
+        self.traits = replace(self.traits, gradients_agree=agree)
         self.state.begin_from_weights()
         self._know_frozen()
         if not self.lightning_module.automatic_optimization:
@@ -117,10 +117,6 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
             self.configure_ddp()
         finally:
             self._ddp_kwargs = kwargs
-
-    def measure_waits(self) -> Waits:
-        """See ``measure_waits``; torch's reducer waits in C++."""
-        return ReducerWaits(self.root_device, self.lightning_module.parameters())
 
     def teardown(self) -> None:
         """As Lightning's."""
@@ -217,6 +213,12 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         """Say what to type when a parameter had no part in the loss of a later step."""
         if "Expected to have finished reduction in the prior iteration" in str(exception):
             exception.add_note(f"Some parameters had no part in the loss, {_UNUSED}")
+
+
+class _ReducerMeasures(Measures):
+    def measure_waits(self) -> Waits:
+        """See the base class; torch's reducer waits in C++."""
+        return ReducerWaits(self._strategy.root_device, self._strategy.lightning_module.parameters())
 
 
 _UNUSED = (

@@ -43,6 +43,6 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""
         self._materialise()
-        self._prepare_blocks(self._find_blocks())
+        self._blocks.prepare(self.lightning_module, self._find_blocks())
         super().setup(trainer)
         self.state.begin_from_weights()

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.core.config.options import refuse
@@ -28,28 +22,26 @@ from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _optimizers_to_device
 from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
-from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
+from trainwright.strategies.base.certificate.certified import Certified
+from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
 from trainwright.strategies.base.whole.strategy import Wholes
-from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, MeasuredLink
-from trainwright.strategies.contract.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
+from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Tables
 from trainwright.strategies.contract.same_model import take_from_first
-from trainwright.strategies.data.bucket_size import bucket_bytes_for
-from trainwright.strategies.data.finetuning import show_parameters_to
-from trainwright.strategies.data.gathered_writes import GatheredWrites, refusing_what_is_lost
-from trainwright.strategies.data.gathering import gather_ahead, let_go_of_gathered, split_blocks, whole_bytes
-from trainwright.strategies.data.gradient_hooks import hooks_of, refuse_accumulation_hooks, run_when_gathered
-from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, OptimizerSharing, optimize_shards
 from trainwright.strategies.data.optimizers.owners import Owners
-from trainwright.strategies.data.outside import CallsOutside
-from trainwright.strategies.data.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.data.optimizers.shared import SharedOptimizers
+from trainwright.strategies.data.sharding.certified import CertifiedShards
+from trainwright.strategies.data.sharding.exchanges import Exchanges
+from trainwright.strategies.data.sharding.gathering import fastest_depth, gather_ahead, let_go_of_gathered
+from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
+from trainwright.strategies.data.sharding.ordinary_states import load_states, with_whole_states
+from trainwright.strategies.data.sharding.split import Splitter, explain
+from trainwright.strategies.data.sharding.step import Step
 from trainwright.strategies.data.zero_options import ZeroOptions
-from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
-from trainwright.strategies.state.run_state import OPTIMIZERS
 from trainwright.strategies.state.shards import ParameterShard, gradient_problems
-from trainwright.strategies.state.wholes import gather_tree, shard_optimizer_state, shard_weights_on_load
+from trainwright.strategies.state.wholes import gather_tree
 
 
 class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
@@ -90,34 +82,26 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         super().__init__(stage=stage, **kwargs)
         options = self.options
         self.averaging: ReplicaAveraging = ReplicaAveraging(
-            self,
-            options,
-            choose=self._choose_prefetch,
-            against_steps=lambda: self.tables.against_steps(),
+            self, options, choose=self._choose_prefetch, against_steps=lambda: self.tables.against_steps()
         )
+        self.traits = replace(self.traits, forward_is_collective=options.stage == 3)
+        self.certified: Certified = CertifiedShards(self)
         self.tables = Tables()
         self._wholes = Wholes(self)
         self._accumulates_gradients = False  # within micro-batches before the last of a step
         self.stage = options.stage
         self._open_layout = options.layout()
-        self._offload = options.offload
         self._holds_whole_gradients = options.stage == 1 or options.no_sync_accumulation
-        self._find_unused = options.find_unused_parameters
         self._bucket_bytes = int((options.bucket_mib or 25.0) * 2**20)
         self._prefetch = options.prefetch
         self._mesh: DeviceMesh | None = None
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._in_training_step = False
         self._failed = False
         self._set_aside: dict[Tensor, Tensor | None] = {}
-        self._trainable: set[str] = set()
-        self._named: dict[str, nn.Parameter] = {}  # as optimized; while a step runs, gathered ones stand in the module
-        self._shards: dict[nn.Parameter, ParameterShard] = {}
-        self._split_shards: dict[nn.Parameter, ParameterShard] = {}  # those of parameters that are split already
-        self._reducers: list[GradientReducer] = []  # one per mesh
-        self._publishers: list[ParameterPublisher] = []
-        self._hide_parameters: Callable[[], None] = _nothing
-        self._divided: DividedSteps | None = None
+        self._exchanges = Exchanges(self._bucket_bytes, options.find_unused_parameters)
+        self._splitter = Splitter(self)
+        self._sharing = SharedOptimizers(self)
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -137,27 +121,6 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             raise RuntimeError("The device mesh exists once trainer.fit (or another verb) has set up the processes.")
         return self._mesh
 
-    @property
-    def forward_is_collective(self) -> bool:
-        """Stage 3 gathers parameters in forward."""
-        return self.stage == 3
-
-    @property
-    def splits_module(self) -> bool:
-        """Ranks hold rows of optimizer state, gradients or parameters."""
-        is_served = any(map(self.tables.has, self.lightning_module.parameters()))  # its own ranks step those
-        is_split = self.layout.world_size > self.layout.replicate
-        return is_split and self.steps_are_collective and not is_served
-
-    def held_parameter(self, name: str) -> Tensor | None:
-        """See the base class."""
-        return self._named.get(name)
-
-    def held_bytes(self) -> HeldBytes:
-        """Bytes that this rank holds now, those of a server for tables included."""
-        held, (parameters, optimizer) = super().held_bytes(), self.tables.held
-        return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
-
     def trained_boxes(self) -> dict[str, TensorParts]:
         """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.trained_boxes`; without what servers hold."""
         return {key: boxes for key, boxes in super().trained_boxes().items() if key not in self.tables.served_keys}
@@ -170,9 +133,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient, a DTensor, of each parameter that has one."""
-        for name, parameter in self._named.items():
-            shard = self._shards.get(parameter)
-            gradient = parameter.grad if shard is None else shard.optimized.grad
+        for name, parameter in self._exchanges.named.items():
+            gradient = self._exchanges.optimized(parameter).grad
             if gradient is not None:
                 yield name, gradient
 
@@ -204,11 +166,11 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
-        self._certificate.begin(self.lightning_module, fitting and self.world_size > 1)
-        self._release()
+        self.certificate.begin(self.lightning_module, fitting and self.world_size > 1)
+        self._exchanges.release()
         self._refuse_other_models()
         if fitting:
-            stage, words = self.stage, self._in_words
+            stage, words = self.stage, self._sharing.in_words
             refuse(gradient_problems(self.lightning_module, self._splits_gradient, stage, words))
             refuse_accumulation_hooks(self.lightning_module)
             self.averaging.know_nodes()
@@ -225,12 +187,12 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self.setup_optimizers(trainer)
             self.tables.take(self.optimizers)
         self.setup_precision_plugin()
-        if fitting and self._offload == "none":
+        if fitting and self.options.offload == "none":
             _optimizers_to_device(self.optimizers, self.root_device)
         if fitting:
             self.averaging.set_up(plain_after_backward=True)
             self._know_frozen()
-        self._certificate.set_up(self)
+        self.certificate.set_up(self)
         self.state.begin_from_weights()
         self._wholes.show_in_hooks(trainer)
 
@@ -253,30 +215,10 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _choose_prefetch(self, links: list[MeasuredLink], compute: float, accumulation: int) -> str:
         """With ``communication="auto"`` gather as far ahead as waits least."""
         link = next((link for link in links if link.axis == "shard"), None)
-        if self._prefetch is not None or self._step is None or self.backward_in_step or link is None:
+        if self._prefetch is not None or self._step is None or self.traits.backward_in_step or link is None:
             return ""
-        blocks = split_blocks(self._step)
-        if not blocks:
-            return ""
-        size = max(whole_bytes(block) for block in blocks)
-        passes = compute / accumulation / len(blocks)
-        times = BlockTimes(
-            blocks=len(blocks),
-            forward=(1 - BACKWARD_SHARE) * passes,
-            backward=BACKWARD_SHARE * passes,
-            gather=link.seconds("all_gather", size),
-            reduce=0.0 if self._holds_whole_gradients and accumulation > 1 else link.seconds("reduce_scatter", size),
-        )
-        room = torch.tensor(1 + int(min(_free_bytes(self.root_device) / size, MOST_AHEAD)), device=self.root_device)
-        dist.all_reduce(room, op=dist.ReduceOp.MIN)  # all ranks must gather in the same order
-        self._prefetch = depth = best_depth(times, int(room.item()))
-        gather_ahead(self._step, depth)
-        usual = times.waits(0 if self.root_device.type == "cpu" else 1)
-        chosen = (
-            f"communication=auto gathers {depth} block(s) ahead from here on: a micro-batch is predicted to wait "
-            f"{times.waits(depth) * 1e3:.3g} ms of it, {usual * 1e3:.3g} ms without."
-        )
-        rank_zero_info(chosen)
+        reduces = not (self._holds_whole_gradients and accumulation > 1)
+        self._prefetch, chosen = fastest_depth(self._step, link, compute / accumulation, reduces)
         return chosen
 
     def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
@@ -292,89 +234,13 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _replicate_parameters(self) -> None:
         module = self.lightning_module
         self._materialise()
-        self._prepare_blocks(self._find_blocks())
+        self._blocks.prepare(self.lightning_module, self._find_blocks())
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._broadcast_from_first(module)
 
     def _split_parameters(self, trainer: Trainer) -> None:
-        """FSDP2, one block at a time, so that at most one block is ever whole here because of us."""
-        module = self.lightning_module
-        if _earlier_step(module) is not None:
-            self._step = _earlier_step(module)  # a second verb with a module that is split already
-            return
-        if any(isinstance(p, DTensor) for p in module.parameters()):
-            raise ValueError(
-                "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
-                "Leave the sharding to the strategy, or build the module anew."
-            )
-        blocks = self._find_blocks()
-        if not blocks:
-            _warn_without_blocks(type(module).__name__)
-        self._prepare_blocks(blocks)
-        self._step = self._fully_shard(module, blocks)
-        for average in averaged_copies(trainer):
-            # Split alike, it is averaged shard by shard.
-            self._fully_shard(average, {name: average.get_submodule(name) for name in blocks})
-
-    def _fully_shard(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> _Step:
-        pieces = deferred_pieces(module) if is_deferred(module) else []
-        seed = self._agreed_seed() if pieces else 0
-        real: dict[Tensor, Tensor] = {}
-        options = self._fsdp_options(module)
-        _refuse_shared(blocks)
-        for name, block in blocks.items():
-            self._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
-            pieces = [piece for piece in pieces if not piece.overlaps(name)]
-            self._place(block)
-            hooks = hooks_of(_whole_in(block))
-            self._shard_within(block, options)
-            fully_shard(block, **options)
-            run_when_gathered(block, hooks)
-        self._fill(pieces, seed, real)
-        step = _Step(module)
-        self._place(step)
-        hooks = hooks_of(_whole_in(step))
-        fully_shard(step, **{**options, "reshard_after_forward": False})
-        run_when_gathered(step, hooks)
-        step.writes = GatheredWrites(step._get_fsdp_state())
-        shard_weights_on_load(module)
-        CallsOutside(step, module, blocks.values())
-        object.__setattr__(module, "_trainwright_step", step)
-        return step
-
-    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
-        """Split by itself what within ``block`` is split over other ranks than the rest: nothing, in plain ZeRO."""
-
-    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
-        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
-        # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
-        ignored = {p for p in module.parameters() if p.dim() == 0 or self.tables.has(p)}
-        return {
-            "mesh": self._splitting(self.mesh),
-            "offload_policy": policy or OffloadPolicy(),
-            "ignored_params": ignored,
-        }
-
-    def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
-        """What FSDP2 is given of a mesh: only what splits, where the average over replicas is ours."""
-        if not self.averaging.after_backward or mesh.ndim == 1:
-            return mesh
-        assert mesh.mesh_dim_names is not None
-        return mesh[mesh.mesh_dim_names[-1]]
-
-    def _place(self, module: nn.Module) -> None:
-        """Convert, move and equalise what of ``module`` is not split yet."""
-        with torch.no_grad():
-            self.precision_plugin.convert_module(module)
-            for sub in module.modules():
-                for parameter in sub._parameters.values():
-                    if parameter is not None and not isinstance(parameter, DTensor):
-                        parameter.data = parameter.data.to(self.root_device)
-                for name, buffer in sub._buffers.items():
-                    if buffer is not None:
-                        sub._buffers[name] = buffer.to(self.root_device)
-        self._broadcast_from_first(module)
+        self._step = self._splitter.split(trainer)
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         """Ranks may have built the module from different seeds: the weights of rank 0 count."""
@@ -386,139 +252,41 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _choose_shards(self) -> None:
         """Decide which parameters the optimizers will see through a :class:`ParameterShard`."""
-        module = self.lightning_module
-        offload = self._offload == "optimizer"
-        self._named = {name: p for name, p in module.named_parameters() if not self.tables.has(p)}
-        chosen = [p for p in self._named.values() if not self._splits_parameters or offload or p.dim() == 0]
+        offload = self.options.offload == "optimizer"
+        named = {name: p for name, p in self.lightning_module.named_parameters() if not self.tables.has(p)}
+        chosen = [p for p in named.values() if not self._splits_parameters or offload or p.dim() == 0]
         chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
-        self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
-        self._split_shards = {p: shard for p, shard in self._shards.items() if isinstance(p, DTensor)}
+        self._exchanges.choose(named, chosen, self._mesh_of, offload)
         self._make_exchanges()
 
     def _make_exchanges(self) -> None:
         """Have gradients averaged of what is trained now, and what was stepped given to all ranks."""
-        for reducer in self._reducers:
-            reducer.detach()
-        self._reducers, self._publishers = [], []
-        self._trainable = {name for name, p in self._named.items() if p.requires_grad}
-        whole = {p: shard for p, shard in self._shards.items() if p not in self._split_shards}
-        for mesh in dict.fromkeys(shard.mesh for shard in whole.values()):
-            shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
-            bucket_bytes = self._bucket_bytes_for(shards)
-            averages = not self.averaging.after_backward
-            self._reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused, averages))
-            self._publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
+        self._exchanges.make(averages=not self.averaging.after_backward)
 
     def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
         super()._take_up(thawed)
-        for parameter in thawed:
-            if parameter in self._shards:
-                self._shards[parameter].optimized.requires_grad_()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:  # a callback may have added a group of the parameters themselves
-                group["params"][:] = [self._as_optimized(parameter) for parameter in group["params"]]
+        self._exchanges.thaw(thawed)
+        self._sharing.exchange()
         self._make_exchanges()
-        self._divide_steps()
-        self._know_held()
-
-    def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
-        return int(bucket_bytes_for(self._bucket_bytes, sum(p.numel() * p.element_size() for p in parameters)))
+        self._sharing.divide_anew()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Build the user's optimizers and give them this rank's rows, or whole parameters where they need those.
-
-        Raises:
-            ValueError: for an optimizer that can be given neither.
-        """
-        self._make_optimizers(trainer)
-        self._divided = DividedSteps(
-            OptimizerSharing(self._in_words, self._divides, self.root_device, self._whole_shape, self._make_owners)
-        )
-        self._divide_steps()
-        for optimizer in self.optimizers:
-            optimize_shards(optimizer, self._shards)
-        self._divided.attach(self.optimizers)
-        self._know_held()
-        self._hide_parameters()
-        self._hide_parameters = show_parameters_to(
-            trainer.callbacks,  # type: ignore[attr-defined]
-            self.optimizers,
-            self._shards,
-            self._level_groups,
-        )
-
-    def _make_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-
-    def _level_groups(self) -> None:
-        """Have all ranks hold as many groups of parameters, after a finetuning callback may have added some."""
-
-    def _divide_steps(self) -> None:
-        """Find out which parameters are stepped whole, and by which rank. A collective."""
-        assert self._divided is not None
-        self._divided.divide(self.optimizers, {name: (p, self._as_optimized(p)) for name, p in self._named.items()})
-
-    def _know_held(self) -> None:
-        assert self._divided is not None
-        names: dict[Tensor, str] = {self._as_optimized(p): name for name, p in self._named.items()}
-        wholes = {name: p for name, p in self._named.items() if self._is_whole_here(name, p)}
-        self._divided.know(names, wholes)
-
-    def _is_whole_here(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is whole on every rank, where the optimizer steps it in place."""
-        shard = self._shards.get(parameter)
-        if shard is None or shard.is_offloaded or isinstance(parameter, DTensor):
-            return False
-        return self._whole_shape(name, parameter) == parameter.shape
-
-    @property
-    def _in_words(self) -> str:
-        """The layout as it is typed."""
-        return f"strategy=zero{self.stage}"
-
-    @property
-    def _divides(self) -> bool:
-        """Whether another rank holds parameters, or parts of them, that this one does not."""
-        return self.mesh.size(self.mesh.ndim - 1) > 1
-
-    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """Shape of the whole of what an optimizer holds of a parameter."""
-        return parameter.shape
-
-    def _shared_by(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of each parameter; ``None``: there are no others. A collective."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
-
-    def _make_owners(self) -> Owners | None:
-        group = self._shared_by()
-        if group is None:
-            return None
-        return Owners(group, self.root_device, lambda name, part: self.placement.boxes(name, part), self._bucket_bytes)
-
-    def _release(self) -> None:
-        for reducer in self._reducers:
-            reducer.detach()
-        self._reducers, self._publishers = [], []
-        self._shards, self._split_shards, self._named = {}, {}, {}
+        """Build the user's optimizers and give them this rank's rows, or whole parameters where they need those."""
+        self._sharing.set_up(trainer, partial(super().setup_optimizers, trainer))
 
     def teardown(self) -> None:
         """Detach from the module; its weights stay usable, and are shown whole."""
         self._stop_parts()
-        self._hide_parameters()
+        self._sharing.hide_parameters()
         self._let_go_of_module()
         self._wholes.show_after_run()
 
     def _let_go_of_module(self) -> None:
-        for reducer in self._reducers:
-            reducer.detach()
+        self._exchanges.detach()
         if self._step is None:
             super().teardown()
             return
-        self._step.reshard()
-        if self.root_device.type != "cpu":
-            # The traceback of a step that failed holds tensors that cannot be moved; its error must not be lost here.
-            with suppress(RuntimeError) if self._failed else nullcontext():
-                self._step.cpu()  # through the root, so that FSDP2 takes note of the new memory
+        self._step.leave(self.root_device, self._failed)
         module, self._lightning_module = self._lightning_module, None
         try:
             super().teardown()  # without the module, which it would move past FSDP2
@@ -528,7 +296,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     # ---- compression ----------------------------------------------------------------------------------------------
 
     def _replica_parts(self) -> Iterator[ReplicaPart]:
-        for name, parameter in self._named.items():
+        for name, parameter in self._exchanges.named.items():
             mesh = self._mesh_of(parameter)
             # Every rank of the shard axis holds a scalar, beside other rows of the rest.
             kin = self._kin_of(name) + ("" if parameter.dim() else " scalar")
@@ -585,11 +353,12 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Micro-batches inside do not finish the averaging of gradients."""
         step, whole = self._step, self._holds_whole_gradients
+        before, self._accumulates_gradients = self._accumulates_gradients, True
         with ExitStack() as stack:
-            stack.enter_context(self._accumulating())
+            stack.callback(setattr, self, "_accumulates_gradients", before)
             stack.enter_context(self.averaging.accumulating())
             stack.enter_context(super().block_backward_sync())
-            for reducer in self._reducers:
+            for reducer in self._exchanges.reducers:
                 stack.enter_context(reducer.accumulate(shards_too=whole))
             if step is None:
                 yield
@@ -601,25 +370,13 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             finally:
                 set_sync(True)
 
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        before, self._accumulates_gradients = self._accumulates_gradients, True
-        try:
-            yield
-        finally:
-            self._accumulates_gradients = before
-
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Set aside the gradients of toggled-off optimizers."""
         if self._steps_within():
-            self._step.writes.keep()  # type: ignore[union-attr]
+            assert self._step is not None
             # FSDP2 took note of requires_grad when it gathered the root, before the optimizer was toggled.
             self._set_aside = {p: p.grad for p in self._optimized_parameters() if not p.requires_grad}
-            # FSDP2 learns from outputs of a forward that backward has come. The root's forward, the user's step, has
-            # none yet: where no block had a part in the loss either, nothing would be averaged.
-            if closure_loss.requires_grad:
-                assert self._step is not None
-                closure_loss.register_hook(self._step._get_fsdp_state()._pre_backward)
+            self._step.begin_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Hand gradients of split parameters to the offloaded optimizer; gather the root anew for manual steps."""
@@ -628,10 +385,10 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             for toggled_off, gradient in self._set_aside.items():
                 toggled_off.grad = gradient
             self._set_aside = {}
-            self._gather_root()
+            self._step.gather_again(self._exchanges.trained)  # type: ignore[union-attr]
 
     def _hand_over_gradients(self) -> None:
-        for parameter, shard in self._split_shards.items():
+        for parameter, shard in self._exchanges.split.items():
             if parameter.grad is not None:
                 shard.add_gradient(local_tensor(parameter.grad))
                 parameter.grad = None
@@ -661,43 +418,23 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._publish(optimizer)
         if self._steps_within():
             self._step.reshard()  # type: ignore[union-attr]
-            self._gather_root()
+            self._step.gather_again(self._exchanges.trained)  # type: ignore[union-attr]
         return output
 
     def _publish(self, optimizer: Optimizer) -> None:
         """Give every rank the rows that others hold, as they are now."""
-        for publisher in self._publishers:
+        for publisher in self._exchanges.publishers:
             publisher.publish(optimizer)
-        for shard in self._split_shards.values():
+        for shard in self._exchanges.split.values():
             shard.publish()
-
-    def _gather_root(self) -> None:
-        """Make the parameters outside of the blocks whole again for the rest of the user's step."""
-        assert self._step is not None
-        self._step.unshard()
-        self._step.writes.begin()
-        for name, parameter in self._step.module.named_parameters():
-            if name in self._trainable and not isinstance(parameter, DTensor):
-                # Gathered while another optimizer was toggled, it would stay frozen for its own turn.
-                parameter.requires_grad_(True)
 
     def on_exception(self, exception: BaseException) -> None:
         """Say what to do when a split parameter was used where it is not gathered."""
         self._stop_parts()
         self._failed = True
-        if self._divided is not None:
-            self._divided.restore()
-        if self.stage == 3 and "got mixed torch.Tensor and DTensor" in str(exception):
-            exception.add_note(
-                "ZeRO-3 keeps the parameters of a block split (as DTensors) except while the forward of that block "
-                "runs, and all others except during a step or a call of the module; here one was used elsewhere. Use "
-                "parameter.full_tensor() there, or take strategy=zero2, which keeps all parameters whole."
-            )
-        if self.stage == 3 and "FSDP does not support deepcopy" in str(exception):
-            exception.add_note(
-                "Ranks hold parts of this module, and a copy would hold parts. Copy it before fit (in __init__ or "
-                "configure_model), average with Lightning's EMAWeightAveraging, or take strategy=zero2."
-            )
+        self._sharing.restore()
+        if self.stage == 3:
+            explain(exception)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -705,12 +442,11 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         return self.stage == 3 or super()._must_restore_late()
 
     def _as_optimized(self, parameter: nn.Parameter) -> Tensor:
-        shard = self._shards.get(parameter)
-        return parameter if shard is None else shard.optimized
+        return self._exchanges.optimized(parameter)
 
     @property
     def _state_owners(self) -> Owners | None:
-        return None if self._divided is None else self._divided.owners
+        return self._sharing.owners
 
     def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Gather every sharded tensor, one at a time, into the memory of rank 0."""
@@ -719,26 +455,10 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Give every rank, for an ordinary file, the optimizer states that others own. A collective."""
-        owners = self._state_owners
-        if owners is None or OPTIMIZERS not in checkpoint:
-            return checkpoint
-        name_of, states = self._name_of(), []
-        for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True):
-            names = dict(enumerate(name_of(p) for group in optimizer.param_groups for p in group["params"]))
-            spread = {i: owners.spread(n, state["state"].get(i)) for i, n in names.items() if n in owners}
-            found = {**state["state"], **{i: values for i, values in spread.items() if values is not None}}
-            states.append({**state, "state": dict(sorted(found.items()))})
-        return {**checkpoint, OPTIMIZERS: states}
+        return with_whole_states(checkpoint, self.optimizers, self._name_of(), self._state_owners)
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        name_of = self._name_of()
-        for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True):
-            optimizer.load_state_dict(shard_optimizer_state(optimizer, state, lambda p: self._owns_state(name_of(p))))
-
-    def _owns_state(self, name: str) -> bool | None:
-        """Whether this rank has the whole optimizer state of a parameter; ``None``: each rank has its part."""
-        owners = self._state_owners
-        return None if owners is None or name not in owners else owners.is_mine(name)
+        load_states(checkpoint, self.optimizers, self._name_of(), self._state_owners)
 
     def _weights_changed(self) -> None:
         self._parameters_written()
@@ -755,10 +475,10 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _parameters_written(self) -> None:
         self._let_go_of_gathered()
-        self._reload_offloaded()
+        self._exchanges.reload()
 
     def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
-        return self._shards.get(parameter)
+        return self._exchanges.shards.get(parameter)
 
     def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Names of the parameters of each group, on all stages; a collective."""
@@ -777,107 +497,3 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _let_go_of_gathered(self) -> None:
         if self._step is not None and self._prefetch:
             let_go_of_gathered(self._step)
-
-    def _reload_offloaded(self) -> None:
-        for shard in self._shards.values():
-            if shard.is_offloaded:
-                shard.optimized_part.copy_(shard.local_part)
-
-
-def _refuse_shared(blocks: Mapping[str, nn.Module]) -> None:
-    """Refuse parameters of several blocks: each block gathers and frees its own."""
-    seen: dict[nn.Parameter, str] = {}
-    for name, block in blocks.items():
-        for key, parameter in block.named_parameters():
-            other = seen.setdefault(parameter, name)
-            if other != name:
-                raise ValueError(
-                    f"The blocks {other} and {name} share the parameter {key}, and ZeRO-3 gathers and frees each block "
-                    "by itself. Use strategy=zero2, or name larger blocks that share nothing in strategy.blocks."
-                )
-
-
-class _Step(nn.Module):
-    """Runs any method of the user's module as a ``forward``, so that FSDP2's root hooks surround it.
-
-    The user's module itself keeps its class; its own ``forward`` may be called within a step as often as it likes.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.running = False
-        self._is_new = True
-        # Surrounds the call within the root's hooks; a pipeline ends a stage's part of it there.
-        self.guard: Callable[[Callable[[], Any]], Any] = _call
-        self.writes: GatheredWrites  # once it is split
-
-    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.running = True
-        self.writes.begin()
-        try:
-            with self._watch():
-                output = self.guard(partial(getattr(self.module, method), *args, **kwargs))
-        finally:
-            self.running = False
-        self.writes.keep()
-        return output
-
-    def _watch(self) -> AbstractContextManager[Any]:
-        """In the first step alone, and not where code is compiled, which would be traced with it."""
-        is_new, self._is_new = self._is_new, False
-        if not is_new or any(module._compiled_call_impl is not None for module in self.module.modules()):
-            return nullcontext()
-        return refusing_what_is_lost()
-
-    # Added by fully_shard.
-    _get_fsdp_state: Callable[[], Any]
-    reshard: Callable[[], None]
-    unshard: Callable[[], None]
-    set_requires_gradient_sync: Callable[[bool], None]
-    set_requires_all_reduce: Callable[[bool], None]
-    set_is_last_backward: Callable[[bool], None]
-    set_reshard_after_backward: Callable[[bool], None]
-
-
-def _nothing() -> None:
-    pass
-
-
-def _free_bytes(device: torch.device) -> float:
-    """Memory of a device that nobody has taken; of a host nothing is known, and little would be wanted."""
-    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else math.inf
-
-
-def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where parameters of ``module`` are registered that are not split yet."""
-    for owner in module.modules():
-        yield from (
-            (owner, name) for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)
-        )
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
-
-
-def _earlier_step(module: nn.Module) -> _Step | None:
-    step = module.__dict__.get("_trainwright_step")
-    return step if isinstance(step, FSDPModule) else None  # type: ignore[return-value]
-
-
-def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
-    """The copies that averaging callbacks made of the whole module before it was split."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            average = callback._average_model
-            if average is not None:
-                yield average.module if isinstance(average, AveragedModel) else average
-
-
-def _warn_without_blocks(name: str) -> None:
-    rank_zero_warn(
-        f"{name} has no repeated blocks that ZeRO-3 could gather one after the other, so all its parameters are "
-        "gathered together: each rank holds the whole model during a step, and only gradients and optimizer state are "
-        "split all the time. Name blocks with strategy.blocks=['model.layers.*'], or use strategy=zero2."
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,18 +18,19 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.strategies.averaging.background import Background
 from trainwright.strategies.averaging.compression.names import choose_compression, make_compressor
+from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.groups import new_subgroup
 from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.options import DiLoCoOptions, fragment_problem
 from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
-from trainwright.strategies.local_updates.replicas import LocalUpdateStrategy
+from trainwright.strategies.local_updates.replicas import LocalReplicas, keep_apart
 from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.strategies.local_updates.state import outer_boxes, read_outer
 
 _COMPRESSION = "compression/"
 
 
-class DiLoCoStrategy(LocalUpdateStrategy):
+class DiLoCoStrategy(HybridStrategy):
     """Replicas step by themselves; how far they have gone together is the gradient of an outer optimizer.
 
     DiLoCo (arXiv:2311.08105): every ``sync_every`` steps the difference between the common parameters and those of each
@@ -55,8 +56,20 @@ class DiLoCoStrategy(LocalUpdateStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        o = self.options
-        self._schedule = UpdateSchedule(o.sync_every, o.fragments, o.warmup_steps)
+        keep_apart(self, OuterReplicas(self, self.options))
+
+
+class OuterReplicas(LocalReplicas):
+    """Replicas whose common parameters an outer optimizer moves.
+
+    Args:
+        strategy: of this replica.
+        options: of the strategy.
+    """
+
+    def __init__(self, strategy: HybridStrategy, options: DiLoCoOptions) -> None:
+        o = options
+        super().__init__(strategy, UpdateSchedule(o.sync_every, o.fragments, o.warmup_steps))
         self._overlap = o.overlap_steps
         self._outer_options = OuterOptions(o.outer_lr, o.outer_momentum, o.outer_nesterov, o.mixing, o.offload_outer)
         self._choice = choose_compression(o.compression)
@@ -68,23 +81,23 @@ class DiLoCoStrategy(LocalUpdateStrategy):
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer) -> None:
-        """Set up each replica, and the outer optimizer's surroundings."""
-        super().setup(trainer)
+    def set_up(self, trainer: Trainer) -> None:
+        """See the base class."""
+        super().set_up(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._deal_fragments()
         if self._overlap and self._means.group is not None:
             # A group of its own: messages of two threads on one would mix.
-            self._background_group = new_subgroup(self.layout.groups("replicate"))
-            self._background = Background(self.root_device)
+            self._background_group = new_subgroup(self._strategy.layout.groups("replicate"))
+            self._background = Background(self._strategy.root_device)
 
     def _deal_fragments(self) -> None:
-        if self._engines.is_cut:
-            blocks, order = list(self._engines.plan.blocks), list(self._assembly.names)
+        if self._strategy._engines.is_cut:
+            blocks, order = list(self._strategy._engines.plan.blocks), list(self._strategy._assembly.names)
         else:
-            blocks = list(self._find_blocks()) if self._schedule.fragments > 1 else []
-            order = list(self._named)
+            blocks = list(self._strategy._find_blocks()) if self._schedule.fragments > 1 else []
+            order = list(self._strategy._exchanges.named)
         refuse(fragment_problem(self._schedule.fragments, len(blocks)))
         self._fragment_names = {name: fragment_of(name, blocks, order, self._schedule.fragments) for name in order}
 
@@ -119,12 +132,14 @@ class DiLoCoStrategy(LocalUpdateStrategy):
         assert self._outer is not None
         return self._outer
 
-    def _outer_bytes(self) -> int:
-        return 0 if self._outer is None else self._outer.num_bytes()
+    @property
+    def held(self) -> tuple[int, int]:  # type: ignore[override]
+        """The outer optimizer's bytes count as an optimizer's."""
+        return 0, 0 if self._outer is None else self._outer.num_bytes()
 
-    def trained_boxes(self) -> dict[str, TensorParts]:
-        """With the common parameters and their momentum, which all replicas hold alike."""
-        boxes = super().trained_boxes()
+    def boxes(self, boxes: dict[str, TensorParts]) -> dict[str, TensorParts]:
+        """See the base class; with the common parameters and their momentum, which all replicas hold alike."""
+        boxes = super().boxes(boxes)
         if self._outer is not None:
             # Named as an optimizer's: <index>/<parameter>/<value>.
             for key, parts in self._common_boxes().items():
@@ -163,18 +178,18 @@ class DiLoCoStrategy(LocalUpdateStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """See :meth:`LocalUpdateStrategy.run_state`; averages that are on their way are waited for."""
+    def content(self, checkpoint: Mapping[str, Any], complete: bool, make: Callable[..., Content]) -> Content:
+        """See the base class; averages that are on their way are waited for."""
         if self._outer is None:
             self._begin()
         self.outer.land()
-        return super().run_state(checkpoint, complete=complete)
+        return super().content(checkpoint, complete, make)
 
     def _remembered(self) -> dict[str, Tensor]:
         return {f"{_COMPRESSION}{key}": value for key, value in self.outer.compression().items()}
 
     def _common_boxes(self) -> dict[str, TensorParts]:
-        return outer_boxes(self.outer, self.placement, self._optimized())
+        return outer_boxes(self.outer, self._strategy.placement, self._optimized())
 
     def _told(self) -> dict[str, Any]:
         return {"has_outer": True, "launched": {str(k): v for k, v in self._launched.items()}, "options": self._form()}
@@ -201,7 +216,7 @@ class DiLoCoStrategy(LocalUpdateStrategy):
         if not told.get("has_outer"):
             return []
         lost = []
-        if not read_outer(source, self.outer, self.placement, self._optimized()):
+        if not read_outer(source, self.outer, self._strategy.placement, self._optimized()):
             lost.append("its outer optimizer knows other parameters, so its state is left out")
         elif told["options"] == self._form():
             self._launched = {int(fragment): step for fragment, step in told["launched"].items()}

@@ -13,9 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.memory.handing_over import HANDED_OVER
@@ -24,17 +22,15 @@ from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
-from trainwright.strategies.base.strategy import HeldBytes
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.gradients import local_tensor
-from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.contract.part import Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import varying_buffers
 from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.options import (
     MANUAL_OPTIMIZATION,
     SYNC_BATCHNORM,
-    LocalUpdateOptions,
     averaging_callback_problem,
 )
 from trainwright.strategies.local_updates.schedule import UpdateSchedule
@@ -58,7 +54,7 @@ _OPTIMIZER = "optimizer/"
 _SCALER = "scaler"
 
 
-class LocalUpdateStrategy(HybridStrategy):
+class LocalReplicas(Replicas):
     """Gradients are averaged within a replica alone; replicas are brought together every ``sync_every`` steps.
 
     A replica is whatever the layout makes of it: one rank, ranks that share its state by ZeRO, tensor, context or
@@ -72,72 +68,43 @@ class LocalUpdateStrategy(HybridStrategy):
     replica alone.
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.local_updates.options.LocalUpdateOptions`; with
-            ``warmup_steps`` gradients are averaged at the beginning as in DDP (post-local SGD, arXiv:1808.07217).
-
-    Raises:
-        ValueError: if the options contradict each other.
+        strategy: of this replica.
+        schedule: when replicas are brought together; with ``warmup_steps`` gradients are averaged at the beginning as
+            in DDP (post-local SGD, arXiv:1808.07217).
     """
 
-    options: LocalUpdateOptions
+    are_apart = True
+    mesh_axes = ()  # the ranks of one replica
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._schedule = UpdateSchedule(self.options.sync_every, warmup_steps=self.options.warmup_steps)
+    def __init__(self, strategy: HybridStrategy, schedule: UpdateSchedule) -> None:
+        self._strategy, self._schedule = strategy, schedule
         self._mean: ReplicaMean | None = None
         self._is_alike = True
         self._aside: dict[str, Tensor] | None = None
         self._source: RunState | HeldSource | None = None
 
-    # ---- what others may read -------------------------------------------------------------------------------------
-
-    @property
-    def averages_every_step(self) -> bool:
-        """Replicas step by themselves."""
-        return False
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """Only ranks of one replica need each other."""
-        return self.is_cut or (self.stage == 3 and self.layout.state_ranks > 1)
-
-    def held_bytes(self) -> HeldBytes:
-        """Bytes that this rank holds now; what the outer optimizer holds counts as an optimizer's."""
-        held = super().held_bytes()
-        return HeldBytes(held.parameters, held.gradients, held.optimizer + self._outer_bytes())
-
-    def _outer_bytes(self) -> int:
-        return 0
-
-    def trained_boxes(self) -> dict[str, TensorParts]:
-        """As of any strategy; keys tell the replica, for only its ranks hold the same between two synchronisations."""
-        place = self.layout.coordinates(self.global_rank)["replicate"]
-        return {f"{key} [replica {place}]": boxes for key, boxes in super().trained_boxes().items()}
+    def boxes(self, boxes: dict[str, TensorParts]) -> dict[str, TensorParts]:
+        """See the base class; keys tell the replica, for only its ranks hold the same between two synchronisations."""
+        place = self._strategy.layout.coordinates(self._strategy.global_rank)["replicate"]
+        return {f"{key} [replica {place}]": parts for key, parts in boxes.items()}
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
-    _ranks_agree = False
-
-    def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
-        return groups.mesh(axes)  # the ranks of one replica
-
-    @property
-    def _splits_parameters(self) -> bool:
-        return super()._splits_parameters and self.mesh.size() > 1
-
-    def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
-        return self._mesh_of(parameter).size() == 1
-
-    def setup(self, trainer: Trainer) -> None:
-        """Set up each replica, and what brings them together."""
-        module = self.lightning_module
+    def prepare(self, trainer: Trainer) -> None:
+        """See the base class."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_beside(module, trainer)
+            self._refuse_beside(self._strategy.lightning_module, trainer)
         self._let_go()
-        super().setup(trainer)
-        assert self._groups is not None
-        self._mean = ReplicaMean(self._groups.along("replicate"), self.root_device, self._alike, self._bucket_bytes)
-        varying = varying_buffers(module)
+
+    def set_up(self, trainer: Trainer) -> None:
+        """See the base class."""
+        strategy, groups = self._strategy, self._strategy._groups
+        assert groups is not None
+        self._mean = ReplicaMean(groups.along("replicate"), strategy.root_device, self._alike, strategy._bucket_bytes)
+        scaler = self._scaler()
+        if isinstance(scaler, AgreedGradScaler):  # a replica decides by itself whether its step has overflown
+            scaler.agree = partial(_any_of, groups.along("pipeline", "shard", "context", "tensor"))
+        varying = varying_buffers(strategy.lightning_module)
         if varying and trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(
                 f"Statistics such as {varying[0]} differ from replica to replica while training; they are averaged "
@@ -147,7 +114,7 @@ class LocalUpdateStrategy(HybridStrategy):
     def _refuse_beside(self, module: LightningModule, trainer: Trainer) -> None:
         """Refuse what cannot work while replicas differ."""
         problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
-        problems += [SYNC_BATCHNORM] if self._layer_sync else []
+        problems += [SYNC_BATCHNORM] if self._strategy._layer_sync else []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
                 problems.append(averaging_callback_problem(type(callback).__name__))
@@ -155,38 +122,32 @@ class LocalUpdateStrategy(HybridStrategy):
 
     def _alike(self, name: str) -> str:
         """See :data:`~trainwright.strategies.local_updates.mean.Alike`."""
-        parameter = self._named.get(name)
+        parameter = self._strategy._exchanges.named.get(name)
         # Every rank of the shard axis holds a scalar, beside other rows of the rest.
-        return self._kin_of(name) + (" scalar" if parameter is not None and parameter.dim() == 0 else "")
-
-    def setup_precision_plugin(self) -> None:
-        """Let a replica decide by itself whether its step has overflown."""
-        super().setup_precision_plugin()
-        scaler = self._scaler()
-        if isinstance(scaler, AgreedGradScaler):
-            assert self._groups is not None
-            group = self._groups.along("pipeline", "shard", "context", "tensor")
-            scaler.agree = partial(_any_of, group)
+        return self._strategy._kin_of(name) + (" scalar" if parameter is not None and parameter.dim() == 0 else "")
 
     def _scaler(self) -> torch.amp.GradScaler | None:
-        return getattr(self.precision_plugin, "scaler", None)
+        return getattr(self._strategy.precision_plugin, "scaler", None)
 
     def _let_go(self) -> None:
         self._mean, self._aside = None, None
         self._is_alike = True
 
-    def teardown(self) -> None:
-        """Let go of what brought replicas together; each keeps the weights that it shows."""
+    def close(self) -> None:
+        """See the base class; each replica keeps the weights that it shows."""
         self._let_go()
         self._source = None
-        super().teardown()
 
     # ---- what replicas have of their own ----------------------------------------------------------------------------
 
     def _optimized(self) -> dict[str, Tensor]:
         """What optimizers hold in place of the parameters that they step, by name."""
-        stepped = {id(parameter) for parameter in self._optimized_parameters()}
-        found = {name: self._as_optimized(p) for name, p in self._named.items() if p.requires_grad}
+        stepped = {id(parameter) for parameter in self._strategy._optimized_parameters()}
+        found = {
+            name: self._strategy._as_optimized(p)
+            for name, p in self._strategy._exchanges.named.items()
+            if p.requires_grad
+        }
         return {name: held for name, held in found.items() if id(held) in stepped}
 
     def _trained_parts(self) -> dict[str, Tensor]:
@@ -195,11 +156,11 @@ class LocalUpdateStrategy(HybridStrategy):
 
     def _own(self) -> dict[str, Tensor]:
         """Parts of parameters, and float buffers, by name."""
-        return {**self._trained_parts(), **float_buffers(self.lightning_module)}
+        return {**self._trained_parts(), **float_buffers(self._strategy.lightning_module)}
 
     def _publish_all(self) -> None:
-        for optimizer in self.optimizers:
-            self._publish(optimizer)
+        for optimizer in self._strategy.optimizers:
+            self._strategy._publish(optimizer)
 
     @property
     def _means(self) -> ReplicaMean:
@@ -208,29 +169,29 @@ class LocalUpdateStrategy(HybridStrategy):
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def on_train_start(self) -> None:
+    def start(self) -> None:
         """Begin from what is loaded by now."""
-        super().on_train_start()
         self._begin()
 
     def _begin(self) -> None:
         """Take the parameters as they are for those that all replicas have in common, if there is need of such."""
 
-    def _sum_shared_gradients(self) -> None:
-        super()._sum_shared_gradients()
-        if self._warms_up and not self._accumulates_gradients:
+    def average_gradients(self) -> None:
+        """See the base class; while it warms up."""
+        if self._warms_up:
             self._average_over_replicas()
 
     @property
     def _warms_up(self) -> bool:
         """Whether this is a step with averaged gradients."""
-        return int(self.lightning_module.trainer.global_step) < self._schedule.warmup_steps
+        return int(self._strategy.lightning_module.trainer.global_step) < self._schedule.warmup_steps
 
     def _average_over_replicas(self) -> None:
         if self._means.group is None:
             return
         held = self._optimized()
-        flags = torch.tensor([float(each.grad is not None) for each in held.values()], device=self.root_device)
+        has = [float(each.grad is not None) for each in held.values()]
+        flags = torch.tensor(has, device=self._strategy.root_device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._means.group)
         gradients = {}
         for (name, each), flag in zip(held.items(), flags.tolist(), strict=True):
@@ -240,32 +201,24 @@ class LocalUpdateStrategy(HybridStrategy):
                 gradients[name] = local_tensor(each.grad)  # type: ignore[arg-type]
         self._means.take(gradients)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step this replica, and bring replicas together where it is time."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+    def stepped(self) -> None:
+        """See the base class."""
         self._is_alike = False
         # Not counted yet; one that a callback drops never comes here and is not counted either.
-        self._stepped(int(self.lightning_module.trainer.global_step) + 1)
-        return output
+        self._stepped(int(self._strategy.lightning_module.trainer.global_step) + 1)
 
     @abstractmethod
     def _stepped(self, step: int) -> None:
         """Do what is due when ``step`` optimizer steps are done. A collective of all ranks."""
 
     def _average_buffers(self) -> None:
-        self._means.take(float_buffers(self.lightning_module))
+        self._means.take(float_buffers(self._strategy.lightning_module))
 
     # ---- what others see --------------------------------------------------------------------------------------------
 
-    def _show_means(self) -> None:
+    def show(self) -> None:
         """Let every replica hold the means, and keep what it has of its own aside. A collective."""
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        fits = self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if not fits or self._is_alike or self._aside is not None or self._means.group is None:
             return
         own = self._own()
@@ -273,7 +226,7 @@ class LocalUpdateStrategy(HybridStrategy):
         self._means.take(own)
         self._publish_all()
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Let this replica go on from its own."""
         if self._aside is None:
             return
@@ -282,74 +235,58 @@ class LocalUpdateStrategy(HybridStrategy):
             tensor.copy_(aside[name])
         self._publish_all()
 
-    def on_validation_start(self) -> None:
-        """Show the means over the replicas."""
-        super().on_validation_start()
-        self._show_means()
-
-    def on_validation_end(self) -> None:
-        """Go on from each replica's own."""
-        self._take_back()
-        super().on_validation_end()
-
     def conclude(self) -> None:
         """Show the means over the replicas for good; what each has of its own is kept until the last state is saved."""
-        self._show_means()
+        self.show()
 
-    def on_train_end(self) -> None:
+    def end(self) -> None:
         """Keep the means."""
-        self._show_means()  # under Lightning's own Trainer
+        self.show()  # under Lightning's own Trainer
         self._aside = None
         self._is_alike = True
-        super().on_train_end()
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """As of any strategy: means under the names of parameters, and what each rank has of its own beside them.
-
-        Args:
-            checkpoint: Lightning's dict of the run.
-            complete: the weights are this rank's own instead; see
-                :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`.
-        """
+    def content(self, checkpoint: Mapping[str, Any], complete: bool, make: Callable[..., Content]) -> Content:
+        """See the base class: means under the names of parameters, and what each rank has of its own beside them."""
         with_own = OPTIMIZERS in checkpoint
         if complete:
-            self._take_back()
-            content = super().run_state(checkpoint, complete=True)
+            self.take_back()
+            content = make(checkpoint, complete=True)
             own = self._remembered()
         else:
-            content = super().run_state(self._averaged(checkpoint))
+            content = make(self.averaged(checkpoint))
             own = {**self._of_this_rank(), **self._remembered()} if with_own else {}
         if not with_own:
             return content
-        tensors = {**content.tensors, **self._common_boxes(), **inner_boxes(self._rank, own)}
-        content.tree[OF_RUN][_OWN] = {"strategy": self.strategy_name, **self._told()}
+        tensors = {**content.tensors, **self._common_boxes(), **inner_boxes(self._strategy.global_rank, own)}
+        content.tree[OF_RUN][_OWN] = {"strategy": self._strategy.strategy_name, **self._told()}
         content.tree[OF_RUN]["left_behind"] = {"of": _OWN, "text": self._left_behind()}
         return Content(content.tree, tensors, content.about)
 
-    def _averaged(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def averaged(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """A checkpoint of the means over the replicas. A collective."""
         own = self._own()
         means = self._means.of(own) if self._aside is None and not self._is_alike else own
         canonical = self._canonical_names()
         averaged = with_means(checkpoint, means, self._optimized(), canonical)
-        return with_mean_states(averaged, self.optimizers, self._name_of(), self._means)
+        return with_mean_states(averaged, self._strategy.optimizers, self._strategy._name_of(), self._means)
 
     def _canonical_names(self) -> dict[str, str]:
-        first = {id(p): name for name, p in self.lightning_module.named_parameters()}
-        return {name: first[id(p)] for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
+        module = self._strategy.lightning_module
+        first = {id(p): name for name, p in module.named_parameters()}
+        return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
     def _of_this_rank(self) -> dict[str, Tensor]:
         """What a file must hold of this rank beside the means."""
         own = self._own() if self._aside is None else self._aside
         buffers = self._buffer_names()
         weights = {f"{_BUFFER if name in buffers else _WEIGHT}{name}": tensor for name, tensor in own.items()}
-        states = optimizer_tensors(self.optimizers, self._name_of())
+        states = optimizer_tensors(self._strategy.optimizers, self._strategy._name_of())
         return {**weights, **{f"{_OPTIMIZER}{key}": value for key, value in states.items()}, **self._scale()}
 
     def _buffer_names(self) -> set[str]:
-        return set(float_buffers(self.lightning_module))
+        return set(float_buffers(self._strategy.lightning_module))
 
     def _scale(self) -> dict[str, Tensor]:
         scaler = self._scaler()
@@ -374,29 +311,21 @@ class LocalUpdateStrategy(HybridStrategy):
     def _left_behind(self) -> str:
         """What is lost of a state under another strategy, as a sentence."""
 
-    def _own_buffers(self) -> dict[str, Tensor]:
-        # Those with a mean are among what each rank has of its own.
+    def own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See the base class; those with a mean are among what each rank has of its own."""
         floats = {f"{_BUFFER}{name}" for name in self._buffer_names()}
-        return {key: value for key, value in super()._own_buffers().items() if key not in floats}
+        return {key: value for key, value in buffers.items() if key not in floats}
 
-    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Let the user's plugin write the means."""
-        super()._save_plain(self._averaged(checkpoint), filepath, storage_options)
-
-    def _knows_left_behind(self, of: str) -> bool:
+    def knows(self, of: str) -> bool:
+        """See the base class."""
         return of == _OWN
 
-    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
-        self._source = state if self.state.is_fitting() else None
-        return super()._opened(state)
+    def opened(self, state: RunState | HeldSource) -> None:
+        """See the base class."""
+        self._source = state if self._strategy.state.is_fitting() else None
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read optimizer states, then what this rank had of its own.
-
-        Raises:
-            CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
-        """
-        super().load_optimizer_state_dict(checkpoint)
+    def restore(self) -> None:
+        """See the base class."""
         source, self._source = self._source, None
         self._aside, self._is_alike = None, False
         self._begin_anew()
@@ -431,13 +360,14 @@ class LocalUpdateStrategy(HybridStrategy):
             if not source.about.get(HANDED_OVER):
                 read_inner(source, inner_keys(source, None), self._remembered())
             return []
-        if saved != self.layout:
+        strategy = self._strategy
+        if saved != strategy.layout:
             return [
-                f"its layout was {saved}, not {self.layout}, so all replicas go on from the mean of their weights and "
-                "of their optimizer states"
+                f"its layout was {saved}, not {strategy.layout}, so all replicas go on from the mean of their weights "
+                "and of their optimizer states"
             ]
-        keys = inner_keys(source, self._rank)
-        states = {f"{_OPTIMIZER}{k}": v for k, v in optimizer_tensors(self.optimizers, self._name_of()).items()}
+        keys = inner_keys(source, strategy.global_rank)
+        states = {f"{_OPTIMIZER}{k}": v for k, v in optimizer_tensors(strategy.optimizers, strategy._name_of()).items()}
         buffers = self._buffer_names()
         own = {f"{_BUFFER if name in buffers else _WEIGHT}{name}": t for name, t in self._own().items()}
         scale = self._scale()
@@ -447,6 +377,13 @@ class LocalUpdateStrategy(HybridStrategy):
             value, growth = scale[_SCALER].tolist()
             scaler.load_state_dict({**scaler.state_dict(), "scale": value, "_growth_tracker": int(growth)})
         return []
+
+
+def keep_apart(strategy: HybridStrategy, replicas: LocalReplicas) -> None:
+    """Have a strategy hold ``replicas``."""
+    strategy.replicas = replicas
+    strategy._parts.append(replicas)
+    strategy._ranks_agree = False
 
 
 def _any_of(group: dist.ProcessGroup | None, flag: Tensor) -> Tensor:

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from trainwright.strategies.local_updates.diloco import DiLoCoStrategy
 from trainwright.strategies.local_updates.local_sgd import LocalSGDStrategy
-from trainwright.strategies.local_updates.replicas import LocalUpdateStrategy
 
-__all__ = ["DiLoCoStrategy", "LocalSGDStrategy", "LocalUpdateStrategy"]
+__all__ = ["DiLoCoStrategy", "LocalSGDStrategy"]

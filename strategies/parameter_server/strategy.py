@@ -18,11 +18,12 @@ from trainwright.checkpoint.memory.held import HeldSource, HeldState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.lightning_internals import _MockOptimizer
-from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
-from trainwright.strategies.contract.same_model import average_buffers, take_from_first
-from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
+from trainwright.core.run.traits import Traits
+from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.contract.same_model import take_from_first
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.own_ranks import ToldFit, Worlds
+from trainwright.strategies.parameter_server.peers import Servers, WorkerMeasures, Workers
 from trainwright.strategies.parameter_server.refusals import rank_problems
 from trainwright.strategies.parameter_server.run_checks import (
     refuse_optimizers,
@@ -89,7 +90,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._linking = Linking(options)
         self._residuals = PushResiduals(self._linking.compression)
         self.averaging = PushedAverages(self, self._residuals)
-        self._leases = options.leases
         self._client: Client | None = None
         self._server: Server | None = None
         self._alone = False  # within a step that other ranks need not make
@@ -97,10 +97,19 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._incarnation = incarnation()
         self._store: dist.Store | None = None
         self._returns = 0  # of lost workers, known when the process group of all ranks was made
-        self._is_apart = False
         self._fit: ToldFit | None = None  # where servers have ranks of their own
         self._run_store: dist.Store | None = None  # there, of all ranks
         self._end_offers: Callable[[], None] = lambda: None
+        self.peers, self.service, self.measures = Workers(self), Servers(self), WorkerMeasures(self)
+        # Only in step are all workers at the same one, unless some may be lost meanwhile.
+        together = self._in_step and self._incarnation is None
+        self.traits = Traits(
+            steps_are_collective=together,
+            averages_every_step=together,
+            holds_step_gradients=False,  # the servers alone have them
+            leases_samples=None if options.leases == "none" else options.leases,
+            joins=bool(self._incarnation),
+        )
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -110,50 +119,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return super().world_size - self._server_ranks
 
     @property
-    def serves(self) -> bool:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.serves`."""
-        return self._server_ranks > 0 and self.global_rank >= self.world_size
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Of Lightning's own samplers."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
-    def steps_are_collective(self) -> bool:
-        """Only in step (``"sync"``) are all workers at the same one, unless some may be lost meanwhile."""
-        return self._in_step and self._incarnation is None
-
-    @property
-    def holds_step_gradients(self) -> bool:
-        """The servers alone have them."""
-        return False
-
-    @property
-    def joins(self) -> bool:
-        """Whether this rank was started anew, in place of one that was lost."""
-        return bool(self._incarnation)
-
-    @property
-    def is_apart(self) -> bool:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.is_apart`."""
-        return self._is_apart
-
-    @property
     def _in_step(self) -> bool:
         return self.options.consistency == "sync"
-
-    @property
-    def leases_samples(self) -> str | None:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.leases_samples`."""
-        return None if self._leases == "none" else self._leases
-
-    @property
-    def fit_store(self) -> dist.Store | None:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.fit_store`; while it trains."""
-        if self._client is None or self._store is None:
-            return None
-        return dist.PrefixStore(self._client.prefix, self._store)
 
     @property
     def server(self) -> Server | None:
@@ -164,28 +136,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def client(self) -> Client | None:
         """This rank's worker, while it trains."""
         return self._client
-
-    def held_bytes(self) -> HeldBytes:
-        """Bytes that this rank holds now, its server's included."""
-        # The module of a rank that only serves has no memory.
-        held = HeldBytes(0, 0, 0) if self.serves else super().held_bytes()
-        if self._server is None:
-            return held
-        parameters, optimizer = self._server.shard.nbytes
-        return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
-
-    def server_bytes(self) -> dict[int, int]:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.server_bytes`."""
-        if self._served is None:
-            return {}
-        plan, first = self._plan(self._served), self.world_size if self._server_ranks else 0
-        return {first + server: plan.numel(server) * plan.dtype.itemsize for server in range(self.servers)}
-
-    def server_traffic(self) -> dict[int, tuple[int, int]]:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.server_traffic`."""
-        if not self._server_ranks or self._client is None:
-            return {}
-        return {self.world_size + server: sent for server, sent in enumerate(self._client.traffic())}
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See ``whole_gradients``; averaged for the occasion."""
@@ -207,19 +157,19 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def setup_environment(self) -> None:
         """Let the ranks meet; one that was started anew is alone until the others meet again."""
-        if self.joins and not dist.is_initialized():
+        if self.traits.joins and not dist.is_initialized():
             meet_alone()
         super().setup_environment()
-        if not self._server_ranks or self.joins:
+        if not self._server_ranks or self.traits.joins:
             return
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._fit = ToldFit(self._store_of_run(), self.global_rank)
-            if self.serves:
+            if self.service.serves:
                 self._fit.wait_until_prepared()
 
     def setup_distributed(self) -> None:
         """Make the process group: of the ranks that train, without those that only serve."""
-        if self._server_ranks and not self.joins:
+        if self._server_ranks and not self.traits.joins:
             self.set_world_ranks()
             assert self.cluster_environment is not None
             worlds = Worlds(self.cluster_environment, self.global_rank, self.world_size, self._server_ranks)
@@ -233,7 +183,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return self._run_store
 
     def _must_restore_late(self) -> bool:
-        return self.joins or super()._must_restore_late()
+        return self.traits.joins or super()._must_restore_late()
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then the optimizer.
@@ -247,8 +197,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if fitting:
             how = f"consistency={self.options.consistency}"
             alone = how if self._incarnation is None else "launch.recovery=rejoin"
-            refuse(list(setup_problems(trainer, self.options, None if self.steps_are_collective else alone)))
-        if self.serves:
+            refuse(list(setup_problems(trainer, self.options, None if self.traits.steps_are_collective else alone)))
+        if self.service.serves:
             # By the same code as on the other ranks, but without memory and without any of them.
             self.precision_plugin.convert_module(self.lightning_module)
             self.setup_optimizers(trainer)
@@ -257,7 +207,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._fit.prepare()
         self._refuse_other_models()
         self._materialise()
-        self._prepare_blocks(self._find_blocks())
+        self._blocks.prepare(self.lightning_module, self._find_blocks())
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
@@ -330,8 +280,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _start_server(self, number: int, plan: ShardPlan, meeting: ServerMeeting) -> None:
         self._server = self._linking.server(number, plan, meeting, self.world_size, self._incarnation is not None)
 
-    def serve(self) -> None:
-        """See ``serve``; the module's memory is given up first."""
+    def _serve(self) -> None:
         served, fit, module = self._served, self._fit, self.lightning_module
         assert fit is not None
         if served is not None:
@@ -366,20 +315,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self.barrier()  # nobody meets before the servers have it
         self._client.meet()
 
-    def meet(self) -> None:
-        """Wait for all workers, take the servers' parameters, and average buffers."""
-        if self._client is None:
-            return
-        self._client.settle()
-        if not self.steps_are_collective:
-            self._meet_anew(self._client.meet())
-        average_buffers(self.lightning_module)
-
     # ---- workers that come again ------------------------------------------------------------------------------------
 
     def _open_held(self, held: HeldState) -> HeldSource:
         # One that joins goes on from what the first rank offers now, not from what it was started with.
-        return super()._open_held(self._join() if self.joins and self._client is None else held)
+        return super()._open_held(self._join() if self.traits.joins and self._client is None else held)
 
     def _join(self) -> HeldState:
         """Link this worker to the servers and take the state of the run."""
@@ -395,16 +335,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         served.forget_state()
         self._client.pull()
 
-    def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.tell_of_end`."""
-        if self._client is not None:
-            self._client.notice = notice
-
-    @property
-    def heard_of_end(self) -> HeardNotice | None:
-        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.heard_of_end`."""
-        return None if self._client is None else self._client.heard
-
     def _make_offers(self) -> None:
         trainer: Any = self.lightning_module.trainer
         if hasattr(trainer, "phases"):
@@ -415,12 +345,12 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _own_state(self, trainer: Any) -> Content:
         """This rank's state of the run, without asking anybody for what servers have."""
         assert self._served is not None
-        self._is_apart = self._served.apart = True
+        self.peers.is_apart = self._served.apart = True
         try:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             return self.run_state(checkpoint, complete=True)
         finally:
-            self._is_apart = self._served.apart = False
+            self.peers.is_apart = self._served.apart = False
 
     def _meet_anew(self, returns: int) -> None:
         """Make the process group of all ranks anew if somebody has come again since it was made."""
@@ -447,7 +377,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._client is None or self._served is None:
             return
         self._end_offers()
-        self.meet()
+        self.peers.meet()
         self._served.retire()
         self.barrier()  # nobody leaves before all have what they need
         self._client.leave()
@@ -458,7 +388,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _stop_at_once(self, problem: str = "", code: int | None = None) -> None:
         self._end_offers()
         fit, self._fit = self._fit, None
-        if fit is not None and self.serves:
+        if fit is not None and self.service.serves:
             with suppress(RuntimeError):  # the store is gone
                 fit.be_ready(self._server_number, problem)
         elif fit is not None and self.is_global_zero:
@@ -481,7 +411,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def teardown(self) -> None:
         """Leave nothing behind."""
         self._stop_at_once()
-        if self.serves:
+        if self.service.serves:
             assert self.accelerator is not None
             self.accelerator.teardown()  # the module is on the meta device, and nothing else was begun
             return
@@ -491,7 +421,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; where ranks step by themselves, what needs the others is refused meanwhile."""
-        self._alone = not self.steps_are_collective
+        self._alone = not self.traits.steps_are_collective
         try:
             with nullcontext() if self._client is None else self._client.watched():
                 return super().training_step(*args, **kwargs)
@@ -536,8 +466,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights of all; while training, the ranks meet for it."""
         self._settle()
-        if not self._is_apart:
-            self.meet()
+        if not self.peers.is_apart:
+            self.peers.meet()
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
@@ -545,7 +475,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._settle()
         content = super().run_state(checkpoint, complete=complete)
         left_behind = self._residuals.left_behind
-        if left_behind is not None and not self._is_apart and OF_RUN in content.tree:
+        if left_behind is not None and not self.peers.is_apart and OF_RUN in content.tree:
             content.tree[OF_RUN]["left_behind"] = left_behind
         return content
 

@@ -31,6 +31,7 @@ from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_
 from trainwright.checkpoint.read.weights import SavedWeights
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.part import Host
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.state import rank_state, run_state
@@ -54,6 +55,12 @@ class KeepsBack(Protocol):
     def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None: ...
 
 
+class HasKey(Protocol):
+    """A certificate, which holds for the layout and the code that its key names; empty without one."""
+
+    key: str
+
+
 class Kept(Host, Protocol):
     """What a strategy says of what its ranks hold, so that it can be kept."""
 
@@ -63,14 +70,10 @@ class Kept(Host, Protocol):
     @property
     def averaging(self) -> KeepsBack: ...
 
-    @property
-    def data_rank(self) -> int: ...
+    ranks: Ranks
 
     @property
-    def num_data_ranks(self) -> int: ...
-
-    @property
-    def certificate_key(self) -> str: ...
+    def certificate(self) -> HasKey: ...
 
     @property
     def placement(self) -> Placement: ...
@@ -151,8 +154,8 @@ class RunStates:
                 self._strategy._rank, {**random_state(self._strategy.root_device), **buffers, **kept.of_rank}
             )
             tree[OF_RUN] = {"layout": asdict(self._strategy.layout), "trained": sorted(self._trained())}
-            if self._strategy.certificate_key:
-                tree[OF_RUN]["certificate"] = self._strategy.certificate_key
+            if self._strategy.certificate.key:
+                tree[OF_RUN]["certificate"] = self._strategy.certificate.key
             if kept.about:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
@@ -180,7 +183,7 @@ class RunStates:
             "strategy": self._strategy.strategy_name,
             "layout": asdict(self._strategy.layout),
             "world_size": int(getattr(self._strategy, "world_size", 1)),
-            "data_ranks": self._strategy.num_data_ranks,
+            "data_ranks": self._strategy.ranks.num_data_ranks,
             "global_batch_size": None if batch is None else batch.size,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
@@ -213,7 +216,7 @@ class RunStates:
         of_run = checkpoint.pop(OF_RUN, None)
         if of_run is not None and self.is_fitting():
             own = self._strategy
-            where = (own.layout, own._rank, own.data_rank, own.root_device)
+            where = (own.layout, own._rank, own.ranks.data_rank, own.root_device)
             self.pending = rank_state.saved_rank_state(state, of_run, *where)
             self._trained_before = set(of_run.get("trained", ()))
             self.certified_before = str(of_run.get("certificate", ""))

@@ -42,7 +42,7 @@ class Count(pl.Callback):
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         dist.barrier()
-        self.meter = trainer.strategy.measure_communication()
+        self.meter = trainer.strategy.measures.measure_communication()
         self.begin = written_bytes()
 
     def end(self) -> tuple[float, int]:

@@ -28,7 +28,7 @@ from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelCut
 from trainwright.planning.time.step import bubble_of, step_time
 from trainwright.strategies.compose.engine_options import EngineOptions
-from trainwright.strategies.compose.engines import plan_for
+from trainwright.strategies.compose.model_plan import plan_for
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import plan_splits

@@ -63,7 +63,7 @@ class Net(pl.LightningModule):
         return (self(batch["x"]) - batch["y"]).square().mean()
 
     def on_train_batch_start(self, batch, batch_idx):
-        outer = getattr(self.trainer.strategy, "_outer", None)
+        outer = getattr(getattr(self.trainer.strategy, "replicas", None), "_outer", None)
         if outer is not None:
             self.note_common(outer)
 
@@ -81,7 +81,7 @@ class Net(pl.LightningModule):
         path = Path(self.trainer.default_root_dir, "read", f"{os.getpid()}.jsonl")
         path.parent.mkdir(exist_ok=True)
         generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        line = [generation, self.trainer.global_step, self.trainer.strategy.data_rank, samples]
+        line = [generation, self.trainer.global_step, self.trainer.strategy.ranks.data_rank, samples]
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainwright.core.run.peers import service_of
+
 SAMPLES = 64
 
 
@@ -46,7 +48,7 @@ class Tiny(pl.LightningModule):
         self.head = nn.Linear(8, 1)
 
     def setup(self, stage: str) -> None:
-        if getattr(self.trainer.strategy, "serves", False):
+        if service_of(self.trainer.strategy).serves:
             _note_process(self.trainer)
         if os.environ["LOCAL_RANK"] == "1" and self.hparams.broken and Path(self.hparams.broken).exists():
             os.kill(os.getpid(), signal.SIGKILL)

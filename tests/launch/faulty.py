@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.data.zero import ZeroStrategy
@@ -61,7 +62,10 @@ class StaleZeroStrategy(ZeroStrategy):
 class SameSamplesDDPStrategy(DDPStrategy):
     """Every rank reads the samples of rank 0."""
 
-    @property
-    def data_rank(self) -> int:
-        """The same on every rank."""
-        return 0
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ranks = _SameRank(self)
+
+
+class _SameRank(Ranks):
+    data_rank = 0  # the same on every rank

@@ -47,7 +47,7 @@ class Paced(pl.Callback):
             trainer.balance.make_clock = lambda trainer: self
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._mine = self.seconds[trainer.strategy.data_rank]
+        self._mine = self.seconds[trainer.strategy.ranks.data_rank]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.sizes.append(num_samples(batch))

@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from tests.parity.harness import QUIET
 from trainwright import Trainer
+from trainwright.core.run.traits import Traits
 from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 from trainwright.trainer.data.reading import dealer_of
@@ -31,15 +32,7 @@ class Alone(DDPStrategy):
 
     def __init__(self, guarantee: str = "at_least_once", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._guarantee = guarantee
-
-    @property
-    def steps_are_collective(self) -> bool:
-        return False
-
-    @property
-    def leases_samples(self) -> str | None:
-        return self._guarantee
+        self.traits = Traits(steps_are_collective=False, leases_samples=guarantee)
 
     def configure_ddp(self) -> None:
         pass

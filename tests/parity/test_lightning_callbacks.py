@@ -64,7 +64,7 @@ CALLBACKS: dict[str, Any] = {
 def tune(strategy: str, options: dict[str, Any], name: str) -> tuple[float, list[float]]:
     module, callback = Tuned(), CALLBACKS[name]()
     trainer = make_trainer(strategy, options, max_epochs=10 if name == "rate" else 2, callbacks=[callback])
-    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.num_data_ranks))
+    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.ranks.num_data_ranks))
     return module.lr, [weight.norm().item() for _, weight in trainer.strategy.whole_parameters()]
 
 

@@ -18,6 +18,7 @@ from tests.parity.harness import QUIET, TOLERANCE, Record, Recorder, differences
 from tests.parity.modules import LENGTH, VOCABULARY, Decoder
 from trainwright import Trainer
 from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.core.run.traits import Traits
 from trainwright.strategies.data.single import SingleDeviceStrategy
 
 GLOBAL_BATCH = 12
@@ -296,7 +297,7 @@ def test_manual_optimization_is_refused():
 class RunsBackward(SingleDeviceStrategy):
     """Stands for a strategy with a pipeline that does not weigh its micro-batches."""
 
-    backward_in_step = True
+    traits = Traits(backward_in_step=True)
 
 
 def test_a_strategy_that_would_not_weigh_is_refused():

@@ -160,7 +160,7 @@ class _Weigher(WholeRecorder):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
-        self.held = trainer.strategy.held_bytes().optimizer
+        self.held = trainer.strategy.measures.held_bytes().optimizer
 
 
 def _weighed(strategy: str, options: dict[str, Any]) -> tuple[int, int, int]:

@@ -91,7 +91,7 @@ def read(strategy: str, options: dict[str, Any], make: Any, splits: bool, micro:
     trainer.fit(module, load(25), load(9))
     return {
         "read": module.read,
-        "data_rank": trainer.strategy.data_rank,
+        "data_rank": trainer.strategy.ranks.data_rank,
         "listed": torch.cat(module.listed).tolist(),
         "steps": trainer.global_step,
         "weights": [weight.norm().item() for _, weight in trainer.strategy.whole_parameters()],
@@ -163,7 +163,7 @@ def test_what_would_train_on_wrong_samples_is_refused(
 ) -> None:
     for error in ranks(said, 2, make, strategy, ON_TWO[strategy], loader):
         assert message in error
-        assert "trainer.strategy.data_rank" in error
+        assert "trainer.strategy.ranks.data_rank" in error
 
 
 class GathersUnevenly(Reads):

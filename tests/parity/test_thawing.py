@@ -75,7 +75,7 @@ class Thawing(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         samples = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-        return torch.utils.data.DataLoader(samples, batch_size=8 // self.trainer.strategy.num_data_ranks)
+        return torch.utils.data.DataLoader(samples, batch_size=8 // self.trainer.strategy.ranks.num_data_ranks)
 
 
 def trained(strategy: str, options: dict[str, Any], adds: bool = False) -> dict[str, Tensor]:

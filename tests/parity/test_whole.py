@@ -118,7 +118,7 @@ def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str,
     trainer.save_checkpoint(path)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, DataLoader(Texts(24), batch_size=8 // trainer.strategy.num_data_ranks), ckpt_path=path)
+    trainer.fit(module, DataLoader(Texts(24), batch_size=8 // trainer.strategy.ranks.num_data_ranks), ckpt_path=path)
     return record, module.seen, state
 
 

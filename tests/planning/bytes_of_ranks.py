@@ -22,7 +22,8 @@ from trainwright.planning.model.facts import ModelFacts
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelCut
 from trainwright.strategies.compose.engine_options import EngineOptions
-from trainwright.strategies.compose.engines import plan_for, stage_spans
+from trainwright.strategies.compose.engines import stage_spans
+from trainwright.strategies.compose.model_plan import plan_for
 from trainwright.strategies.compose.rules import micro_batches_for
 from trainwright.strategies.expert.engine import Dispatcher
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of

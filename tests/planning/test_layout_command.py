@@ -42,7 +42,7 @@ class Weigh(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 2:
-            held = trainer.strategy.held_bytes()
+            held = trainer.strategy.measures.held_bytes()
             self.held = held.parameters, held.gradients, held.optimizer
 
 
@@ -54,7 +54,7 @@ def measure(network: str, options: dict[str, Any]) -> tuple[_Held, list[_Held]]:
         planned = make_module(network, "adamw")
     strategy = trainer.strategy
     layout = strategy._open_layout.resolve(world_size())
-    rules = StateRules(strategy.stage, strategy._offload)
+    rules = StateRules(strategy.stage, strategy.options.offload)
     computed = bytes_of_ranks(planned, layout, strategy.options, rules)
     trainer.fit(make_module(network, "adamw"), DataLoader(Texts(48), batch_size=4))
     return weigh.held, [(each.parameters, each.gradients, each.optimizer or 0) for each in computed]

@@ -129,7 +129,7 @@ class Sent(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._meter is None and trainer.global_step == trainer.max_steps - 1:
-            self._meter = trainer.strategy.measure_communication()
+            self._meter = trainer.strategy.measures.measure_communication()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._meter.stop()

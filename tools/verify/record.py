@@ -123,7 +123,7 @@ class Recorder(Callback):
     def on_train_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Write the rest."""
         strategy: Any = trainer.strategy
-        rank = {"data_rank": strategy.data_rank, "losses": self._losses, "samples": self._samples}
+        rank = {"data_rank": strategy.ranks.data_rank, "losses": self._losses, "samples": self._samples}
         _write_json(self._folder / f"rank_{trainer.global_rank}.json", rank)
         if not trainer.is_global_zero:
             return
@@ -131,7 +131,7 @@ class Recorder(Callback):
         run = {
             "micro_batch_size": getattr(batch, "micro_batch_size", None),
             "accumulation": getattr(batch, "accumulation", None),
-            "data_ranks": strategy.num_data_ranks,
+            "data_ranks": strategy.ranks.num_data_ranks,
             "layout": {axis: size for axis, size in asdict(strategy.layout).items() if size != 1},
             "automatic_optimization": pl_module.automatic_optimization,
             "dropout": self._dropout,

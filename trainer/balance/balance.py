@@ -91,7 +91,7 @@ class Balance(Measuring):
         problems = micro_batch_problems(micro_batch_size, self.schedule.bounds.least_samples)
         if problems:
             raise ValueError("; ".join(problems))
-        self._wave_size = micro_batch_size * self._strategy.num_data_ranks
+        self._wave_size = micro_batch_size * self._strategy.ranks.num_data_ranks
         return self.schedule
 
     @property
@@ -112,9 +112,9 @@ class Balance(Measuring):
         """Begin with the shares asked for, or with equal ones."""
         if stage != "fit":
             return
-        ranks = self._strategy.num_data_ranks
+        ranks = self._strategy.ranks.num_data_ranks
         # Torch refuses BatchNorm of a single value.
-        least = max(self._strategy.least_batch_size, 2 if _batch_norms(pl_module) else 1)
+        least = max(self._strategy.options.least_batch(self._strategy.layout), 2 if _batch_norms(pl_module) else 1)
         self.schedule.bounds = replace(self.schedule.bounds, least_samples=least)
         self.schedule.start([1 / share for share in self.options.shares or [1.0] * ranks])
         self._seconds = None
@@ -180,7 +180,7 @@ class Balance(Measuring):
 
     def take_up(self, everyone: Sequence[Measured], trainer: Any) -> None:
         """Deal by what all ranks have measured, if that is worth it; the same on every rank."""
-        measured = _per_sample(everyone, self._strategy.num_data_ranks)
+        measured = _per_sample(everyone, self._strategy.ranks.num_data_ranks)
         if measured is None:
             return
         keep = self.options.smoothing if self._seconds is not None else 0.0
@@ -215,7 +215,7 @@ class Balance(Measuring):
         """Go on with the shares of another run, where they are of as many data ranks."""
         if self.options.kind != AUTO or state is None:
             return
-        ranks, before = self._strategy.num_data_ranks, len(state["dealt_by"])
+        ranks, before = self._strategy.ranks.num_data_ranks, len(state["dealt_by"])
         if before != ranks:
             rank_zero_info(
                 f"balance: begins with equal shares, since those saved are of {before} data ranks, not {ranks}."
@@ -274,7 +274,7 @@ def make_balance(trainer: Any, balance: BalanceArgument) -> Balance | None:
         )
     deals_samples = trainer._accelerator_connector.use_distributed_sampler
     problems = [
-        *strategy_problems(options.kind, type(strategy).__name__, not strategy.averages_every_step),
+        *strategy_problems(options.kind, type(strategy).__name__, not strategy.traits.averages_every_step),
         *layout_problems(strategy.layout, options.kind, options.shares),
         *data_problems(trainer.data_partition, deals_samples, ""),
     ]

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from trainwright.core.lightning_internals import _auto_add_worker_init_fn, _DataConnector
 from trainwright.core.processes.orphans import end_with_main_thread
+from trainwright.core.run.traits import traits_of
+from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.trainer.data.data_order import RankBatchSampler
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
 from trainwright.trainer.data.epoch_order import EpochOrder
@@ -67,11 +69,11 @@ class OrderedDataConnector(_DataConnector):
 
     def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         strategy = self.trainer.strategy
-        ranks, rank = getattr(strategy, "num_data_ranks", None), getattr(strategy, "data_rank", 0)
+        ranks, rank = ranks_of(strategy).num_data_ranks, ranks_of(strategy).data_rank
         training = mode == RunningStage.TRAINING
-        ours = ranks is not None and self.trainer._accelerator_connector.use_distributed_sampler
+        is_ours = hasattr(strategy, "ranks")
+        ours = is_ours and self.trainer._accelerator_connector.use_distributed_sampler
         if ours and can_order(dataloader):
-            assert ranks is not None
             assert isinstance(dataloader, DataLoader)
             _check_enough_samples(dataloader, ranks, mode)
             if self.trainer.world_size == 1 and mode in _EVALUATING and keep(dataloader):
@@ -85,14 +87,14 @@ class OrderedDataConnector(_DataConnector):
             return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
         loader = super()._prepare_dataloader(dataloader, shuffle, mode)
         if ours:
-            self._settle_other(loader, int(ranks or 1), training)
+            self._settle_other(loader, ranks, training)
         elif training and isinstance(loader, DataLoader) and loader.batch_size:
-            self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
+            self.trainer.settle_global_batch(loader.batch_size, ranks)
         if training and state_source(loader) is not None:
             _auto_add_worker_init_fn(loader, self._seed_rank)
             loader = RememberedStates(loader, lambda: self.trainer.accumulate_grad_batches)
         drop_last = bool(getattr(dataloader, "drop_last", False)) and mode != RunningStage.PREDICTING
-        return self._even(loader, ranks, training, drop_last)
+        return self._even(loader, ranks, training, drop_last) if is_ours else loader
 
     def _refuse_undealt(self, loader: object) -> None:
         """Samples that we do not deal cannot be dealt, or drawn, as asked."""
@@ -209,10 +211,10 @@ class OrderedDataConnector(_DataConnector):
                 "Give the DataLoader a batch_size, or leave global_batch_size out and set accumulate_grad_batches."
             )
 
-    def _even(self, loader: object, ranks: int | None, training: bool, drop_last: bool) -> object:
+    def _even(self, loader: object, ranks: int, training: bool, drop_last: bool) -> object:
         """Keep ranks in step over loaders that may have unequal lengths, and deal streams that are the same on all."""
         several = dist.is_initialized() and dist.get_world_size() > 1
-        if ranks is None or not several:
+        if not several:
             return loader
         is_unknown = sized_len(loader) is None
         lengths = torch.tensor([-1.0 if is_unknown else float(sized_len(loader) or 0)])
@@ -222,7 +224,7 @@ class OrderedDataConnector(_DataConnector):
         dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
         if smallest.item() == lengths.item() and not is_unknown and not has_iterable_dataset(loader):
             return loader
-        if training and not getattr(self.trainer.strategy, "steps_are_collective", True):
+        if training and not traits_of(self.trainer.strategy).steps_are_collective:
             raise ValueError(
                 f"The training loader ({type(loader).__name__}) may give ranks unequal numbers of batches, so they "
                 f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
@@ -236,7 +238,7 @@ class OrderedDataConnector(_DataConnector):
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         whole_steps = training and trainer.global_batch_size is not None
         return Reader(
-            data_rank=trainer.strategy.data_rank,
+            data_rank=trainer.strategy.ranks.data_rank,
             data_ranks=ranks,
             world_size=dist.get_world_size(),
             training=training,
@@ -249,7 +251,7 @@ class OrderedDataConnector(_DataConnector):
     @property
     def _seed_rank(self) -> int:
         """Whose workers draw the same random numbers: ranks that share samples draw the same augmentations."""
-        return int(getattr(self.trainer.strategy, "data_rank", self.trainer.global_rank))
+        return ranks_of(self.trainer.strategy).data_rank
 
 
 def _refuse_to_deal_batches(trainer: RunTrainer) -> None:

@@ -33,7 +33,7 @@ from trainwright.trainer.data.wrapped_loader import WrappedLoader, innermost
 
 _INSTEAD = (
     "Type DataLoader(trainwright.DealtStream(dataset), ...), which deals single samples and resumes exactly; or split "
-    "the dataset by trainer.strategy.data_rank and trainer.strategy.num_data_ranks."
+    "the dataset by trainer.strategy.ranks.data_rank and trainer.strategy.ranks.num_data_ranks."
 )
 
 
@@ -198,7 +198,7 @@ class EvenLoader(WrappedLoader):
             )
         rank_zero_info(
             f"The stream {dataset} is the same on all {reader.data_ranks} data ranks: each reads all of it and keeps "
-            f"one batch of {reader.data_ranks}. To read less, split it by trainer.strategy.data_rank."
+            f"one batch of {reader.data_ranks}. To read less, split it by trainer.strategy.ranks.data_rank."
         )
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from trainwright.checkpoint.exchange.groups import default_store
+from trainwright.core.run.peers import HeardNotice, peers_of
 from trainwright.core.text.messages import run_token, seal, unseal
-from trainwright.strategies.contract.word_of_end import HeardNotice
 from trainwright.trainer.data.data_order import Drawn, RankBatchSampler, Resumed
 from trainwright.trainer.data.epoch_order import EpochOrder
 from trainwright.trainer.data.partition import Read, add_read, what_is_left
@@ -74,11 +74,13 @@ class SampleLeases:
 
     def _connect(self) -> LeaseDesk:
         strategy: Any = self._trainer.strategy
-        alone = strategy.num_data_ranks == 1
-        store, key = (None, "") if alone else _meeting(getattr(strategy, "fit_store", None))
-        if strategy.data_rank == 0:
+        alone = strategy.ranks.num_data_ranks == 1
+        store, key = (None, "") if alone else _meeting(peers_of(strategy).fit_store)
+        if strategy.ranks.data_rank == 0:
             host = listening_host(os.environ)
-            service = LeaseService(strategy.num_data_ranks, strategy.leases_samples, self.most, host, run_token())
+            service = LeaseService(
+                strategy.ranks.num_data_ranks, strategy.traits.leases_samples, self.most, host, run_token()
+            )
             self._service, address = service, service.address
             if store is not None:
                 # Whoever reaches the store can read it: the token is there only where ranks were given none.
@@ -88,7 +90,7 @@ class SampleLeases:
             assert store is not None
             host, port, token = unseal(run_token(), store.get(key))
             address = Address(host, port, token or run_token())
-        return LeaseDesk(address, strategy.data_rank)
+        return LeaseDesk(address, strategy.ranks.data_rank)
 
     def open(self, epoch: int, samples: int, chunk: int, before: int) -> LeaseDesk:
         """Begin to lease an epoch, see :meth:`~trainwright.trainer.leases.service.LeaseDesk.open`."""
@@ -350,8 +352,8 @@ def why_not_leased(trainer: RunTrainer, ranks: int) -> str | None:
         ranks: number of workers.
     """
     strategy: Any = trainer.strategy
-    if strategy.leases_samples not in GUARANTEES:
-        return f"leases={strategy.leases_samples!r} (allowed: {', '.join(map(repr, GUARANTEES))})"
+    if strategy.traits.leases_samples not in GUARANTEES:
+        return f"leases={strategy.traits.leases_samples!r} (allowed: {', '.join(map(repr, GUARANTEES))})"
     limit, interval = trainer.limit_train_batches, trainer.val_check_interval
     validates = trainer.fit_loop.epoch_loop._should_check_val_epoch() or trainer.enable_validation
     if trainer.data_partition != "interleave":

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from trainwright.core.lightning_internals import _DataFetcher, _DataLoaderIterDataFetcher, _TrainingEpochLoop
 from trainwright.core.run.hooks import HookTable
+from trainwright.core.run.peers import peers_of
 from trainwright.core.run.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
 from trainwright.trainer.data.reading import Dealer, Weigher, dealer_of, weigher_of
 from trainwright.trainer.loop.loss_weighting import refuse_impossible
@@ -418,9 +419,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def meet(self) -> None:
         """Where all ranks pass: let those that step by themselves come together."""
-        meet = getattr(self.trainer.strategy, "meet", None)  # Lightning's own strategies have none
-        if meet is not None:
-            meet()
+        peers_of(self.trainer.strategy).meet()
 
     def _end_lean_batch(self) -> None:
         self._skip_next_val = False

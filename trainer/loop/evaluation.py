@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
 from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
+from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.trainer.data.reading import weigher_of
 from trainwright.trainer.loop.results import LeanResults
@@ -114,11 +115,11 @@ class OrderedPredictionLoop(_PredictionLoop):
         if self._others is None:
             yield
             return
-        strategy, callbacks = trainer.strategy, trainer.callbacks
-        if padding or not getattr(strategy, "leads_data_rank", True):
+        ranks, callbacks = ranks_of(trainer.strategy), trainer.callbacks
+        if padding or not ranks.leads_data_rank:
             trainer.callbacks = self._others
         try:
-            with strategy.among_data_ranks() if hasattr(strategy, "among_data_ranks") else nullcontext():
+            with ranks.among_data_ranks():
                 yield
         finally:
             trainer.callbacks = callbacks
@@ -126,13 +127,12 @@ class OrderedPredictionLoop(_PredictionLoop):
     def _on_predict_epoch_end(self) -> Any:
         with self._writing():
             predictions = super()._on_predict_epoch_end()
-        strategy: Any = self.trainer.strategy
-        ranks = getattr(strategy, "num_data_ranks", 1)
-        if predictions is None or ranks == 1:
+        ranks, ours = ranks_of(self.trainer.strategy), hasattr(self.trainer.strategy, "ranks")
+        if predictions is None or not ours or ranks.num_data_ranks == 1:
             return predictions
         several = self.num_dataloaders > 1
-        group = strategy.data_group  # ranks of other axes predict for the same samples
-        gathered = of_all_ranks(predictions if several else [predictions], group, strategy.root_device)
+        group = ranks.data_group  # ranks of other axes predict for the same samples
+        gathered = of_all_ranks(predictions if several else [predictions], group, self.trainer.strategy.root_device)
         merged = [self._merge(batches, index) for index, batches in enumerate(zip(*gathered, strict=True))]
         return merged if several else merged[0]
 
@@ -149,7 +149,7 @@ class OrderedPredictionLoop(_PredictionLoop):
 def _is_told_to_end(trainer: Any, dataloader_iter: Any) -> bool:
     """Whether the ranks have agreed, after a batch, that they were told to end."""
     # Only where our loaders see to it that every rank has as many batches as the others.
-    even = dataloader_iter is None and hasattr(trainer.strategy, "num_data_ranks")
+    even = dataloader_iter is None and hasattr(trainer.strategy, "ranks")
     told: bool = trainer._signal_connector.passed(fits=False, even=even)
     return told
 

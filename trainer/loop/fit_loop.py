@@ -28,6 +28,8 @@ from trainwright.core.lightning_internals import (
     _set_sampler_epoch,
 )
 from trainwright.core.problems import ChangedDataError
+from trainwright.core.run.peers import peers_of
+from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.data.reading import (
     dealer_of,
@@ -251,7 +253,7 @@ class ResumableFitLoop(_FitLoop):
         accumulation = self.trainer.accumulate_grad_batches
         (found,) = self._describe(accumulation)
         batch = found.global_batch_size or 1
-        apart = getattr(self.trainer.strategy, "is_apart", False)
+        apart = peers_of(self.trainer.strategy).is_apart
         state = leased.state_to_join(batch) if apart else leased.state()
         return Cursor(
             epoch=self._begun,
@@ -280,14 +282,14 @@ class ResumableFitLoop(_FitLoop):
 
     def of_data_ranks(self, state: Any) -> list[Any]:
         """What each data rank gives, in order of the ranks; a collective unless this rank is apart."""
-        if self._data_ranks == 1 or getattr(self.trainer.strategy, "is_apart", False):
+        if self._data_ranks == 1 or peers_of(self.trainer.strategy).is_apart:
             return [state] * self._data_ranks
         by_rank = dict(of_all_ranks((self._data_rank, state), self.trainer.agreement_group()))
         return [by_rank[rank] for rank in range(self._data_ranks)]
 
     def _logged_of_data_ranks(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """What each data rank has logged; of many, what all have together, as for a run on other data ranks."""
-        if self._data_ranks <= MOST_LOGGED or getattr(self.trainer.strategy, "is_apart", False):
+        if self._data_ranks <= MOST_LOGGED or peers_of(self.trainer.strategy).is_apart:
             return self.of_data_ranks(mine)
         group, rank = self.trainer.agreement_group(), int(self.trainer.global_rank)
         layout = getattr(self.trainer.strategy, "layout", None)
@@ -310,11 +312,11 @@ class ResumableFitLoop(_FitLoop):
 
     @property
     def _data_ranks(self) -> int:
-        return int(getattr(self.trainer.strategy, "num_data_ranks", None) or self.trainer.world_size)
+        return ranks_of(self.trainer.strategy).num_data_ranks
 
     @property
     def _data_rank(self) -> int:
-        return int(getattr(self.trainer.strategy, "data_rank", self.trainer.global_rank))
+        return ranks_of(self.trainer.strategy).data_rank
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """The cursor, in place of the states of loaders, which Lightning has of rank 0 alone; and what was logged.

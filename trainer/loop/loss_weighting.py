@@ -209,7 +209,7 @@ class TokenWeights:
             work.wait()
         self.begin()
         tokens, loss, observers, references = vector.unbind()
-        ranks = self.strategy.num_data_ranks
+        ranks = self.strategy.ranks.num_data_ranks
         # Ranks of other axes hold copies of a data rank's numbers, or none at all.
         copies, reference = observers / ranks, references / observers
         nothing = tokens == 0
@@ -239,7 +239,7 @@ class TokenWeights:
         module = self.strategy.lightning_module
         assert module is not None
         total = self.strategy.reduce(count.clone(), reduce_op="sum")
-        each = total * module.trainer.accumulate_grad_batches / self.strategy.num_data_ranks
+        each = total * module.trainer.accumulate_grad_batches / self.strategy.ranks.num_data_ranks
         return torch.where(total > 0, _power_of_two(each), torch.ones_like(each))
 
     # ---- counting -------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def make_token_weights(
             f"loss_weighting='tokens' is not supported with {type(strategy).__name__}, whose gradients cannot be "
             f"corrected from outside. Use one of the strategies {', '.join(strategy_names())}."
         )
-    if not strategy.steps_are_collective:
+    if not strategy.traits.steps_are_collective:
         raise ValueError(
             f"loss_weighting='tokens' adds up the tokens of all ranks at every step, but under "
             f"{type(strategy).__name__} as it is set ranks step by themselves. Use loss_weighting='micro_batch', or a "
@@ -386,7 +386,7 @@ def refuse_impossible(weights: TokenWeights, module: LightningModule) -> None:
             "automatic_optimization=False: it calls backward and steps when it likes, so nobody else knows which "
             "losses make up a step. Weigh the losses in training_step, or set loss_weighting='micro_batch'."
         )
-    if strategy.backward_in_step and not getattr(strategy, "weighs_micro_batches", False):
+    if strategy.traits.backward_in_step and not strategy.traits.weighs_micro_batches:
         raise ValueError(
             f"loss_weighting='tokens' is not supported by {type(strategy).__name__} with the layout {strategy.layout}, "
             "which runs backward within training_step. Take a layout with pipeline=1, or set "

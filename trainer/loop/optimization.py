@@ -18,6 +18,7 @@ from trainwright.callbacks.guard.verdict import DropStep
 from trainwright.core.lightning_internals import _AutomaticOptimization, _block_parallel_sync_behavior
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from trainwright.core.run.traits import Traits
 from trainwright.strategies.pipeline.optimization import ZeroGradFirst
 from trainwright.trainer.data.reading import Weigher
 from trainwright.trainer.loop.loss_weighting import TokenWeights
@@ -119,7 +120,7 @@ class LeanOptimization(_AutomaticOptimization):
         trainer.fit_loop.epoch_loop.dropped = True
 
     def _make_closure(self, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
-        first = getattr(self.trainer.strategy, "backward_in_step", False)
+        first = getattr(self.trainer.strategy, "traits", Traits).backward_in_step
         make = ZeroGradFirst._make_closure if first else _AutomaticOptimization._make_closure
         return make(self, kwargs, optimizer, batch_idx)  # type: ignore[arg-type]
 
@@ -163,13 +164,13 @@ class LeanOptimization(_AutomaticOptimization):
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             weights.begin()
         # A strategy that runs backward within the step weighs its own micro-batches.
-        return nullcontext() if weights.strategy.backward_in_step else weights.observe(batch)
+        return nullcontext() if weights.strategy.traits.backward_in_step else weights.observe(batch)
 
     def weigh(self, result: ClosureResult, output: Any, divisor: float) -> None:
         """Before backward: exchange the loss to differentiate for the one that is weighed by its tokens."""
         if self.token_weights is None or self._skip_backward or output is None:
             return
-        if not self.token_weights.strategy.backward_in_step:
+        if not self.token_weights.strategy.traits.backward_in_step:
             self.token_weights.weigh(result, output, padding=divisor == float("inf"))
         if not self.trainer.fit_loop._should_accumulate():
             self.token_weights.start()
@@ -200,7 +201,7 @@ class _LeanClosure:
         names = module.__dict__
         assert loop.loss_divisor is not None
         divisor = loop.loss_divisor.divisor(self._batch_idx)
-        zeroes_first = getattr(strategy, "backward_in_step", False)  # Lightning's own strategies have none
+        zeroes_first = getattr(strategy, "traits", Traits).backward_in_step  # Lightning's own strategies have none
         if zeroes_first:
             strategy.loss_divisor = divisor
             self._zero_grad_if_due(module)

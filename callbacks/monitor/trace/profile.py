@@ -21,6 +21,8 @@ from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.callbacks.steps import StepCounter, window_steps
 from trainwright.checkpoint.exchange.groups import default_store
+from trainwright.core.run.peers import peers_of
+from trainwright.core.run.traits import traits_of
 
 # Events of a trace that belong together by a number which is unique within one rank only.
 _WITH_ID = ("s", "t", "f", "b", "n", "e", "N", "O", "D")
@@ -109,7 +111,7 @@ class Profile(Callback):
         first, end = self._wanted.pop(0)
         begin = self._counter.next_number(trainer)
         self._span, self._began = (begin, begin + end - first), time.perf_counter()
-        together = bool(getattr(trainer.strategy, "steps_are_collective", True))
+        together = traits_of(trainer.strategy).steps_are_collective
         if together and _store(trainer) is not None:
             key = f"trainwright/clock/{begin}"
             others = sampled_ranks(trainer.world_size, self.most_ranks)[1:]
@@ -183,7 +185,7 @@ class Profile(Callback):
         stem = Path(self.run_dir) / FOLDER / f"trace_{self._span[0]}"
         self.latest = self._write(_of_rank(stem, trainer.global_rank))
         ranks = sampled_ranks(trainer.world_size, self.most_ranks)
-        together = bool(getattr(trainer.strategy, "steps_are_collective", True))
+        together = traits_of(trainer.strategy).steps_are_collective
         if together and _store(trainer) is not None:
             _wait_for_all(_store(trainer), f"trainwright/trace/{self._span[0]}", len(ranks), trainer.is_global_zero)
         if trainer.is_global_zero:
@@ -230,7 +232,7 @@ def _of_rank(stem: Path, rank: int) -> Path:
 
 def _store(trainer: Any) -> Any:
     """Where ranks leave word for each other; ``None``: there is one rank."""
-    own = getattr(trainer.strategy, "fit_store", None)
+    own = peers_of(trainer.strategy).fit_store
     if own is not None:
         return own
     if trainer.world_size == 1 or not dist.is_initialized():

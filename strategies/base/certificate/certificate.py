@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +63,7 @@ class Certificate:
             return
         self._written.set_up()
         fitting = strategy.lightning_module.trainer.state.fn == "fit"
-        self.outcome, self.is_due = None, fitting and strategy.splits_module
+        self.outcome, self.is_due = None, fitting and strategy.certified.is_split
         if self.is_due and is_param_in_hook_signature(strategy.lightning_module.training_step, "dataloader_iter", True):
             self.is_due = False
             rank_zero_warn("Nothing is certified: training_step reads the data by itself (dataloader_iter).")
@@ -108,7 +108,7 @@ class Certificate:
         text = f"{problem}. No weight has changed."
         if self.choice == "refuse":
             raise RuntimeError(
-                f"{text} {strategy.certificate_remedy(module)} To train all the same, type strategy.certificate=warn "
+                f"{text} {strategy.certified.remedy(module)} To train all the same, type strategy.certificate=warn "
                 "(in Python certificate='warn')."
             )
         rank_zero_warn(f"{text} It trains all the same (certificate=warn).")
@@ -127,7 +127,9 @@ def _key_of(strategy: Any, written: AsWritten) -> str:
 def _parts_of_key(strategy: Any, written: AsWritten, module: nn.Module) -> Iterable[str]:
     layout = replace(strategy.layout, replicate=1)  # replicas come and go, and compute alike
     yield from (str(layout), str(strategy.precision_plugin.precision), torch.__version__)
-    yield from (f"{name}={value!r}" for name, value in sorted(getattr(strategy, "_given", {}).items()))
+    options = strategy.options
+    told = {each.name for each in fields(options)} - {*layout.sizes, "expert", "certificate", "checks"}
+    yield from (f"{name}={getattr(options, name)!r}" for name in sorted(told))
     yield from (f"{each.name}{each.shape}" for each in written.parameters)
     for file in sorted({_source_of(type(sub)) for sub in module.modules()} - {""}):
         with open(file, "rb") as source:

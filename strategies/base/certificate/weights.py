@@ -29,10 +29,10 @@ def parts_that_differ(strategy: Any, written: AsWritten, wholes: Tensor) -> str:
         written: of its module.
         wholes: of :func:`sketches_of_wholes` on this rank.
     """
-    assembly, _ = strategy.certified_parts()
+    assembly, _ = strategy.certified.parts()
     parts = torch.zeros_like(wholes)
     for row, each in enumerate(written.parameters):
-        held = strategy.held_parameter(each.name)
+        held = strategy.certified.held(each.name)
         if held is not None:
             cut = None if assembly is None else assembly.cuts.get(each.name)
             parts[row] = sketch_of_part(each.name, each.shape, held, cut)

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.whole.hooks import guard_hooks
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.view import WholeView
@@ -40,6 +41,8 @@ class Shown(Host, Protocol):
     """Whether all ranks run user code alike; not where replicas differ."""
     _accumulates_gradients: bool
     """Whether micro-batches follow before gradients are averaged."""
+
+    measures: Measures
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -112,9 +115,10 @@ class Wholes:
     def _view_of(self, parts: ModuleParts, like: WholeView | None = None) -> WholeView:
         strategy, module = self._strategy, self._strategy.lightning_module
         surroundings: dict[Any, Mapping[str, Callable[..., Any]]] = {
-            strategy: {name: getattr(strategy, name) for name in _methods(type(strategy)) if name not in _PLAIN},
-            strategy.precision_plugin: {"clip_gradients": strategy.precision_plugin.clip_gradients},
+            each: {name: getattr(each, name) for name in _methods(type(each)) if name not in _PLAIN}
+            for each in (strategy, strategy.measures)
         }
+        surroundings[strategy.precision_plugin] = {"clip_gradients": strategy.precision_plugin.clip_gradients}
         return WholeView(module, parts, _Gradients(strategy), surroundings, strategy._ranks_agree, like)
 
 

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.checkpoint.exchange.groups import all_come
-from trainwright.strategies.base.whole.parts import ModuleParts, Share, differ_between_ranks
+from trainwright.strategies.base.whole.parts import ModuleParts, differ_between_ranks
+from trainwright.strategies.base.whole.tables import UnreadableState, whole_tables
 from trainwright.strategies.base.whole.tensors import WholeTensor
 from trainwright.strategies.contract.gradients import local_tensor
 
@@ -87,7 +88,7 @@ class WholeView:
         for name, share in parts.shares.items():
             self._stand_ins[name].__dict__.update(share.part.__dict__)
         self._trained = {name for name, share in parts.shares.items() if share.part.requires_grad}
-        self._tables = _whole_tables(module, parts.shares, self._stand_ins)
+        self._tables = whole_tables(module, parts.shares, self._stand_ins)
         self._optimizers: list[Optimizer] = []
         self._groups: dict[int, list[list[str]]] = {}
         # Of each group: what it held when it was last shown, and what was shown.
@@ -234,7 +235,7 @@ class WholeView:
             self._saved_groups.append((group, group["params"], shown))
             group["params"] = list(shown)
         self._saved_states.append((optimizer, optimizer.state))
-        optimizer.state = _Unreadable(optimizer.state, self)  # type: ignore[assignment]
+        optimizer.state = UnreadableState(self._where)  # type: ignore[assignment]
 
     def _instead_of(self, params: list[Any], within: list[str]) -> list[Any]:
         """What a group shows: stand-ins of the parameters of these names, and others as they are."""
@@ -438,75 +439,6 @@ def end_view(module: nn.Module) -> None:
     if isinstance(view, WholeView):
         view.hide()
         and_then()
-
-
-class _Table(dict[str, Any]):
-    """The ``_parameters`` of a module while stand-ins are shown: may be read, and given no other parameters."""
-
-    def __init__(self, items: Mapping[str, Any], view_of: Callable[[str, str], None]) -> None:
-        super().__init__(items)
-        self._refuse = view_of
-        self.real: dict[str, Any] = {}
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if value is None and key not in self or self.get(key) is value:
-            super().__setitem__(key, value)
-            return
-        self._refuse(key, "a module gets another parameter (pruning, weight_norm, or assigning an nn.Parameter)")
-
-    def __delitem__(self, key: str) -> None:
-        self._refuse(key, "a parameter is removed from its module (pruning or weight_norm)")
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """Refuse to lose a parameter."""
-        if key in self:
-            del self[key]
-        return super().pop(key, *default)
-
-
-class _Unreadable(dict[Any, Any]):
-    """Stands for the state of an optimizer, whose tensors are parts."""
-
-    def __init__(self, state: Any, view: WholeView) -> None:
-        super().__init__()
-        self._state, self._view = state, view
-
-    def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(
-            f"{self._view._where} reads the state of an optimizer, of which ranks hold parts. Read it from a "
-            f"checkpoint (trainer.save_checkpoint), or use strategy=ddp."
-        )
-
-    __getitem__ = __iter__ = __len__ = items = keys = values = get = __contains__ = _refuse
-
-
-def _whole_tables(
-    module: nn.Module, shares: Mapping[str, Share], stand_ins: Mapping[str, WholeTensor]
-) -> list[tuple[nn.Module, _Table, dict[str, Any]]]:
-    """Return each module that registers shared parameters, what it shows, and the names of its ghosts."""
-    shown: dict[nn.Module, dict[str, WholeTensor]] = {}
-    name_in: dict[tuple[int, str], str] = {}
-    for name, share in shares.items():
-        for owner, key in share.slots:
-            shown.setdefault(owner, {})[key] = stand_ins[name]
-            name_in[id(owner), key] = name
-    tables = []
-    for owner in module.modules():
-        if owner not in shown:
-            continue
-        held = owner._parameters
-        # Names of the module itself first, in its own order; ghosts stand where the whole module has them.
-        ghosts = dict.fromkeys(key for key in shown[owner] if key not in held)
-        order = {**shown[owner], **held} if ghosts else held
-        items = {key: shown[owner].get(key, held.get(key)) for key in order}
-
-        def refuse(key: str, what: str, owner: nn.Module = owner) -> None:
-            name = name_in.get((id(owner), key), key)
-            first = next(iter(stand_ins.values()))
-            first.wholes.refuse(name, what)
-
-        tables.append((owner, _Table(items, refuse), ghosts))
-    return tables
 
 
 def _entering(view: weakref.ref[WholeView]) -> Callable[[nn.Module, Any], None]:

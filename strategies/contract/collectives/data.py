@@ -23,6 +23,8 @@ from torchmetrics import Metric
 from trainwright.strategies.contract.batch_digest import batch_digest
 from trainwright.strategies.contract.collectives.differentiable import gather
 from trainwright.strategies.contract.collectives.flat import gather_parts
+from trainwright.strategies.contract.collectives.ranks import Ranks
+from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.part import Host
 
 _MOST_DIMS = 16
@@ -237,18 +239,27 @@ class Sharing(Host, Protocol):
     """A strategy under which ranks share samples."""
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None: ...
+    def global_rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
 
-class DataCollectives:
-    """The part of a strategy that runs what user code asks of all ranks over the data ranks.
+class DataCollectives(Ranks):
+    """The ranks of a strategy under which several share samples; what user code asks of all ranks, data ranks do.
 
     Args:
         strategy: under which ranks share samples.
+
+    Attributes:
+        groups: of the layout, once the processes have met.
     """
 
+    _strategy: Sharing
+
     def __init__(self, strategy: Sharing) -> None:
-        self._strategy = strategy
+        super().__init__(strategy)
+        self.groups: LayoutGroups | None = None
         self.is_apart = False
         """Whether user code runs that one rank of those that share samples comes by."""
         self.compared: frozenset[str] = frozenset()
@@ -256,12 +267,36 @@ class DataCollectives:
         self._metrics: MetricSync | None = None
         self._world: DataWorld | None = None
 
+    @property
+    def data_rank(self) -> int:
+        """See the base class; ranks of other axes than replicate and shard share one."""
+        return self._strategy.layout.data_rank(self._strategy.global_rank)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """See the base class."""
+        return self._strategy.layout.data_ranks
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read different samples and else do the same as this one."""
+        layout = self._strategy.layout
+        if self.groups is None or layout.data_ranks == self._strategy.world_size:
+            return None
+        return self.groups.of(layout.groups("replicate", "shard"))
+
+    @property
+    def leads_data_rank(self) -> bool:
+        """Whether this rank is the first along the pipeline, context and tensor axes."""
+        place = self._strategy.layout.coordinates(self._strategy.global_rank)
+        return not (place["pipeline"] or place["context"] or place["tensor"])
+
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def among_data_ranks(self) -> Iterator[None]:
         """Have barriers and broadcasts inside wait for the data ranks alone, since others do not come by."""
         before, self.is_apart = self.is_apart, True
-        if self._world is None and self._strategy.data_group is not None:
-            self._world = DataWorld(self._strategy.data_group)
+        if self._world is None and self.data_group is not None:
+            self._world = DataWorld(self.data_group)
         try:
             with nullcontext() if self._world is None or before else self._world.shown():
                 yield
@@ -270,7 +305,7 @@ class DataCollectives:
 
     def sync_metrics(self, complete: Callable[[Metric], None] | None) -> None:
         """Have metrics synchronized over data ranks; a collective."""
-        group = self._strategy.data_group
+        group = self.data_group
         if group is not None and self._metrics is None:
             self._metrics = MetricSync(group, complete)
             self._metrics.install()
@@ -290,7 +325,7 @@ class DataCollectives:
         """
         self.compared |= {what}
         layout = self._strategy.layout
-        if self._strategy.data_group is None:
+        if self.data_group is None:
             return
         digest = torch.tensor([batch_digest(batch)], device=self._strategy.root_device)
         digests = gather_parts(digest, None).flatten().tolist()
@@ -300,7 +335,7 @@ class DataCollectives:
             raise RuntimeError(
                 f"Ranks {apart} of the layout {layout} share their samples, but their first {what} batches "
                 f"differ. The layout has {layout.data_ranks} data rank(s). What splits itself must do so by "
-                "trainer.strategy.data_rank and trainer.strategy.num_data_ranks, not by global_rank and "
+                "trainer.strategy.ranks.data_rank and trainer.strategy.ranks.num_data_ranks, not by global_rank and "
                 "world_size (or leave it to the Trainer: no DistributedSampler, or trainwright.DealtStream around a "
                 "stream); one that draws at random must draw the same on these ranks (lightning.seed_everything(seed))."
             )
@@ -316,12 +351,12 @@ class DataCollectives:
 
     def of_users(self, group: Any) -> Any:
         """The group that is meant by ``group``: ``LightningModule.all_gather`` names that of all ranks for none."""
-        return self._strategy.data_group if _is_world(group) else group
+        return self.data_group if _is_world(group) else group
 
     @property
     def present(self) -> dist.ProcessGroup | None:
         """The ranks that come by here; ``None``: all."""
-        return self._strategy.data_group if self.is_apart else None
+        return self.data_group if self.is_apart else None
 
     def wait(self, group: dist.ProcessGroup) -> None:
         """Wait for the ranks of ``group``."""

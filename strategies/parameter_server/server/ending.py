@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
+from trainwright.core.run.peers import EndNotice, HeardNotice
 from trainwright.strategies.parameter_server.server.clocks import Clocks
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.write.save import Content
+from trainwright.core.run.peers import EndNotice
 from trainwright.core.text.bounded import ContentError
 from trainwright.strategies.averaging.compression.codecs import Codec
-from trainwright.strategies.contract.word_of_end import EndNotice
 from trainwright.strategies.parameter_server.messages import wire
 from trainwright.strategies.parameter_server.messages.packing import pack, unpack
 from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, StepRequest, parse

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.write.save import Content
+from trainwright.core.run.peers import EndNotice, HeardNotice
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.compressor import encode_with_feedback
-from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
 from trainwright.strategies.parameter_server.messages import requests, sparse_rows, wire
 from trainwright.strategies.parameter_server.messages.packing import State, pack, unpack
 from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size

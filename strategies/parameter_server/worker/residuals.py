@@ -90,12 +90,12 @@ class PushedAverages(Averaging):
         self._strategy, self._residuals = strategy, residuals
 
     def kept_back(self, complete: bool) -> KeptBack:
-        client, is_apart = self._strategy.client, self._strategy.is_apart
+        client, is_apart = self._strategy.client, self._strategy.peers.is_apart
         return NOTHING_KEPT if client is None or is_apart else self._residuals.kept_back(client)
 
     def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
         strategy, saved = self._strategy, of_run.get(COMPRESSION)
-        if saved is None or strategy.joins:
+        if saved is None or strategy.traits.joins:
             return
         rank: int | None = None
         if Layout(**of_run["layout"]) == strategy.layout:

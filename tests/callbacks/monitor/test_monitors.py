@@ -164,8 +164,9 @@ class Stage:
 
 def test_a_pipelines_step_is_split_and_its_timeline_taken_beside_that(clock: Clock) -> None:
     stage, phases = Stage(clock), Phases()
-    strategy = types.SimpleNamespace(listen_to_stages=lambda listener: listen_to_stages([stage], listener))
-    trainer = types.SimpleNamespace(strategy=strategy)
+    measures = types.SimpleNamespace(listen_to_stages=lambda listener: listen_to_stages([stage], listener))
+    strategy = types.SimpleNamespace(measures=measures)
+    trainer = types.SimpleNamespace(strategy=types.SimpleNamespace())
     measured = step_clock.PhaseClock(trainer, phases, {"forward": "forward", "backward": "backward"}, "other")
     measured.split_pipeline(strategy)
     timeline = StageTimeline([stage], torch.device("cpu"))

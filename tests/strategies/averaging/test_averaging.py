@@ -24,7 +24,7 @@ from trainwright.strategies.contract.communication.options import (
 )
 from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.data.ddp_options import DDPOptions
-from trainwright.strategies.data.reducer import GradientReducer
+from trainwright.strategies.data.sharding.reducer import GradientReducer
 from trainwright.strategies.state.shards import ParameterShard, ShardBucket
 
 BUCKETS = 4

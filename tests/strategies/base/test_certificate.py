@@ -21,7 +21,7 @@ from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.context import attention as context_attention
 from trainwright.strategies.contract import cuts
-from trainwright.strategies.data import reducer
+from trainwright.strategies.data.sharding import reducer
 from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.expert import engine as expert_engine
 from trainwright.strategies.pipeline import stage
@@ -159,7 +159,7 @@ def train_traced(options: dict[str, Any]) -> tuple[Any, ...]:
     torch.manual_seed(5), random.seed(5), np.random.seed(5)  # type: ignore[func-returns-value]
     module = Traced()
     trainer = make_trainer("hybrid", {**ON, **options}, max_steps=2, global_batch_size=8)
-    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.num_data_ranks))
+    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.ranks.num_data_ranks))
     parameters = dict(trainer.strategy.whole_parameters())
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     made = trainer.strategy.certificate.outcome
@@ -234,20 +234,25 @@ def test_manual_optimization_is_compared_as_far_as_its_first_step(ranks, options
         assert outcome.losses is not None
 
 
-def train_and_resume(folder: str) -> tuple[bool, bool, bool]:
+def train_and_resume(folder: str) -> tuple[bool, ...]:
     made = []
-    for steps, path, options in ((1, None, {}), (2, "state", {}), (2, "state", {"stage": 2})):
+    for steps, path, options in (
+        (1, None, {}),
+        (2, "state", {}),
+        (2, "state", {"stage": 2}),
+        (2, "state", {"bucket_mib": 1.0}),
+    ):
         trainer = make_trainer("hybrid", {**ON, **options}, max_steps=steps, global_batch_size=8)
         trainer.fit(Traced(), DataLoader(Texts(32), batch_size=4), ckpt_path=path and f"{folder}/{path}")
         if path is None:
             trainer.save_checkpoint(f"{folder}/state")
         made.append(trainer.strategy.certificate.outcome is not None)
-    return tuple(made)  # type: ignore[return-value]
+    return tuple(made)
 
 
-def test_a_resumed_run_is_certified_again_only_under_another_layout(ranks: Any, tmp_path: Any) -> None:
-    """The run state says for which layout and code its certificate was made."""
-    assert set(ranks(train_and_resume, 2, str(tmp_path))) == {(True, False, True)}
+def test_a_resumed_run_is_certified_again_only_under_another_layout_or_option(ranks: Any, tmp_path: Any) -> None:
+    """The run state says for which layout, options and code its certificate was made."""
+    assert set(ranks(train_and_resume, 2, str(tmp_path))) == {(True, False, True, True)}
 
 
 def test_a_module_is_shown_as_written() -> None:

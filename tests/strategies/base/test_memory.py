@@ -66,7 +66,7 @@ class Scale(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 2:
-            self.held = trainer.strategy.held_bytes()
+            self.held = trainer.strategy.measures.held_bytes()
             gc.collect()
             self.found = sum(size for pointer, size in storages(all_tensors()).items() if pointer not in self.known)
 

@@ -106,7 +106,7 @@ def fit(
     held_out = DataLoader(Texts(4, LENGTH), batch_size=1)
     trainer.fit(module, loader, held_out if validate_every is not None else None, ckpt_path=resume)
     watch.seen.final = dict(trainer.strategy.whole_parameters())
-    watch.seen.values["held"] = trainer.strategy.held_bytes()
+    watch.seen.values["held"] = trainer.strategy.measures.held_bytes()
     return watch.seen
 
 

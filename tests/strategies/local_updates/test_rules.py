@@ -63,9 +63,9 @@ def test_the_group_compression_says_how_outer_gradients_are_sent(tmp_path, name,
     assert validate(cfg, Surroundings()) == []
     strategy = build_trainer(cfg).strategy
     assert isinstance(strategy, DiLoCoStrategy)
-    assert strategy._choice is not None
-    assert strategy._choice.name == name
-    assert option.items() <= dict(strategy._choice.options).items()
+    assert strategy.replicas._choice is not None
+    assert strategy.replicas._choice.name == name
+    assert option.items() <= dict(strategy.replicas._choice.options).items()
 
 
 _AS_LOCAL_SGD = ["strategy.outer_lr=1", "strategy.outer_momentum=0", "strategy.outer_nesterov=false"]

@@ -91,7 +91,7 @@ def parameters_at_start(path: str, strategy: str, options: dict[str, Any]) -> tu
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if "weights" not in found:
                 found["weights"] = dict(trainer.strategy.whole_parameters())
-                outer = getattr(trainer.strategy, "_outer", None)
+                outer = getattr(getattr(trainer.strategy, "replicas", None), "_outer", None)
                 found["outer"] = None if outer is None else sorted(outer.momentum())
 
     with warnings.catch_warnings(record=True) as told:

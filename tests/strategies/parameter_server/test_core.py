@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tests.strategies.parameter_server.core import Peer, flat, reference
+from trainwright.core.run.peers import EndNotice
 from trainwright.strategies.averaging.compression.names import codec_of
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
-from trainwright.strategies.contract.word_of_end import EndNotice
 from trainwright.strategies.parameter_server.messages.requests import request_size
 from trainwright.strategies.parameter_server.messages.wire import FIXED
 

@@ -220,7 +220,7 @@ class Watch(pl.Callback):
         if trainer.global_step != 1:
             return
         dist.barrier()
-        self.meter = trainer.strategy.measure_communication()
+        self.meter = trainer.strategy.measures.measure_communication()
         tables = [part for part in pl_module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
         self.hooks = [part.register_forward_pre_hook(self._count) for part in tables]
         self.is_number = any(part.weight.isfinite().any() for part in tables)
@@ -231,7 +231,7 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != 2:
             return
-        self.held = trainer.strategy.held_bytes().total
+        self.held = trainer.strategy.measures.held_bytes().total
         tables = len(self.hooks)
         pulled = torch.tensor([self.rows * 4 + 8 * FIXED * (tables + 1)])  # headers: of each table, and of the step
         dist.all_reduce(pulled)

@@ -63,12 +63,12 @@ class Reader(pl.LightningModule):
 class Probe(ParameterServerStrategy):
     """Looks at what this rank holds when training ends."""
 
-    def serve(self) -> None:
-        super().serve()
-        self.held, self.spread = self.held_bytes(), self.server.services.largest_spread
+    def _serve(self) -> None:
+        super()._serve()
+        self.held, self.spread = self.measures.held_bytes(), self.server.services.largest_spread
 
     def on_train_end(self) -> None:
-        self.held, self.traffic = self.held_bytes(), self.server_traffic()
+        self.held, self.traffic = self.measures.held_bytes(), self.service.server_traffic()
         super().on_train_end()
 
 
@@ -83,13 +83,13 @@ def read(options: dict[str, Any]) -> Any:
     trainer.fit(module, loader, DataLoader(loader.dataset, 4))
     tested = trainer.validate(module, DataLoader(loader.dataset, 4), verbose=False)
     return {
-        "world": (trainer.world_size, strategy.num_data_ranks, strategy.serves),
+        "world": (trainer.world_size, strategy.ranks.num_data_ranks, strategy.service.serves),
         "trained": module.trained,
         "validated": module.validated,
         "held": strategy.held,
         "spread": getattr(strategy, "spread", None),
         "traffic": getattr(strategy, "traffic", None),
-        "parameters": [p.detach() for p in module.parameters()] if not strategy.serves else None,
+        "parameters": [p.detach() for p in module.parameters()] if not strategy.service.serves else None,
         "memory": {p.device.type for p in module.parameters()},
         "tested": tested,
     }
@@ -129,7 +129,7 @@ def state(path: str | None, options: dict[str, Any], steps: int, save: str | Non
     """A run that may go on from another one's state, and save its own."""
     strategy = options.pop("strategy", "parameter_server")
     module, trainer = fit(strategy, options, steps, ckpt=path)
-    if getattr(trainer.strategy, "serves", False):
+    if trainer.strategy.service.serves:
         return None
     if save is not None:
         trainer.save_checkpoint(save)
@@ -164,7 +164,7 @@ class Mute(ParameterServerStrategy):
     """Does not say how a fit has ended, as a process that is killed."""
 
     def on_exception(self, exception: BaseException) -> None:
-        self._fit = self._fit if self.serves else None
+        self._fit = self._fit if self.service.serves else None
         super().on_exception(exception)
 
 

@@ -67,7 +67,7 @@ def trained(strategy: str, options: dict[str, Any], compression: Any, steps: int
         **trainer,
     )
     made.fit(module, make_loader(SAMPLES, GLOBAL_BATCH // (world_size() * accumulation)))
-    assert (made.strategy.compressed_bytes > 0) == (compression is not None)
+    assert (made.strategy.averaging.sent_bytes > 0) == (compression is not None)
     return recorder.record
 
 

@@ -7,12 +7,18 @@ before weights change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, MeasuredLink
+from trainwright.strategies.contract.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
 
 
 def gather_ahead(root: nn.Module, depth: int) -> None:
@@ -41,6 +47,49 @@ def gather_ahead(root: nn.Module, depth: int) -> None:
     # On the CPU nothing goes on beside computing unless it is asynchronous.
     device = next(root.parameters()).device
     root._set_unshard_async_op(depth == 0 or device.type == "cpu")
+
+
+def fastest_depth(root: nn.Module, link: MeasuredLink, compute: float, reduces: bool) -> tuple[int | None, str]:
+    """Find how far ahead to gather so that a micro-batch waits least, and begin. A collective.
+
+    Args:
+        root: split by ``fully_shard``.
+        link: between the ranks that share parameters.
+        compute: seconds of computing of a micro-batch.
+        reduces: whether gradients are reduced in each micro-batch.
+
+    Returns:
+        The depth and a sentence about it; ``None`` and nothing without blocks.
+    """
+    blocks = split_blocks(root)
+    if not blocks:
+        return None, ""
+    device = next(root.parameters()).device
+    size = max(whole_bytes(block) for block in blocks)
+    passes = compute / len(blocks)
+    times = BlockTimes(
+        blocks=len(blocks),
+        forward=(1 - BACKWARD_SHARE) * passes,
+        backward=BACKWARD_SHARE * passes,
+        gather=link.seconds("all_gather", size),
+        reduce=link.seconds("reduce_scatter", size) if reduces else 0.0,
+    )
+    room = torch.tensor(1 + int(min(_free_bytes(device) / size, MOST_AHEAD)), device=device)
+    dist.all_reduce(room, op=dist.ReduceOp.MIN)  # all ranks must gather in the same order
+    depth = best_depth(times, int(room.item()))
+    gather_ahead(root, depth)
+    usual = times.waits(0 if device.type == "cpu" else 1)
+    chosen = (
+        f"communication=auto gathers {depth} block(s) ahead from here on: a micro-batch is predicted to wait "
+        f"{times.waits(depth) * 1e3:.3g} ms of it, {usual * 1e3:.3g} ms without."
+    )
+    rank_zero_info(chosen)
+    return depth, chosen
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory of a device that nobody has taken; of a host nothing is known, and little would be wanted."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else math.inf
 
 
 def split_blocks(root: nn.Module) -> list[FSDPModule]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from trainwright.strategies.data.gathering import parameter_groups
+from trainwright.strategies.data.sharding.gathering import parameter_groups
 from trainwright.strategies.state.shards import rows_of
 
 _DATA: Any = Tensor.data

@@ -74,7 +74,7 @@ class ServedByRanks(Tables):
 
     @property
     def held(self) -> tuple[int, int]:  # type: ignore[override]
-        """See :attr:`Tables.held`."""
+        """What a server of this rank holds."""
         return (0, 0) if self._served is None or self._served.server is None else self._served.server.shard.nbytes
 
     @property

@@ -1,0 +1,241 @@
+"""One run of the first batch: what it needs of a strategy, what surrounds it, and what it gave."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.core.layout import Layout
+from trainwright.core.run.traits import Traits
+from trainwright.core.torch_internals import TorchDispatchMode
+from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.averaging.averaged import Averaging
+from trainwright.strategies.base.certificate.certified import Certified
+from trainwright.strategies.base.certificate.changes import Changes
+from trainwright.strategies.base.certificate.state import written_by
+from trainwright.strategies.contract.collectives.ranks import Ranks
+
+
+class Compared(Protocol):
+    """What a strategy shows of itself to be compared with the module as written."""
+
+    lightning_module: LightningModule
+    precision_plugin: Any
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[Any]
+    root_device: torch.device
+    loss_factor: float
+    loss_divisor: float | None
+    block_names: tuple[str, ...]
+    traits: Traits
+    ranks: Ranks
+    certified: Certified
+    layout: Layout
+    averaging: Averaging
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The layout's own step."""
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The layout's own backward."""
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Gradients as this rank holds them."""
+
+
+@dataclass
+class Trial:
+    """What one run of the first batch gave on this rank.
+
+    Args:
+        losses: of ``training_step``, or of each ``manual_backward``.
+        logged: name -> value.
+        gradients: name -> sketch.
+        stepped: names of the parameters of the optimizer whose step ended it; ``None``: none has ended it.
+        is_automatic: whether the Trainer runs backward, not the module by hand.
+        share: weight of the part of the batch that is run at present.
+        error: what ``training_step`` raised.
+        state: what it changed in buffers and counters.
+        written: names of the parameters that it wrote other values to.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    stepped: frozenset[str] | None = None
+    is_automatic: bool = True
+    share: float = 1.0
+    error: Exception | None = None
+    state: Changes = field(default_factory=dict)
+    written: Set[str] = frozenset()
+
+
+class _Stepped(BaseException):
+    """Raised where user code steps an optimizer: what it would step with is all that is compared."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+
+class WatchedTensors(TorchDispatchMode):
+    """Shows all tensors among its arguments, and those that it writes to, to ``look`` before each operator runs."""
+
+    def __init__(self, look: Callable[[Iterable[Tensor], Iterable[Tensor]], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look, then run ``func``."""
+        kwargs = kwargs or {}
+        tensors = (leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if type(leaf) in _PLAIN)
+        self._look(tensors, written_by(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def arguments(module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """What ``training_step`` is given; a copy, since it may change its batch."""
+    batch = _copied(batch)
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if takes_index else (batch,)
+
+
+def _copied(batch: Any) -> Any:
+    try:
+        return copy.deepcopy(batch)
+    except RuntimeError:  # a tensor with a graph: a hook has computed it
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss of what ``training_step`` gave; ``None``: it gave none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+@contextmanager
+def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor], None] | None = None) -> Iterator[None]:
+    """Keep what the module logs, and the losses of manual optimization.
+
+    Args:
+        module: whose ``log`` and ``manual_backward`` are exchanged.
+        trial: where to.
+        backward: runs backward of a loss in place of the strategy; ``None``: the strategy does.
+    """
+    run_backward = module.manual_backward if backward is None else backward
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            before = trial.logged.get(name, 0.0) if trial.share != 1 else 0.0
+            number = value.detach() if isinstance(value, Tensor) else value
+            trial.logged[name] = before + trial.share * float(number)
+
+    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        trial.losses.append(float(loss.detach().float().item()))
+        run_backward(loss, *args, **kwargs)
+
+    def leave(*_: Any, **__: Any) -> Tensor:
+        """Gradients are compared before they are clipped."""
+        return torch.zeros(())
+
+    clips = {"clip_grad_norm_": leave, "clip_grad_value_": leave}
+    with (
+        _attributes(module, log=log, manual_backward=manual_backward, clip_gradients=leave),
+        _attributes(torch.nn.utils, **clips),
+        _attributes(torch.nn.utils.clip_grad, **clips),
+    ):
+        yield
+
+
+@contextmanager
+def _attributes(target: Any, **values: Any) -> Iterator[None]:
+    """Exchange attributes of an object for as long as this is entered."""
+    held = vars(target)
+    before = {name: held[name] for name in values if name in held}
+    held.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            held.pop(name, None)
+        held.update(before)
+
+
+@contextmanager
+def ending(strategy: Compared, trial: Trial) -> Iterator[None]:
+    """End quietly where user code steps an optimizer, before it changes anything."""
+
+    def stopping(optimizer: Optimizer) -> Callable[..., Any]:
+        def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            raise _Stepped(optimizer)
+
+        return step
+
+    with ExitStack() as stack:
+        for optimizer in strategy.optimizers:
+            stack.enter_context(_attributes(optimizer, step=stopping(optimizer)))
+            stack.enter_context(_kept_groups(optimizer))
+        for config in strategy.lr_scheduler_configs:
+            stack.enter_context(_attributes(config.scheduler, **vars(config.scheduler)))
+        try:
+            yield
+        except _Stepped as reached:
+            name_of = strategy._name_of()  # type: ignore[attr-defined]
+            groups = reached.optimizer.param_groups
+            trial.stepped = frozenset(name_of(parameter) for group in groups for parameter in group["params"])
+
+
+@contextmanager
+def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Keep learning rates and the like, and which parameters are trained: user code may toggle an optimizer off."""
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    trained = [(parameter, parameter.requires_grad) for group in groups for parameter in group["params"]]
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+
+
+class _NoHooks:
+    """Stands for a table of hooks of which none is overridden."""
+
+    heard: frozenset[str] = frozenset()
+
+
+@contextmanager
+def quiet(strategy: Compared) -> Iterator[None]:
+    """No hook, logger, loss scale or weight of samples acts while this is entered."""
+    trainer: Any = strategy.lightning_module.trainer
+    plugin = strategy.precision_plugin
+    loggers = trainer.loggers
+    with ExitStack() as stack:
+        stack.enter_context(_attributes(plugin, hooks=_NoHooks(), scaler=None))
+        stack.enter_context(_attributes(strategy, loss_factor=1.0, loss_divisor=1.0))
+        if strategy.averaging.compression is not None:
+            # Replicas are averaged with a loss: then each replica's own gradients are compared, in the mean.
+            stack.enter_context(strategy.averaging.accumulating())
+        stack.enter_context(_attributes(trainer, token_weights=None))
+        trainer.loggers = [DummyLogger()] if loggers else []
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers

@@ -1,0 +1,80 @@
+"""What stands in modules and optimizers in place of their own tables, while wholes are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from trainwright.strategies.base.whole.parts import Share
+from trainwright.strategies.base.whole.tensors import WholeTensor
+
+
+class _Table(dict[str, Any]):
+    """The ``_parameters`` of a module while stand-ins are shown: may be read, and given no other parameters."""
+
+    def __init__(self, items: Mapping[str, Any], view_of: Callable[[str, str], None]) -> None:
+        super().__init__(items)
+        self._refuse = view_of
+        self.real: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is None and key not in self or self.get(key) is value:
+            super().__setitem__(key, value)
+            return
+        self._refuse(key, "a module gets another parameter (pruning, weight_norm, or assigning an nn.Parameter)")
+
+    def __delitem__(self, key: str) -> None:
+        self._refuse(key, "a parameter is removed from its module (pruning or weight_norm)")
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Refuse to lose a parameter."""
+        if key in self:
+            del self[key]
+        return super().pop(key, *default)
+
+
+class UnreadableState(dict[Any, Any]):
+    """Stands for the state of an optimizer, whose tensors are parts."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{self._where} reads the state of an optimizer, of which ranks hold parts. Read it from a "
+            f"checkpoint (trainer.save_checkpoint), or use strategy=ddp."
+        )
+
+    __getitem__ = __iter__ = __len__ = items = keys = values = get = __contains__ = _refuse
+
+
+def whole_tables(
+    module: nn.Module, shares: Mapping[str, Share], stand_ins: Mapping[str, WholeTensor]
+) -> list[tuple[nn.Module, _Table, dict[str, Any]]]:
+    """Return each module that registers shared parameters, what it shows, and the names of its ghosts."""
+    shown: dict[nn.Module, dict[str, WholeTensor]] = {}
+    name_in: dict[tuple[int, str], str] = {}
+    for name, share in shares.items():
+        for owner, key in share.slots:
+            shown.setdefault(owner, {})[key] = stand_ins[name]
+            name_in[id(owner), key] = name
+    tables = []
+    for owner in module.modules():
+        if owner not in shown:
+            continue
+        held = owner._parameters
+        # Names of the module itself first, in its own order; ghosts stand where the whole module has them.
+        ghosts = dict.fromkeys(key for key in shown[owner] if key not in held)
+        order = {**shown[owner], **held} if ghosts else held
+        items = {key: shown[owner].get(key, held.get(key)) for key in order}
+
+        def refuse(key: str, what: str, owner: nn.Module = owner) -> None:
+            name = name_in.get((id(owner), key), key)
+            first = next(iter(stand_ins.values()))
+            first.wholes.refuse(name, what)
+
+        tables.append((owner, _Table(items, refuse), ghosts))
+    return tables

@@ -1,0 +1,62 @@
+"""The optimizers of a module that is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.strategies.contract.cuts import Cut
+from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.data.optimizers.shared import SharedOptimizers
+from trainwright.strategies.state.assemble import Assembly
+
+
+class CutOptimizers(SharedOptimizers):
+    """Optimizers of a module of which ranks hold different parameters, too."""
+
+    @property
+    def in_words(self) -> str:
+        """See the base class."""
+        layout = self._strategy.layout
+        sizes = {**layout.sizes, "expert": layout.expert}
+        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+    @property
+    def divides(self) -> bool:
+        """See the base class."""
+        return bool(self._strategy.is_cut) or super().divides
+
+    def whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """See the base class."""
+        cut: Cut | None = self._strategy._assembly.cuts.get(name)
+        return parameter.shape if cut is None else cut.whole_shape(parameter.shape)
+
+    def _shared_by(self) -> dist.ProcessGroup | None:
+        if not self._strategy.is_cut:
+            return super()._shared_by()
+        groups: LayoutGroups = self._strategy._groups
+        return groups.along("shard", "context", "tensor")
+
+    def _build(self, build: Callable[[], None]) -> None:
+        """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
+        with self._strategy._engines.registered_ghosts() as ghosts:
+            build()
+        for optimizer in self._strategy.optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [parameter for parameter in group["params"] if parameter not in ghosts]
+            for ghost in ghosts & optimizer.state.keys():
+                del optimizer.state[ghost]
+
+    def _level_groups(self) -> None:
+        """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
+        assembly: Assembly = self._strategy._assembly
+        if assembly.pipeline is None:
+            return
+        for optimizer in self._strategy.optimizers:
+            mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            longest = max(assembly.gathered(mine), key=len)
+            for settings in longest[len(mine) :]:
+                optimizer.add_param_group({**settings, "params": []})

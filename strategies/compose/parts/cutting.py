@@ -1,0 +1,97 @@
+"""How the module of a run is cut: what is refused, what ranks agree on before, and what then knows where parts are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+
+from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.core.config.options import refuse
+from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.compose.rules import (
+    averaging_problem,
+    manual_optimization_problems,
+    sync_batchnorm_problem,
+)
+from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.data.sharding.split import averaged_copies
+from trainwright.strategies.state.assemble import Assembly
+
+_LAYOUT = "_trainwright_layout"
+
+
+def cut(strategy: Any, groups: LayoutGroups) -> tuple[Engines, Assembly]:
+    """Cut the module of a strategy, and the copies that callbacks made of it. A collective.
+
+    Raises:
+        ValueError: if it cannot be cut so, or was cut before.
+    """
+    module, layout, device = strategy.lightning_module, strategy.layout, strategy.root_device
+    _refuse_cut_before(module)
+    _refuse_companions(strategy, module)
+    names, keys = [name for name, _ in module.named_parameters()], list(module.state_dict())
+    engines = Engines(module, layout, groups, strategy.options, device)
+    _broadcast_whole(module, device)
+    _agree_on_randomness(groups, device)
+    engines.apply()
+    engines.place_ghosts(lambda tensor: _dtype_of(strategy.precision_plugin, tensor))
+    object.__setattr__(module, _LAYOUT, str(layout))
+    assembly = Assembly(names, keys, engines.cuts, engines.owners, groups.along("pipeline"), device)
+    assembly.take_parts_on_load(module)
+    for copy in averaged_copies(module.trainer):
+        engines.cut_copy(copy)
+        assembly.take_parts_on_load(copy)
+    return engines, assembly
+
+
+def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of rank 0, before parts are taken; tensor by tensor through the device."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta and tensor.numel():
+                sent = tensor.detach().to(device).contiguous()
+                dist.broadcast(sent, src=0)
+                tensor.copy_(sent)
+
+
+def _dtype_of(precision: Precision, tensor: Tensor) -> torch.dtype:
+    """The dtype that the precision gives to a parameter like ``tensor``."""
+    probe = nn.Module()
+    probe.parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
+    return next(precision.convert_module(probe).parameters()).dtype
+
+
+def _agree_on_randomness(groups: LayoutGroups, device: torch.device) -> None:
+    """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""
+    group = groups.along("pipeline", "context", "tensor")
+    if group is not None:
+        # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
+        set_random_state(from_rank(random_state(device), 0, group, device), device)
+
+
+def _refuse_companions(strategy: Any, module: LightningModule) -> None:
+    """Refuse what beside the strategy cannot work with a module that is cut."""
+    problems, layout = [], strategy.layout
+    if not module.automatic_optimization:
+        problems += manual_optimization_problems(layout, strategy.options.sequence_parallel)
+    problems += sync_batchnorm_problem(layout) if strategy._layer_sync else []
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and layout.expert > 1:
+            problems.append(averaging_problem(type(callback).__name__))
+    refuse(problems)
+
+
+def _refuse_cut_before(module: LightningModule) -> None:
+    before = getattr(module, _LAYOUT, None)
+    if before is not None:
+        raise ValueError(
+            f"{type(module).__name__} has been cut for the layout {before} by another strategy and holds a part of its "
+            "parameters only. Build the module anew, or go on with the same Trainer."
+        )

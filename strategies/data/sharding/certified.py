@@ -1,0 +1,23 @@
+"""What the certificate asks of a strategy whose ranks share one copy of the training state."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainwright.strategies.base.certificate.certified import Certified
+
+
+class CertifiedShards(Certified):
+    """A module of which ranks hold rows of optimizer state, gradients or parameters."""
+
+    @property
+    def is_split(self) -> bool:
+        """See the base class."""
+        strategy = self._strategy
+        is_served = any(map(strategy.tables.has, strategy.lightning_module.parameters()))  # its own ranks step those
+        return strategy.layout.world_size > strategy.layout.replicate and not is_served
+
+    def held(self, name: str) -> Tensor | None:
+        """See the base class."""
+        found: Tensor | None = self._strategy._exchanges.named.get(name)
+        return found

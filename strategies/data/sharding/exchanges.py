@@ -1,0 +1,101 @@
+"""What this rank optimizes of each parameter, how gradients get there, and values back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trainwright.strategies.data.bucket_size import bucket_bytes_for
+from trainwright.strategies.data.sharding.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.state.shards import ParameterShard
+
+
+class Exchanges:
+    """The shards of parameters that optimizers step, and what averages and publishes them.
+
+    Args:
+        bucket_bytes: bytes that are sent at once, at most.
+        find_unused: whether some parameters may have no part in the loss.
+
+    Attributes:
+        named: parameters as optimized, by name; while a step runs, gathered ones stand in the module.
+        shards: of the parameters that optimizers see in parts.
+        split: those of them whose parameters are split already.
+        trained: names of the parameters that are trained now.
+        reducers: of gradients, one for each mesh.
+        publishers: of values, one for each mesh.
+    """
+
+    def __init__(self, bucket_bytes: int, find_unused: bool) -> None:
+        self._bucket_bytes, self._find_unused = bucket_bytes, find_unused
+        self.named: dict[str, nn.Parameter] = {}
+        self.shards: dict[nn.Parameter, ParameterShard] = {}
+        self.split: dict[nn.Parameter, ParameterShard] = {}
+        self.trained: set[str] = set()
+        self.reducers: list[GradientReducer] = []
+        self.publishers: list[ParameterPublisher] = []
+
+    def choose(
+        self,
+        named: dict[str, nn.Parameter],
+        chosen: Iterable[nn.Parameter],
+        mesh_of: Callable[[nn.Parameter], DeviceMesh],
+        offload: bool,
+    ) -> None:
+        """Take the parameters of a module.
+
+        Args:
+            named: all of them, by name.
+            chosen: those that optimizers see through a :class:`ParameterShard`.
+            mesh_of: the ranks that train a parameter on different samples.
+            offload: whether shards stand in the memory of the host.
+        """
+        self.named = named
+        self.shards = {p: ParameterShard(p, mesh_of(p), offload) for p in chosen}
+        self.split = {p: shard for p, shard in self.shards.items() if isinstance(p, DTensor)}
+
+    def make(self, averages: bool) -> None:
+        """Have gradients reduced of what is trained now, and what was stepped given to all ranks.
+
+        Args:
+            averages: whether replicas are averaged with them.
+        """
+        self.detach()
+        self.trained = {name for name, p in self.named.items() if p.requires_grad}
+        whole = {p: shard for p, shard in self.shards.items() if p not in self.split}
+        for mesh in dict.fromkeys(shard.mesh for shard in whole.values()):
+            shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
+            size = sum(p.numel() * p.element_size() for p in shards)
+            bucket_bytes = int(bucket_bytes_for(self._bucket_bytes, size))
+            self.reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused, averages))
+            self.publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
+
+    def thaw(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Train the shards of parameters that are trained from now on."""
+        for parameter in parameters:
+            self.optimized(parameter).requires_grad_()
+
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        """Return what an optimizer holds in place of a parameter."""
+        shard = self.shards.get(parameter)
+        return parameter if shard is None else shard.optimized
+
+    def reload(self) -> None:
+        """Take values that were written into parameters to the memory of the host."""
+        for shard in self.shards.values():
+            if shard.is_offloaded:
+                shard.optimized_part.copy_(shard.local_part)
+
+    def detach(self) -> None:
+        """Reduce nothing more."""
+        for reducer in self.reducers:
+            reducer.detach()
+        self.reducers, self.publishers = [], []
+
+    def release(self) -> None:
+        """Let go of the module."""
+        self.detach()
+        self.named, self.shards, self.split = {}, {}, {}

@@ -1,0 +1,171 @@
+"""How FSDP2 splits a module, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
+from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
+from trainwright.strategies.data.sharding.step import CallsOutside, Step, earlier_step
+from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
+from trainwright.strategies.state.wholes import shard_weights_on_load
+
+
+class Splitter:
+    """Splits a module by FSDP2, one block at a time, so that at most one block is ever whole here because of us.
+
+    Args:
+        strategy: whose module it splits.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def split(self, trainer: Trainer) -> Step:
+        """Split the module of a run, and the copies that callbacks made of it.
+
+        Raises:
+            ValueError: if somebody else has split it already, or blocks share parameters.
+        """
+        strategy, module = self._strategy, self._strategy.lightning_module
+        earlier = earlier_step(module)
+        if earlier is not None:
+            return earlier  # a second verb with a module that is split already
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            raise ValueError(
+                "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
+                "Leave the sharding to the strategy, or build the module anew."
+            )
+        blocks = strategy._find_blocks()
+        if not blocks:
+            _warn_without_blocks(type(module).__name__)
+        strategy._blocks.prepare(module, blocks)
+        step = self._split_module(module, blocks)
+        for average in averaged_copies(trainer):
+            # Split alike, it is averaged shard by shard.
+            self._split_module(average, {name: average.get_submodule(name) for name in blocks})
+        return step
+
+    def _split_module(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Step:
+        strategy = self._strategy
+        pieces = deferred_pieces(module) if is_deferred(module) else []
+        seed = strategy._agreed_seed() if pieces else 0
+        real: dict[Tensor, Tensor] = {}
+        options = self._options(module)
+        _refuse_shared(blocks)
+        for name, block in blocks.items():
+            strategy._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
+            pieces = [piece for piece in pieces if not piece.overlaps(name)]
+            _place(strategy, block)
+            hooks = hooks_of(_whole_in(block))
+            self._split_within(block, options)
+            fully_shard(block, **options)
+            run_when_gathered(block, hooks)
+        strategy._fill(pieces, seed, real)
+        step = Step(module)
+        _place(strategy, step)
+        hooks = hooks_of(_whole_in(step))
+        fully_shard(step, **{**options, "reshard_after_forward": False})
+        run_when_gathered(step, hooks)
+        step.writes = GatheredWrites(step._get_fsdp_state())
+        shard_weights_on_load(module)
+        CallsOutside(step, module, blocks.values())
+        object.__setattr__(module, "_trainwright_step", step)
+        return step
+
+    def _split_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        """Split by itself what within ``block`` is split over other ranks than the rest: nothing, in plain ZeRO."""
+
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        offloads, tables = self._strategy.options.offload == "parameters", self._strategy.tables
+        return {
+            "mesh": self._splitting(self._strategy.mesh),
+            "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offloads else OffloadPolicy(),
+            # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
+            "ignored_params": {p for p in module.parameters() if p.dim() == 0 or tables.has(p)},
+        }
+
+    def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
+        """What FSDP2 is given of a mesh: only what splits, where the average over replicas is ours."""
+        if not self._strategy.averaging.after_backward or mesh.ndim == 1:
+            return mesh
+        assert mesh.mesh_dim_names is not None
+        return mesh[mesh.mesh_dim_names[-1]]
+
+
+def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
+    """The copies that averaging callbacks made of the whole module before it was split."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            average = callback._average_model
+            if average is not None:
+                yield average.module if isinstance(average, AveragedModel) else average
+
+
+def _place(strategy: Any, module: nn.Module) -> None:
+    """Convert, move and equalise what of ``module`` is not split yet."""
+    with torch.no_grad():
+        strategy.precision_plugin.convert_module(module)
+        for sub in module.modules():
+            for parameter in sub._parameters.values():
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    parameter.data = parameter.data.to(strategy.root_device)
+            for name, buffer in sub._buffers.items():
+                if buffer is not None:
+                    sub._buffers[name] = buffer.to(strategy.root_device)
+    strategy._broadcast_from_first(module)
+
+
+def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where parameters of ``module`` are registered that are not split yet."""
+    for owner in module.modules():
+        yield from (
+            (owner, name) for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)
+        )
+
+
+def _refuse_shared(blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse parameters of several blocks: each block gathers and frees its own."""
+    seen: dict[nn.Parameter, str] = {}
+    for name, block in blocks.items():
+        for key, parameter in block.named_parameters():
+            other = seen.setdefault(parameter, name)
+            if other != name:
+                raise ValueError(
+                    f"The blocks {other} and {name} share the parameter {key}, and ZeRO-3 gathers and frees each block "
+                    "by itself. Use strategy=zero2, or name larger blocks that share nothing in strategy.blocks."
+                )
+
+
+def _warn_without_blocks(name: str) -> None:
+    rank_zero_warn(
+        f"{name} has no repeated blocks that ZeRO-3 could gather one after the other, so all its parameters are "
+        "gathered together: each rank holds the whole model during a step, and only gradients and optimizer state are "
+        "split all the time. Name blocks with strategy.blocks=['model.layers.*'], or use strategy=zero2."
+    )
+
+
+def explain(exception: BaseException) -> None:
+    """Say what to do when a split parameter was used where it is not gathered."""
+    if "got mixed torch.Tensor and DTensor" in str(exception):
+        exception.add_note(
+            "ZeRO-3 keeps the parameters of a block split (as DTensors) except while the forward of that block "
+            "runs, and all others except during a step or a call of the module; here one was used elsewhere. Use "
+            "parameter.full_tensor() there, or take strategy=zero2, which keeps all parameters whole."
+        )
+    if "FSDP does not support deepcopy" in str(exception):
+        exception.add_note(
+            "Ranks hold parts of this module, and a copy would hold parts. Copy it before fit (in __init__ or "
+            "configure_model), average with Lightning's EMAWeightAveraging, or take strategy=zero2."
+        )

@@ -1,0 +1,102 @@
+"""What a worker of parameter servers has to do with the others, and with ranks that only serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from trainwright.core.run.peers import EndNotice, HeardNotice, Peers, Service
+from trainwright.strategies.base.measures import HeldBytes, Measures
+from trainwright.strategies.contract.same_model import average_buffers
+
+
+class Workers(Peers):
+    """The workers of parameter servers.
+
+    Args:
+        strategy: of this rank.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def fit_store(self) -> dist.Store | None:
+        """See the base class; while it trains."""
+        client, store = self._strategy.client, self._strategy._store
+        return None if client is None or store is None else dist.PrefixStore(client.prefix, store)
+
+    def meet(self) -> None:
+        """Wait for all workers, take the servers' parameters, and average buffers."""
+        strategy, client = self._strategy, self._strategy.client
+        if client is None:
+            return
+        client.settle()
+        if not strategy.traits.steps_are_collective:
+            strategy._meet_anew(client.meet())
+        average_buffers(strategy.lightning_module)
+
+    def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
+        """See the base class."""
+        if self._strategy.client is not None:
+            self._strategy.client.notice = notice
+
+    @property
+    def heard_of_end(self) -> HeardNotice | None:
+        """See the base class."""
+        heard: HeardNotice | None = None if self._strategy.client is None else self._strategy.client.heard
+        return heard
+
+
+class Servers(Service):
+    """Servers of parameters, on ranks of their own or beside the first workers.
+
+    Args:
+        strategy: of this rank.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def serves(self) -> bool:
+        """See the base class."""
+        strategy = self._strategy
+        return bool(strategy._server_ranks > 0 and strategy.global_rank >= strategy.world_size)
+
+    def serve(self) -> None:
+        """See the base class; the module's memory is given up first."""
+        self._strategy._serve()
+
+    def server_bytes(self) -> dict[int, int]:
+        """See the base class."""
+        strategy, served = self._strategy, self._strategy._served
+        if served is None:
+            return {}
+        plan, first = strategy._plan(served), strategy.world_size if strategy._server_ranks else 0
+        return {first + server: plan.numel(server) * plan.dtype.itemsize for server in range(strategy.servers)}
+
+    def server_traffic(self) -> dict[int, tuple[int, int]]:
+        """See the base class."""
+        strategy, client = self._strategy, self._strategy.client
+        if not strategy._server_ranks or client is None:
+            return {}
+        return {strategy.world_size + server: sent for server, sent in enumerate(client.traffic())}
+
+
+class WorkerMeasures(Measures):
+    """Measures of a rank that may hold a server."""
+
+    _strategy: Any
+
+    def held_bytes(self) -> HeldBytes:
+        """Return the bytes that this rank holds now, its server's included."""
+        # The module of a rank that only serves has no memory.
+        held = HeldBytes(0, 0, 0) if self._strategy.service.serves else super().held_bytes()
+        server = self._strategy.server
+        if server is None:
+            return held
+        parameters, optimizer = server.shard.nbytes
+        return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
