@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.read.candidates import AUTO
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.config.options import class_of
-from trainwright.core.config.override_words import in_shell, typed
+from trainwright.core.config.override_words import typed
 from trainwright.core.config.references import literal
 from trainwright.core.errors import CheckpointError
 from trainwright.core.failures.records import write_whole
@@ -28,7 +29,7 @@ from trainwright.core.run.run_directory import PLAN_FILE
 from trainwright.core.text.sizes import size_text
 from trainwright.launch.auto_options import AUTO_TARGET, MICRO_BATCH, AutoOptions
 from trainwright.launch.checks.validate import problems_before_layout, validate
-from trainwright.launch.ranks.apart import call_apart
+from trainwright.launch.ranks.forkserver import call_apart
 from trainwright.launch.recovery.sizes import size_problems
 from trainwright.planning.search.limits import Limits
 from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of, world_size_of
@@ -39,6 +40,8 @@ NEAR = 0.03
 # Layouts that are held against everything else in the configuration before it is refused.
 _MOST_TRIED = 8
 # What is handed over from strategy=auto to the strategy that was chosen, whatever that is.
+# What is decided of a layout beside its axes, by the names of both.
+_OF_LIMITS = tuple(each.name for each in fields(Limits) if each.name in AutoOptions.__dataclass_fields__)
 _OF_EVERY_STRATEGY = ("blocks", "compile", "certificate")
 _OF_THE_MODEL = ("plan", "batch_dims", "attention")
 
@@ -157,15 +160,8 @@ def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[s
     keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
     return (
         Limits(
+            **{name: getattr(strategy, name) for name in _OF_LIMITS},
             axes=strategy.axes(),
-            stage=strategy.stage,
-            offload=strategy.offload,
-            checkpointing=strategy.activation_checkpointing,
-            schedule=strategy.schedule,
-            stages_per_rank=strategy.stages_per_rank,
-            parts=strategy.micro_batches,
-            sequence_parallel=strategy.sequence_parallel,
-            loss_parallel=strategy.loss_parallel,
             micro_batch_size=cfg.micro_batch_size if keeps_size else None,
             accumulation=cfg.accumulation.steps,
         ),
@@ -326,7 +322,7 @@ def _choice(document: dict[str, Any], chosen: Mapping[str, Any], words: Sequence
     lines = (
         f"strategy=auto: {_what(chosen)}: {_predicted(document, chosen)}.",
         f"because: {_why(ranked, chosen, limits)}",
-        f"the same by hand: {' '.join(in_shell(word) for word in words)}",
+        f"the same by hand: {' '.join(shlex.quote(word) for word in words)}",
     )
     document = {**document, "chosen": dict(chosen), "explicit": list(words), "lines": list(lines), "measured": None}
     return Choice(lines, tuple(words), document)

@@ -140,30 +140,24 @@ def _read(source: Any, name: str) -> Iterator[str]:
         yield from files(source.path.split("://")[-1]).joinpath(name).read_text(encoding="utf-8").splitlines()
 
 
+_OPTIONS = {
+    "verify": ("--json              print the report as one JSON document, and nothing else, on standard output",),
+    "layout": (),
+    "plan": (
+        "--json              print the plan as one JSON document, and nothing else, on standard output",
+        "--html FILE         also write the plan as one page with pictures",
+    ),
+}
+_OF_RUNS = ("-m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3",)
+_OF_ALL = (
+    "--config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups",
+    "--print-config      print the resolved configuration and end",
+    "--help, --version",
+)
+
+
 def _options(verb: str) -> str:
-    if verb == "verify":
-        return """options:
-  --json              print the report as one JSON document, and nothing else, on standard output
-  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
-  --print-config      print the resolved configuration of the layout and end
-  --help, --version"""
-    if verb == "layout":
-        return """options:
-  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
-  --print-config      print the resolved configuration and end
-  --help, --version"""
-    if verb == "plan":
-        return """options:
-  --json              print the plan as one JSON document, and nothing else, on standard output
-  --html FILE         also write the plan as one page with pictures
-  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes, devices and other groups
-  --print-config      print the resolved configuration and end
-  --help, --version"""
-    return """options:
-  -m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3
-  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
-  --print-config      print the resolved configuration and end
-  --help, --version"""
+    return "\n  ".join(("options:", *_OPTIONS.get(verb, _OF_RUNS), *_OF_ALL))
 
 
 def _group(loader: ConfigLoaderImpl, name: str) -> str:
@@ -207,33 +201,42 @@ def _default(item: "Field[Any]") -> str:
     return f", default {'null' if item.default is None else item.default}"
 
 
+_EXAMPLES = {
+    "fit": (
+        "fit recipe=digits",
+        "fit recipe=gpt strategy=ddp devices=2 max_steps=200",
+        "fit recipe=gpt strategy=zero3 devices=2 precision=bf16-mixed global_batch_size=64",
+        "fit recipe=gpt ckpt_path=last max_steps=2000",
+        "fit -m recipe=digits strategy=ddp,zero3 devices=2",
+        "fit --config-dir my_conf recipe=mine",
+    ),
+    "verify": (
+        "verify recipe=gpt strategy=zero3 devices=4",
+        "verify recipe=digits strategy=ddp devices=2 verify.steps=8 --json",
+        "verify --config-dir my_conf recipe=mine strategy=zero2 devices=2",
+    ),
+    "layout": (
+        "layout recipe=gpt strategy=zero3 devices=4",
+        "layout recipe=gpt devices=8 strategy=hybrid strategy.pipeline=2 strategy.tensor=2",
+        "layout --config-dir my_conf recipe=mine strategy=tensor devices=2",
+    ),
+    "plan": (
+        "plan recipe=llama_3d size=70b precision=bf16-mixed devices=1024 device=h100",
+        "plan recipe=gpt devices=4",
+        "plan recipe=gpt size=7b devices=64 device=a100_80 --html plan.html",
+    ),
+}
+_OF_EVALUATION = (
+    "recipe=digits ckpt_path=last",
+    "recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/step=500",
+    "recipe=gpt strategy=ddp devices=2 ckpt_path=last",
+    "--config-dir my_conf recipe=mine ckpt_path=last",
+)
+
+
 def _examples(verb: str) -> str:
+    words = _EXAMPLES.get(verb, tuple(f"{verb} {each}" for each in _OF_EVALUATION))
+    lines = [f"trainwright {each}" for each in words]
     if verb == "fit":
-        return """examples:
-  trainwright fit recipe=digits
-  trainwright fit recipe=gpt strategy=ddp devices=2 max_steps=200
-  trainwright fit recipe=gpt strategy=zero3 devices=2 precision=bf16-mixed global_batch_size=64
-  trainwright fit recipe=gpt ckpt_path=last max_steps=2000
-  trainwright fit -m recipe=digits strategy=ddp,zero3 devices=2
-  trainwright fit --config-dir my_conf recipe=mine
-  torchrun --nproc-per-node=2 -m trainwright fit recipe=gpt strategy=ddp devices=2"""
-    if verb == "verify":
-        return """examples:
-  trainwright verify recipe=gpt strategy=zero3 devices=4
-  trainwright verify recipe=digits strategy=ddp devices=2 verify.steps=8 --json
-  trainwright verify --config-dir my_conf recipe=mine strategy=zero2 devices=2"""
-    if verb == "layout":
-        return """examples:
-  trainwright layout recipe=gpt strategy=zero3 devices=4
-  trainwright layout recipe=gpt devices=8 strategy=hybrid strategy.pipeline=2 strategy.tensor=2
-  trainwright layout --config-dir my_conf recipe=mine strategy=tensor devices=2"""
-    if verb == "plan":
-        return """examples:
-  trainwright plan recipe=llama_3d size=70b precision=bf16-mixed devices=1024 device=h100
-  trainwright plan recipe=gpt devices=4
-  trainwright plan recipe=gpt size=7b devices=64 device=a100_80 --html plan.html"""
-    return f"""examples:
-  trainwright {verb} recipe=digits ckpt_path=last
-  trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/step=500
-  trainwright {verb} recipe=gpt strategy=ddp devices=2 ckpt_path=last
-  trainwright {verb} --config-dir my_conf recipe=mine ckpt_path=last"""
+        lines.append("torchrun --nproc-per-node=2 -m trainwright fit recipe=gpt strategy=ddp devices=2")
+    return "\n  ".join(("examples:", *lines))

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.command.arguments import Parser
 from trainwright.command.auto import lines_of
 from trainwright.command.run import RunResult, launch, plan, prepare
-from trainwright.command.schema.compose import compose_checked
+from trainwright.command.schema.compose import Composition, compose_checked
 from trainwright.command.schema.expansion import tell_import
 from trainwright.core.config.masking import masked
 from trainwright.core.config.missing import resolved
@@ -28,10 +28,17 @@ from trainwright.launch.engines.torchrun.external import agree
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
-VERIFY, LAYOUT, PLAN, CHECKPOINT = "verify", "layout", "plan", "checkpoint"
-IMPORT_DEEPSPEED, REPORT, WATCH = "import-deepspeed", "report", "watch"
-_OF_THE_MACHINE = ("doctor", "profile")
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH, *_OF_THE_MACHINE)
+VERIFY, LAYOUT, PLAN = "verify", "layout", "plan"
+# Verbs with words of their own, which do not come here as the first word; what is typed behind them.
+_FIRST = {
+    "checkpoint": "<verb> PATH [options]",
+    "import-deepspeed": "ds_config.json [options]",
+    "report": "RUN_DIR [options]",
+    "watch": "RUN_DIR [options]",
+    "doctor": "[key=value ...] [--json]",
+    "profile": "[key=value ...] [--out FILE]",
+}
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *_FIRST)
 _OPTIONS = (
     "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html"
 )  # fmt: skip
@@ -114,13 +121,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
 
 def _layout(arguments: argparse.Namespace) -> int:
     """Show which rank would hold what; nothing is started."""
-    launcher, problems = detect_launcher(), []
-    if launcher is not None:
-        problems.append(f"{launcher.name}: layout starts no ranks; type trainwright layout ... without it")
-    if arguments.multirun:
-        problems.append("--multirun with layout: it shows one layout; ask for one after the other")
-    composition = compose_checked(arguments.overrides, arguments.config_dir)
-    problems += composition.problems
+    composition, problems = _composed_alone(arguments, "it shows one layout; ask for one after the other")
     planned = None
     if composition.cfg is not None and composition.guessed:
         planned, found = plan(composition.cfg, "fit")
@@ -142,18 +143,23 @@ def _layout(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Rank all layouts by predicted step time; nothing is started."""
-    launcher, problems = detect_launcher(), []
-    if launcher is not None:
-        problems.append(f"{launcher.name}: plan starts no ranks; type trainwright plan ... without it")
-    if arguments.multirun:
-        problems.append("--multirun with plan: it looks at all layouts by itself; plan one recipe after the other")
-    composition = compose_checked(arguments.overrides, arguments.config_dir)
-    problems += composition.problems
+    composition, problems = _composed_alone(arguments, "it looks at all layouts by itself; plan one after the other")
     if problems or composition.cfg is None:
         raise ConfigError(problems)
     from trainwright.planning.report.verb import run_plan
 
     return OK if run_plan(composition.cfg, as_json=arguments.json, html=arguments.html) else FAILED
+
+
+def _composed_alone(arguments: argparse.Namespace, why_one: str) -> tuple[Composition, list[str]]:
+    """Compose for a verb that starts nothing; returns all problems, too."""
+    launcher, problems, verb = detect_launcher(), list[str](), arguments.verb
+    if launcher is not None:
+        problems.append(f"{launcher.name}: {verb} starts no ranks; type trainwright {verb} ... without it")
+    if arguments.multirun:
+        problems.append(f"--multirun with {verb}: {why_one}")
+    composition = compose_checked(arguments.overrides, arguments.config_dir)
+    return composition, problems + composition.problems
 
 
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
@@ -225,16 +231,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
         problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
-    elif arguments.verb in (REPORT, WATCH):  # as the first word it does not come here
-        problems.append(f"{arguments.verb} comes first: type trainwright {arguments.verb} RUN_DIR [options]")
-    elif arguments.verb == CHECKPOINT:  # the same
-        problems.append(
-            "checkpoint takes options of its own, behind its verb: type trainwright checkpoint <verb> PATH [options]"
-        )
-    elif arguments.verb == IMPORT_DEEPSPEED:  # as the first word it does not come here
-        problems.append("import-deepspeed comes first: type trainwright import-deepspeed ds_config.json [options]")
-    elif arguments.verb in _OF_THE_MACHINE:
-        problems.append(f"{arguments.verb} comes first, with keys of its own: trainwright {arguments.verb} --help")
+    elif arguments.verb in _FIRST:
+        problems.append(f"{arguments.verb} comes first: type trainwright {arguments.verb} {_FIRST[arguments.verb]}")
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:

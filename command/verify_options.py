@@ -1,6 +1,5 @@
 """What `trainwright verify` can be told: `verify.steps=`, `verify.tolerance=`."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from trainwright.core.config.options import is_number, is_whole
 from trainwright.core.problems import did_you_mean
 
 PREFIX = "verify"
@@ -32,9 +32,9 @@ class VerifyOptions:
             precision: of the configuration that is verified.
         """
         found = []
-        if not _is_number(self.steps, int) or self.steps < 1:
+        if not is_whole(self.steps, 1):
             found.append(f"verify.steps={self.steps}: must be a whole number of at least 1; type verify.steps=4")
-        if self.tolerance is not None and not (_is_number(self.tolerance, (int, float)) and 0 < self.tolerance < 1):
+        if self.tolerance is not None and not (is_number(self.tolerance) and 0 < self.tolerance < 1):
             found.append(
                 f"verify.tolerance={self.tolerance}: must be more than 0 and less than 1, a relative difference; type "
                 f"verify.tolerance={TOLERANCE:g}, or leave it out"
@@ -76,7 +76,3 @@ def take_options(overrides: Sequence[str]) -> tuple[VerifyOptions, list[str], li
         except HydraException:
             problems.append(f"{text}: this is not key=value; type for example verify.steps=4")
     return VerifyOptions(**values), [text for text in overrides if text not in own], problems
-
-
-def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]

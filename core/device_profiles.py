@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,29 +150,13 @@ def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
         problems.append("device.flops.float32 is not given (operations per second)")
     if problems:
         raise ValueError(f"the profile device={name} cannot be used: " + "; ".join(problems))
-    return DeviceProfile(
-        name=name,
-        memory_bytes=int(values["memory_bytes"]),
-        flops=flops,
-        memory_bandwidth=float(values["memory_bandwidth"]),
-        efficiency=float(values["efficiency"]),
-        devices_per_node=int(values["devices_per_node"]),
-        within=_link(numbers, "within"),
-        across=_link(numbers, "across"),
-        host_bandwidth=float(values["host_bandwidth"]),
-        host_memory_bytes=int(values["host_memory_bytes"]),
-        operation_seconds=float(numbers["operation_seconds"]),
-        gather_seconds=float(numbers["gather_seconds"]),
-        measured_on=str(values.get("measured_on") or ""),
-        source=str(values.get("source") or ""),
-        share=float(values.get("share") or 1.0),
-    )
+    given = {each.name: values[each.name] for each in fields(DeviceProfile) if values.get(each.name) is not None}
+    links = {link: LinkProfile(*(float(numbers[f"{link}.{key}"]) for key in _OF_LINK)) for link in ("within", "across")}
+    sizes = {key: int(numbers[key]) for key in ("memory_bytes", "devices_per_node", "host_memory_bytes")}
+    return DeviceProfile(**{**given, **links, **sizes, "name": name, "flops": flops})
 
 
-def _link(numbers: Mapping[str, Any], name: str) -> LinkProfile:
-    return LinkProfile(*(float(numbers[f"{name}.{key}"]) for key in ("latency", "bandwidth", "call")))
-
-
+_OF_LINK = ("latency", "bandwidth", "call")
 _PLAIN = ("memory_bytes", "memory_bandwidth", "efficiency", "devices_per_node", "host_bandwidth", "host_memory_bytes")
 _POSITIVE = frozenset((*_PLAIN, "within.bandwidth", "across.bandwidth"))
 

@@ -50,3 +50,7 @@ def did_you_mean(given: str, allowed: Iterable[str], kind: str) -> str:
 
 def _indent(text: str, width: int) -> str:
     return text.replace("\n", "\n" + " " * width)
+
+
+class DivergedError(RuntimeError):
+    """The loss guard ended training; weights and checkpoints are those of before the bad step."""

@@ -1,4 +1,4 @@
-"""Options of ``strategy=auto``: what of a layout has been decided, so that the planner chooses the rest."""
+"""Options of the strategies that stand for another one: ``strategy=auto`` and ``strategy=deepspeed_json``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.layout import Layout
-from trainwright.strategies.contract.options import number
+from trainwright.strategies.contract.options import MISSING, number
 from trainwright.strategies.data.zero_options import OFFLOADS, STAGES
 
 AUTO_TARGET = "trainwright.command.auto"
@@ -93,3 +93,12 @@ class AutoOptions:
         unknown = [key for key in self.keep if key != MICRO_BATCH]
         if unknown:
             yield f"strategy.keep={unknown}: allowed: {MICRO_BATCH}"
+
+
+@dataclass
+class DeepSpeedJSONOptions:
+    """`strategy=deepspeed_json`: put in place of it is what a DeepSpeed JSON stands for, see docs/deepspeed.md."""
+
+    _target_: str = "trainwright.tools.deepspeed.expand.not_expanded"
+    # Path of the JSON.
+    path: str | None = MISSING

@@ -15,18 +15,21 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from trainwright.core.problems import ConfigError
-from trainwright.launch.auto_options import AutoOptions
-from trainwright.launch.deepspeed_options import DeepSpeedJSONOptions
-from trainwright.strategies.contract.options import number
+from trainwright.launch.auto_options import AutoOptions, DeepSpeedJSONOptions
+from trainwright.launch.launch_options import (
+    KubernetesLaunchConfig,
+    LaunchConfig,
+    RayLaunchConfig,
+    SlurmLaunchConfig,
+)
+from trainwright.strategies.averaging.compression.options import CONFIGS, CompressionConfig
+from trainwright.strategies.contract.options import number, word
 from trainwright.strategies.contract.registry import all_options, options_of_others
 from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.trainer.balance.options import BalanceOptions
+from trainwright.trainer.loop.loss_scale import LossScaling
 
 SCHEMA_NAME = "_schema"
-
-
-PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
-ACCELERATORS = ("auto", "cpu", "gpu")
-PARTITIONS = ("interleave", "range", "hash")
 
 
 @dataclass
@@ -34,7 +37,7 @@ class AccumulationConfig:
     """`accumulation=auto|fixed`: micro-batches per optimizer step."""
 
     # Micro-batches per optimizer step; null = follows from global_batch_size (1 when that is null too).
-    steps: int | None = None
+    steps: int | None = number(None, least=1)
 
 
 @dataclass
@@ -42,276 +45,7 @@ class FixedAccumulationConfig(AccumulationConfig):
     """`accumulation=fixed`: the number is asked for."""
 
     # Micro-batches per optimizer step; 1 = no accumulation.
-    steps: int | None = MISSING
-
-
-@dataclass
-class BalanceConfig:
-    """`balance=none|auto|fixed`: who computes how much of the global batch, which itself stays what it is."""
-
-    # none = all data ranks the same, auto = by measured speed, fixed = by shares.
-    kind: str = "none"
-    # Parts of the data ranks in any unit, like [3,1] (kind=fixed); null = none.
-    shares: list[float] | None = None
-    # Optimizer steps that are measured before shares are decided upon anew (kind=auto).
-    every_steps: int = 20
-    # Weight of what was measured before, below 1 (kind=auto); 0 = off.
-    smoothing: float = 0.5
-    # Part of an equal share that a rank keeps at least (kind=auto).
-    least_share: float = 0.1
-    # Times an equal share that a rank gets at most: so many times micro_batch_size samples it must be able to hold at
-    # once (kind=auto).
-    most_share: float = 2.0
-    # Part of the time of a step below which a gain is not worth other shares (kind=auto).
-    least_gain: float = 0.05
-
-
-@dataclass
-class CompressionConfig:
-    """`compression=none|fp16|bf16`: how gradients are sent between replicas."""
-
-    # none, fp16, bf16, int8, topk, powersgd or onebit.
-    name: str = "none"
-
-
-@dataclass
-class Int8CompressionConfig(CompressionConfig):
-    """`compression=int8`: a byte a number."""
-
-    name: str = "int8"
-    # Numbers that share a scale.
-    block: int = 256
-
-
-@dataclass
-class TopKCompressionConfig(CompressionConfig):
-    """`compression=topk`: the largest numbers and their places."""
-
-    name: str = "topk"
-    # Part of the numbers that is sent; 1 = all.
-    ratio: float = 0.01
-    # How they are written: fp32, fp16, bf16 or int8.
-    values: str = "fp32"
-    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
-    sends: str = "auto"
-    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
-    warmup_steps: int = 100
-
-
-@dataclass
-class PowerSGDCompressionConfig(CompressionConfig):
-    """`compression=powersgd`: two thin factors of each matrix."""
-
-    name: str = "powersgd"
-    # Columns of the factors.
-    rank: int = 4
-    # Steps of subspace iteration for each average, each of which sends both factors.
-    iterations: int = 2
-    # Tensors that would not become shorter by this factor are sent as they are.
-    least_gain: float = 2.0
-    # How factors are written: fp32, fp16 or bf16.
-    values: str = "bf16"
-    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
-    sends: str = "auto"
-    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
-    warmup_steps: int = 100
-
-
-@dataclass
-class OneBitCompressionConfig(CompressionConfig):
-    """`compression=onebit`: the signs of Adam's momentum."""
-
-    name: str = "onebit"
-    # Numbers that share a scale, a multiple of 8.
-    block: int = 2048
-    # Optimizer steps in which gradients are averaged as they are, while Adam's variance is learned.
-    warmup_steps: int = 100
-
-
-@dataclass
-class LaunchConfig:
-    """`launch=local|torchrun`: who starts the ranks; those of other engines have more keys."""
-
-    # local = this command starts them, torchrun = torchrun or srun does; else the engine, as the yaml has it.
-    kind: str = "local"
-    # TCP port of the rendezvous on 127.0.0.1 (launch=local); null = a free one.
-    port: int | None = None
-    # Seconds that a rank has to end by itself after Ctrl-C, SIGTERM or the failure of another rank; then it is killed.
-    grace_seconds: float = 5.0
-    # CPU threads of each rank; null = OMP_NUM_THREADS when set, else cores divided by the ranks of this machine.
-    threads: int | None = number(None, least=1, most=65536)
-    # How often the ranks of this machine are started again after a failure, from the newest good checkpoint; 0 = off,
-    # null = no limit.
-    max_restarts: int | None = 0
-    # A failure that comes so often in a row (the same error at the same step) ends the run.
-    same_failure_limit: int = 3
-    # Seconds before a second restart without progress; doubles each time, to 60. After progress nothing waits.
-    backoff_seconds: float = 1.0
-    # Fewest devices to go on with when one is lost, with the same global batch; null = always as many as devices says.
-    min_devices: int | None = None
-    # Seconds after which a lost device is asked whether it works again (with min_devices).
-    probe_seconds: float = 60.0
-    # What is done when a rank is lost and may be replaced: restart = all ranks start anew from the newest checkpoint;
-    # replicas = the other replicas go on in their processes, from copies in memory, and a new one joins them;
-    # rejoin = all others go on, and the lost one is started anew and joins them (workers of parameter servers);
-    # auto = what the strategy allows of rejoin and replicas, else restart.
-    recovery: str = "restart"
-    # With recovery=replicas, processes that stand ready to take a lost one's place at once; 0 = one is started then.
-    spares: int = 0
-    # Hours between two failures of the job that are expected: with recovery=replicas, copies in memory are made as
-    # often as loses least time then, by Young's and Daly's formula from what a copy costs.
-    mtbf: float = 3.0
-    # Seconds without progress after which the rank to blame is killed, with a report: auto = learned for each phase of
-    # a step from how long it took before, a number = the same for all, null = off. A run on one device is watched
-    # where a number is given.
-    hang_timeout: Any = "auto"
-    # How much longer than ever before a phase may take (hang_timeout=auto).
-    hang_safety_factor: float = 5.0
-    # Least seconds that a phase may take (hang_timeout=auto).
-    hang_floor_seconds: float = 30.0
-    # Seconds that a phase may take of which nothing is known yet: setup, the first steps, the first validation, the
-    # first checkpoint (hang_timeout=auto).
-    hang_first_timeout: float = 1800.0
-
-
-@dataclass
-class SlurmLaunchConfig(LaunchConfig):
-    """`launch=slurm`: one SLURM job of this run, with one task on each machine, which starts its ranks."""
-
-    kind: str = "slurm"
-    # slurm, or local = processes of this machine that submitit takes for a job, to try it without SLURM.
-    cluster: str = "slurm"
-    # Partition of the job; null = the default of the cluster, as with all of these.
-    partition: str | None = None
-    # Longest time of the job: minutes, or as sbatch takes it (1-12:00:00); null = that of the partition.
-    time: str | None = None
-    # Account that pays.
-    account: str | None = None
-    # Quality of service.
-    qos: str | None = None
-    # Features that machines must have.
-    constraint: str | None = None
-    # Share machines with no other job; false = off.
-    exclusive: bool = False
-    # GPUs of each machine; null = devices where accelerator=gpu, else none is asked for.
-    gpus_per_node: int | None = None
-    # CPU cores of each machine (of its one task).
-    cpus_per_task: int | None = None
-    # Memory of each machine, GiB.
-    mem_gb: float | None = None
-    # Container of the tasks, for clusters with Pyxis or the like; null = none.
-    container_image: str | None = None
-    # What the container sees of the file system, like [/data:/data]; [] = what the cluster has set.
-    container_mounts: list[str] = field(default_factory=list)
-    # Python of the tasks, as a shell takes it; null = that of this command.
-    python: str | None = None
-    # Lines of the batch script before the tasks start, like [module load cuda]; [] = none.
-    setup: list[str] = field(default_factory=list)
-    # Other options of sbatch, like {reservation: mine, mail-type: END}; {} = none.
-    sbatch: dict[str, Any] = field(default_factory=dict)
-    # Other options of srun, like [--mpi=none]; [] = none.
-    srun: list[str] = field(default_factory=list)
-    # Seconds before the end of the time at which the ranks are told by preemption.signals; null =
-    # preemption.deadline_seconds and 10 more.
-    signal_seconds: int | None = None
-    # Jobs of --multirun, which are one array, that run at once; null = as many as there is room for.
-    array_parallelism: int | None = None
-    # Show the logs until the job ends, and cancel it with Ctrl-C; false = end once it is submitted.
-    wait: bool = True
-    # Seconds between two questions to SLURM for the state of the job.
-    poll_seconds: float = 5.0
-
-
-@dataclass
-class RayLaunchConfig(LaunchConfig):
-    """`launch=ray`: an actor of Ray for each rank."""
-
-    kind: str = "ray"
-    # local = a cluster of this machine for this run, auto = the one that this machine belongs to, or ray://host:port or
-    # host:port.
-    address: str = "local"
-    # CPU cores of each rank.
-    cpus_per_rank: float = 1.0
-    # GPUs of each rank; null = 1 where accelerator=gpu, else none.
-    gpus_per_rank: float | None = None
-    # Memory of each rank, GiB; null = it is not counted.
-    memory_gb_per_rank: float | None = None
-    # Other resources of each rank, as the cluster names them, like {fast_network: 1}; {} = none.
-    resources: dict[str, float] = field(default_factory=dict)
-    # What single ranks need in place of that: rank -> cpus, gpus, memory_gb and names of other resources, like
-    # {3: {cpus: 8, gpus: 0}}; {} = all the same.
-    ranks: dict[int, Any] = field(default_factory=dict)
-    # Where groups of ranks (nodes of them, devices in each) go: PACK (few machines), SPREAD, STRICT_PACK (one machine)
-    # or STRICT_SPREAD (each another one).
-    placement: str = "PACK"
-    # Seconds to wait for room in the cluster; then the run goes on with fewer devices (launch.min_devices), or ends.
-    placement_seconds: float = 300.0
-    # Environment of the actors, as ray.init takes it; {} = as it is, for clusters of one machine or whose machines see
-    # the same files.
-    runtime_env: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class KubernetesLaunchConfig(LaunchConfig):
-    """`launch=kubernetes`: a job of pods, one for each machine; each has an agent of torchrun."""
-
-    kind: str = "kubernetes"
-    # Image of the containers, with this version of trainwright and your own code in it.
-    image: str | None = MISSING
-    # Claim of the volume (ReadWriteMany on several nodes) that the run directory lies on.
-    claim: str | None = MISSING
-    # Where the pods mount that volume, and work: a relative run_dir lies under it.
-    mount: str = "/workspace"
-    # Send the job to the cluster and show what its pods say; false = write kubernetes.yaml into the run directory.
-    submit: bool = False
-    # Context of the kubeconfig; null = the current one.
-    context: str | None = None
-    # Namespace; null = that of the context (submit=true), or of kubectl.
-    namespace: str | None = None
-    # Name of the job; null = made of the names of run and run directory.
-    job_name: str | None = None
-    # GPUs of each pod; null = as many as devices with accelerator=gpu, else none.
-    gpus: int | None = None
-    # Name of the resource that they are.
-    gpu_resource: str = "nvidia.com/gpu"
-    # CPUs of each pod, like 16 or 500m; null = not said.
-    cpu: str | None = None
-    # Memory of each pod, like 64Gi; null = not said.
-    memory: str | None = None
-    # Shared memory of each pod (/dev/shm), like 16Gi; null = what the cluster gives, 64 MiB.
-    shm: str | None = "8Gi"
-    # More resources of each pod, like {rdma/ib: 1}; {} = none.
-    resources: dict[str, Any] = field(default_factory=dict)
-    # More volumes: claim -> path, like {data: /data}; {} = none.
-    volumes: dict[str, str] = field(default_factory=dict)
-    # Variables of the pods; they stand in the manifest, so no secrets.
-    env: dict[str, str] = field(default_factory=dict)
-    # Variables from secrets of the cluster: variable -> secret/key, like {WANDB_API_KEY: wandb/key}; {} = none.
-    secret_env: dict[str, str] = field(default_factory=dict)
-    # Labels of job and pods, like {kueue.x-k8s.io/queue-name: team}; {} = none.
-    labels: dict[str, str] = field(default_factory=dict)
-    # Annotations of the pods; {} = none.
-    annotations: dict[str, str] = field(default_factory=dict)
-    # Labels that nodes must have; {} = any node.
-    node_selector: dict[str, str] = field(default_factory=dict)
-    # Tolerations, as in a manifest: [{key: gpu, operator: Exists, effect: NoSchedule}]; [] = none.
-    tolerations: list[dict[str, str]] = field(default_factory=list)
-    # Service account of the pods; null = the namespace's own.
-    service_account: str | None = None
-    # Secrets to fetch the image with; [] = none.
-    image_pull_secrets: list[str] = field(default_factory=list)
-    # Python in the image.
-    python: str = "python"
-    # Seconds that pods wait for the first one, images are fetched meanwhile.
-    start_timeout: float = 1800.0
-    # Kind of the training runtime: ClusterTrainingRuntime or TrainingRuntime.
-    runtime_kind: str = "ClusterTrainingRuntime"
-    # Its name.
-    runtime: str = "torch-distributed"
-    # With submit=true, what Ctrl-C does: delete the job, or leave it running.
-    on_interrupt: str = "delete"
-    # Seconds between two looks at the job.
-    poll_seconds: float = 2.0
+    steps: int | None = number(MISSING, least=1)
 
 
 @dataclass
@@ -343,29 +77,15 @@ class PreemptionConfig:
 
 
 @dataclass
-class LossScaleConfig:
-    """`trainer.loss_scale`: how the loss is scaled with precision=16-mixed."""
-
-    # Scale of the first steps.
-    initial: float = 65536.0
-    # Optimizer steps in a row without overflow after which the scale doubles.
-    growth_interval: int = 2000
-    # The scale never falls below this; 0 = no limit.
-    least: float = 0.0
-    # Never change the scale; false = it halves after an overflow and grows again.
-    fixed: bool = False
-
-
-@dataclass
 class TrainerConfig:
     """`trainer=default|debug|overfit`: everything else that the Trainer takes."""
 
     # Largest norm (or absolute value, see gradient_clip_algorithm) of the gradients; null = no clipping.
     gradient_clip_val: float | None = None
     # How to clip: norm or value; null = norm.
-    gradient_clip_algorithm: str | None = None
+    gradient_clip_algorithm: str | None = word(None, "norm", "value")
     # With precision=16-mixed: initial, growth_interval, least and fixed of the loss scale.
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    loss_scale: LossScaling = field(default_factory=LossScaling)
     # Stop with an error when the norm of the gradients is infinite or NaN; false = off.
     error_if_nonfinite: bool = False
     # Validate after this many training batches (whole number) or this share of an epoch (0.0 to 1.0).
@@ -422,7 +142,7 @@ class TrainerConfig:
     data_seed: int | None = number(None, most=2**32 - 1)
     # Which data rank reads which sample: interleave (in turn), range (a contiguous part each) or hash (by data_key, so
     # that a sample keeps its rank when ranks come and go).
-    data_partition: str = "interleave"
+    data_partition: str = word("interleave", "interleave", "range", "hash")
     # Let the last micro-batches of a step be smaller where global_batch_size is no multiple of those of all data ranks;
     # false = refuse such a global batch.
     uneven_steps: bool = False
@@ -496,7 +216,7 @@ class RunConfig:
     # Number of machines.
     nodes: int = number(1, least=1, most=65536)
     # auto (GPUs when there are any), cpu or gpu.
-    accelerator: str = "auto"
+    accelerator: str = word("auto", "auto", "cpu", "gpu")
     # Seed of everything random: initial weights, order of samples, dropout.
     seed: int = number(0, most=2**32 - 1)
     # Optimizer steps to train; null = no limit.
@@ -526,7 +246,7 @@ class RunConfig:
     # Weights to begin from, nothing else: a .safetensors file, a folder of them, or a checkpoint; null = the module's.
     init_from: str | None = None
     # Numeric precision, set by the group: 32, bf16-mixed, bf16-true, 16-mixed.
-    precision: str = "32"
+    precision: str = word("32", "32", "bf16-mixed", "bf16-true", "16-mixed")
     # The LightningModule: _target_ and its arguments. Set by the recipe.
     module: dict[str, Any] = field(default_factory=dict)
     # The LightningDataModule: _target_ and its arguments; {} = the module brings its own data loaders.
@@ -544,7 +264,7 @@ class RunConfig:
     # Set by the groups of the same name.
     strategy: Any = MISSING
     accumulation: Any = MISSING
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    balance: BalanceOptions = field(default_factory=BalanceOptions)
     compression: Any = field(default_factory=CompressionConfig)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     monitor: dict[str, Any] = field(default_factory=dict)
@@ -556,6 +276,23 @@ class RunConfig:
     optimizer: Any = MISSING
     # Set by the group of the same name: the device that plans are made for.
     device: DeviceConfig = field(default_factory=lambda: DeviceConfig(name="auto"))
+
+
+TYPES: dict[str, dict[str, type]] = {
+    "accumulation": {"auto": AccumulationConfig, "fixed": FixedAccumulationConfig},
+    "balance": {"balance": BalanceOptions},
+    "compression": CONFIGS,
+    "launch": {
+        "launch": LaunchConfig,
+        "slurm": SlurmLaunchConfig,
+        "ray": RayLaunchConfig,
+        "kubernetes": KubernetesLaunchConfig,
+    },
+    "preemption": {"preemption": PreemptionConfig},
+    "trainer": {"trainer": TrainerConfig},
+    "device": {"device": DeviceConfig},
+}
+"""Types that the choices of a group are built on, by name."""
 
 
 def register_schema() -> None:
@@ -580,21 +317,7 @@ def register_schema() -> None:
         return  # Hydra would make its nodes from the dataclasses once more
     store.store(name=SCHEMA_NAME, node=RunConfig)
     built_in = {name: options for name, options in all_options() if name not in others}
-    choices = {"zero": ZeroOptions, "auto": AutoOptions, "deepspeed_json": DeepSpeedJSONOptions, **built_in}
-    for name, node in choices.items():
-        store.store(group="strategy", name=f"_{name}", node=node)
-    store.store(group="accumulation", name="_auto", node=AccumulationConfig)
-    store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
-    store.store(group="balance", name="_balance", node=BalanceConfig)
-    store.store(group="compression", name="_none", node=CompressionConfig)
-    store.store(group="compression", name="_int8", node=Int8CompressionConfig)
-    store.store(group="compression", name="_topk", node=TopKCompressionConfig)
-    store.store(group="compression", name="_powersgd", node=PowerSGDCompressionConfig)
-    store.store(group="compression", name="_onebit", node=OneBitCompressionConfig)
-    store.store(group="launch", name="_launch", node=LaunchConfig)
-    store.store(group="launch", name="_slurm", node=SlurmLaunchConfig)
-    store.store(group="launch", name="_ray", node=RayLaunchConfig)
-    store.store(group="launch", name="_kubernetes", node=KubernetesLaunchConfig)
-    store.store(group="preemption", name="_preemption", node=PreemptionConfig)
-    store.store(group="trainer", name="_trainer", node=TrainerConfig)
-    store.store(group="device", name="_device", node=DeviceConfig)
+    strategies = {"zero": ZeroOptions, "auto": AutoOptions, "deepspeed_json": DeepSpeedJSONOptions, **built_in}
+    for group, types in {**TYPES, "strategy": strategies}.items():
+        for name, node in types.items():
+            store.store(group=group, name=f"_{name}", node=node)

@@ -41,7 +41,7 @@ from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.run.traits import traits_of
 from trainwright.launch.checks.check_compression import compression_of
 from trainwright.launch.watchdog.callback import Watchdog
-from trainwright.launch.watchdog.check_hangs import AUTO
+from trainwright.launch.watchdog.limits import AUTO
 from trainwright.strategies.averaging.compression.options import OFF
 from trainwright.strategies.compose.world import options_of
 from trainwright.trainer.loggers.metrics_csv import MetricsCSV

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _configure_optimizers
+from trainwright.core.text.plain import aligned
 from trainwright.strategies.compose.check_layout import build_on_meta
 from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
 from trainwright.strategies.compose.engine_options import EngineOptions, engine_options_of
@@ -296,14 +297,11 @@ def _table(module: LightningModule, held: Sequence[RankBytes], rules: StateRules
     groups: dict[RankBytes, list[int]] = defaultdict(list)
     for rank, each in enumerate(held):
         groups[each].append(rank)
-    rows: list[tuple[str, ...]] = [("ranks", "parameters", "gradients", "optimizer", "together", "")]
-    rows += [(_ranks(ranks), *_cells(each)) for each, ranks in list(groups.items())[:_SHOWN_LINES]]
+    rows = [(_ranks(ranks), *_cells(each)) for each, ranks in list(groups.items())[:_SHOWN_LINES]]
     rows.append(("the whole model", *_cells(whole)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    head = ("ranks", "parameters", "gradients", "optimizer", "together", "")
     lines = ["bytes that each rank holds, without activations and buffers of collectives"]
-    for first, *cells in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *numbers]).rstrip())
+    lines += [line.removeprefix("  ") for line in aligned(head, rows, "<>>>>>")]
     if len(groups) > _SHOWN_LINES:
         lines.insert(-1, f"... and {len(groups) - _SHOWN_LINES} more kinds of ranks")
     if whole.optimizer is None:

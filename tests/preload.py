@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -49,6 +50,8 @@ LOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
 )
+# Nothing but a user's code reads parts of a strategy under their former names.
+warnings.filterwarnings("error", message=r"strategy\.\w+ is strategy\.", category=DeprecationWarning)
 for name in LOADED:
     # A module that does not import is reported by the test that needs it; the server must live on.
     with suppress(Exception):

@@ -1,17 +1,25 @@
-"""``trainwright.Trainer``: Lightning's Trainer on any layout."""
+"""``trainwright.Trainer``: Lightning's Trainer on any layout.
+
+A script that makes one starts its own ranks, as with Lightning: itself again, once for each other rank of this machine.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
+import subprocess
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -22,12 +30,15 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
-from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
-from trainwright.core.lightning_internals import _SubprocessScriptLauncher
+from trainwright.core.failures.failure import how_it_ended
+from trainwright.core.failures.uncaught import STARTED, Uncaught, is_one_of_many, tell_uncaught
+from trainwright.core.lightning_internals import _set_num_threads_if_needed, _SubprocessScriptLauncher
 from trainwright.core.processes.orphans import end_with_agent
+from trainwright.core.processes.scratch import scratch
 from trainwright.core.run.peers import service_of
 from trainwright.core.run.phases import SAVING
 from trainwright.core.run.traits import traits_of
+from trainwright.core.text.messages import token_environment
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.precision import set_loss_scale
@@ -52,7 +63,6 @@ from trainwright.trainer.loop.loss_scale import PRECISION as LOSS_SCALING_PRECIS
 from trainwright.trainer.loop.loss_scale import LossScaling, loss_scale_problems
 from trainwright.trainer.loop.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.resume import ResumeConnector
-from trainwright.trainer.script import ScriptLauncher
 from trainwright.trainer.signals import FlagOnSignal
 
 WAITING_SECONDS = 10.0
@@ -336,3 +346,69 @@ def serve(trainer: RunTrainer, module: LightningModule) -> None:
             trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
     trainer.state.status = TrainerStatus.FINISHED
     trainer.state.stage = None
+
+
+# Seconds that ranks have to end once one has failed: a rank that waits for it in a collective may never notice.
+_GRACE_SECONDS = 15.0
+_LOOK_SECONDS = 0.5
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of scripts, whose ranks tell of an error once and leave none behind.
+
+    Args:
+        like: the launcher that Lightning has made.
+        run_dir: below which `logs/` gets the tracebacks.
+    """
+
+    def __init__(self, like: _SubprocessScriptLauncher, run_dir: Path) -> None:
+        super().__init__(like.cluster_environment, like.num_processes, like.num_nodes)
+        self._run_dir = run_dir
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other ranks unless they were, then call `function` in this one."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            sizes = f"{self.num_processes}/{self.num_processes * self.num_nodes}"
+            os.environ[STARTED] = f"{sizes}@{scratch() / 'error_told'}"
+            os.environ.update(token_environment())
+            self._call_children_scripts()
+            tell_uncaught(self._run_dir, self._silent_end, self._end_others)
+            threading.Thread(target=self._watch, name="trainwright-ranks", daemon=True).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def _silent_end(self) -> str | None:
+        """How another rank ended that cannot have said so itself."""
+        for rank, process in enumerate(self.procs, 1):
+            if process.poll() not in (None, 0, 1):
+                return f"rank {rank} of {len(self.procs) + 1} {how_it_ended(process.returncode)}; the others were ended"
+        return None
+
+    def _end_others(self) -> None:
+        _end(self.procs, _GRACE_SECONDS)
+
+    def _watch(self) -> None:
+        """End all ranks when one has failed and this one does not end by itself."""
+        while any(process.poll() is None for process in self.procs):
+            if any(process.poll() for process in self.procs):
+                break
+            time.sleep(_LOOK_SECONDS)
+        failed = next((process for process in self.procs if process.poll()), None)
+        if failed is None:
+            return
+        time.sleep(_GRACE_SECONDS)  # this thread is gone by then if the process ends
+        silent = self._silent_end()
+        if silent is not None:
+            Uncaught(self._run_dir).say(silent)
+        _end(self.procs, 0.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end(processes: Sequence[subprocess.Popen[Any]], grace: float) -> None:
+    """Wait for processes to end, then kill those that have not."""
+    end = time.monotonic() + grace
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+        process.kill()

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.peers.windows import Windows
 from trainwright.recipes.gpt.model import GPT, GPTConfig
-from trainwright.recipes.schedule import learning_rate_factor
+from trainwright.recipes.language_model import learning_rate_factor
 
 Kind = Literal["single", "ddp", "zero3"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +26,7 @@ class Regroup(BaseException):
         self.step = step
 
 
+@dataclass(eq=False, repr=False)
 class Regrouping(Callback):
     """Has copies of the run state kept in memory, and leaves when the ranks are called.
 
@@ -38,17 +40,12 @@ class Regrouping(Callback):
         tell_step: hears how many optimizer steps are done; called at every step.
     """
 
-    def __init__(
-        self,
-        snapshots: Snapshots,
-        mtbf: float,
-        must_leave: Callable[[int], bool],
-        tell_step: Callable[[int], None],
-    ) -> None:
-        self._snapshots = snapshots
-        self._mtbf = mtbf
-        self._must_leave = must_leave
-        self._tell_step = tell_step
+    snapshots: Snapshots
+    mtbf: float
+    must_leave: Callable[[int], bool]
+    tell_step: Callable[[int], None]
+
+    def __post_init__(self) -> None:
         self._end: Callable[[], None] | None = None
         self._step = -1
 
@@ -56,7 +53,7 @@ class Regrouping(Callback):
         """Begin to listen."""
         self._step = -1
         ours: Any = trainer
-        ours.copies.want(mtbf=self._mtbf, at_once=True, memory=self._snapshots)
+        ours.copies.want(mtbf=self.mtbf, at_once=True, memory=self.snapshots)
         self._end = ours.phases.listen(lambda phase: self._hear(phase, ours))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,7 +73,7 @@ class Regrouping(Callback):
         if phase != DATA or trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        self._tell_step(self._step)
-        if self._must_leave(self._step):
+        self.tell_step(self._step)
+        if self.must_leave(self._step):
             trainer.copies.take()
             raise Regroup(self._step)

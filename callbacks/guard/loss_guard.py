@@ -25,7 +25,7 @@ from trainwright.callbacks.guard.verdict import DropStep, GoBack
 from trainwright.callbacks.steps import log_metrics
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.checkpoint.exchange.groups import all_come
-from trainwright.core.run.diverged import DivergedError
+from trainwright.core.problems import DivergedError
 from trainwright.core.run.traits import traits_of
 
 if TYPE_CHECKING:

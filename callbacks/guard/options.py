@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from trainwright.core.config.option_rules import Rule, broken_rules, is_count, is_number, is_positive, or_none
+from trainwright.core.config.options import class_of
 
 POLICIES = ("skip", "rollback", "stop")
 ON_REPRODUCIBLE = ("skip_window", "stop")
@@ -49,3 +52,39 @@ def guard_problems(given: Mapping[str, Any]) -> list[str]:
             "most window)"
         )
     return problems
+
+
+_GUARD = "LossGuard"
+
+
+def guard_refusals(cfg: DictConfig) -> list[str]:
+    """What speaks against the loss guards of a resolved configuration, in `guard` or among the callbacks."""
+    guards = {
+        f"{group}.{name}": value
+        for group in ("guard", "callbacks")
+        for name, value in cfg[group].items()
+        if class_of(value) == _GUARD
+    }
+    problems = [f"{key}: {problem}" for key, value in guards.items() for problem in guard_problems(_options_of(value))]
+    if len(guards) > 1:
+        problems.append(f"{' and '.join(guards)} are both a {_GUARD}; type guard=none, or leave the other one out")
+    for key, value in guards.items():
+        problems += _beside(cfg, key, value.get("policy", "rollback"))
+    return problems
+
+
+def _beside(cfg: DictConfig, key: str, policy: str) -> Iterator[str]:
+    """What else cannot be had together with a guard."""
+    if class_of(cfg.optimizer) == "LBFGS":
+        yield f"{key} with optimizer LBFGS, which computes the loss several times within a step; type guard=none"
+    averaging = [name for name, each in cfg.callbacks.items() if class_of(each) == "StochasticWeightAveraging"]
+    if policy == "rollback" and averaging:
+        yield (
+            f"{key} with callbacks.{averaging[0]}: StochasticWeightAveraging exchanges schedulers while it runs, which "
+            "going back cannot undo; type guard=skip, or use WeightAveraging in its place"
+        )
+
+
+def _options_of(value: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(value)
+    return dict(plain)

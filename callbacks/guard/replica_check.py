@@ -69,6 +69,7 @@ class Difference:
         return f"{parameter} ({value} of the optimizer)"
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaCheck(Callback):
     """Compare what several ranks hold alike, parameters and optimizer states, and repair or stop where they differ.
 
@@ -99,22 +100,17 @@ class ReplicaCheck(Callback):
     needs_collective_steps = True
     """Whether it needs all ranks at the same optimizer step."""
 
-    def __init__(
-        self,
-        every_n_steps: int = 1000,
-        on_difference: Policy = "repair",
-        before_saves: bool = True,
-        most_repairs: int = 3,
-    ) -> None:
-        require_window(every_n_steps, self)
-        if on_difference not in ("repair", "stop"):
-            raise ValueError(f"ReplicaCheck(on_difference={on_difference!r}) (allowed: 'repair', 'stop')")
-        if most_repairs < 0:
-            raise ValueError(f"ReplicaCheck(most_repairs={most_repairs}) (allowed: 0 or more)")
-        self.every_n_steps = every_n_steps
-        self.on_difference = on_difference
-        self.before_saves = before_saves
-        self.most_repairs = most_repairs
+    every_n_steps: int = 1000
+    on_difference: Policy = "repair"
+    before_saves: bool = True
+    most_repairs: int = 3
+
+    def __post_init__(self) -> None:
+        require_window(self.every_n_steps, self)
+        if self.on_difference not in ("repair", "stop"):
+            raise ValueError(f"ReplicaCheck(on_difference={self.on_difference!r}) (allowed: 'repair', 'stop')")
+        if self.most_repairs < 0:
+            raise ValueError(f"ReplicaCheck(most_repairs={self.most_repairs}) (allowed: 0 or more)")
         self.found: list[tuple[int, Difference]] = []
         """What has differed so far, each with its optimizer step."""
         self.equal_at: int | None = None

@@ -37,14 +37,9 @@ class CountedOperations(TorchDispatchMode):
             return NotImplemented  # comes again with what this rank holds
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if not _is_computed_again():
+        if not (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()):
             self.total += operations_of(func, args, kwargs, output)
         return output
-
-
-def _is_computed_again() -> bool:
-    """Whether backward goes through a forward pass: only there are gradients recorded within it."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
 def operations_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 import warnings
@@ -17,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.steps import steps_done
+from trainwright.core.text.plain import finite
 
 FOLDER = "monitor"
 """Of a run directory."""
@@ -117,7 +117,7 @@ class MonitorFile(Callback):
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """Keep a record."""
         if self._file is not None:
-            self._lines.append(json.dumps(_finite(record), separators=(",", ":")) + "\n")
+            self._lines.append(json.dumps(finite(record), separators=(",", ":")) + "\n")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Write what has come together."""
@@ -172,14 +172,3 @@ def _opened(path: Path) -> int:
     if whole != size:
         os.truncate(file, whole)
     return file
-
-
-def _finite(value: Any) -> Any:
-    """The same without NaN and infinity, which JSON does not know: texts in their place."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return value

@@ -128,10 +128,6 @@ class ProgressBar(LightningProgressBar):
         self._timer.pause()
         self._begin("sanity check" if trainer.sanity_checking else "validation", self._validation_batches(trainer))
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Count."""
-        self._advance()
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the line away."""
         self._end(trainer)
@@ -141,25 +137,21 @@ class ProgressBar(LightningProgressBar):
         """Begin a line for test."""
         self._begin("test", _sum(trainer.num_test_batches))
 
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Count."""
-        self._advance()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the line away."""
-        self._end(trainer)
-
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a line for prediction."""
         self._begin("prediction", _sum(trainer.num_predict_batches))
 
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_predict_batch_end(self, *_: Any) -> None:
         """Count."""
         self._advance()
+
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end  # type: ignore[assignment]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the line away."""
         self._end(trainer)
+
+    on_test_end = on_predict_end
 
     # ---- inside
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from trainwright.callbacks.save.best import SaveRecord, SaveRecords
+from trainwright.callbacks.save.folder import prepare_folder, warn_of_later_ones
+from trainwright.callbacks.save.logged import fresh_metrics, is_trial, logged_metrics, refuse_unlogged
 from trainwright.callbacks.save.options import SaveName, save_problems
 from trainwright.callbacks.save.schedule import SaveSchedule
 from trainwright.callbacks.steps import require_strategy
@@ -26,10 +29,8 @@ from trainwright.checkpoint.exchange.groups import gloo_group
 from trainwright.checkpoint.format.manifest import Manifest
 from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import NeighbourCopies
-from trainwright.checkpoint.read.find import FoundCheckpoint, list_checkpoints
+from trainwright.checkpoint.read.find import FoundCheckpoint
 from trainwright.checkpoint.store.paths import join_path
-from trainwright.checkpoint.store.storage import clean_up
-from trainwright.checkpoint.store.write_errors import refuse_unwritable
 from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver, Saved
 from trainwright.checkpoint.write.retention import Retention, may_delete
 from trainwright.checkpoint.write.retention import apply as apply_retention
@@ -46,6 +47,7 @@ _MARK = "RunStateCheckpoint"
 _TIMEOUT = timedelta(hours=2)
 
 
+@dataclass(eq=False, repr=False)
 class RunStateCheckpoint(Checkpoint):
     """Saves the whole run state into folders that any layout can read.
 
@@ -89,46 +91,37 @@ class RunStateCheckpoint(Checkpoint):
     # A strategy may have the weights of a step on their way while this one is called.
     looks_at_parameters = False
 
-    def __init__(
-        self,
-        dirpath: str | None = None,
-        filename: str = "step={step}",
-        *,
-        every: Literal["auto"] | None = "auto",
-        every_n_steps: int | None = None,
-        every_n_seconds: float | None = None,
-        every_n_epochs: int | None = None,
-        save_at_end: bool = True,
-        save_weights_only: bool = False,
-        asynchronous: bool = False,
-        keep_last: int = 1,
-        keep_every: int | None = None,
-        keep_best: int = 0,
-        monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
-        mtbf: float = 24.0,
-        in_memory_every_n_steps: int | None = None,
-        on_error: Literal["raise", "warn"] = "raise",
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        problems = save_problems(given)
+    dirpath: str | None = None
+    filename: str = "step={step}"
+    _: KW_ONLY
+    every: Literal["auto"] | None = "auto"
+    every_n_steps: int | None = None
+    every_n_seconds: float | None = None
+    every_n_epochs: int | None = None
+    save_at_end: bool = True
+    save_weights_only: bool = False
+    asynchronous: bool = False
+    keep_last: int = 1
+    keep_every: int | None = None
+    keep_best: int = 0
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "min"
+    mtbf: float = 24.0
+    in_memory_every_n_steps: int | None = None
+    on_error: Literal["raise", "warn"] = "raise"
+
+    def __post_init__(self) -> None:
+        problems = save_problems(vars(self))
         if problems:
             raise ValueError("RunStateCheckpoint: " + "; ".join(problems))
-        self.dirpath = dirpath
-        self.save_at_end = save_at_end
-        self.save_weights_only = save_weights_only
-        self.asynchronous = asynchronous
-        self.monitor = monitor
-        self.mode = mode
-        self.in_memory_every_n_steps = in_memory_every_n_steps
-        self.on_error = on_error
         self.copies: NeighbourCopies | None = None
         """Copies in memory, if they are asked for; made when training begins."""
-        self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
-        self._name = SaveName(filename)
-        self.every_n_steps = every_n_steps
-        self._schedule = SaveSchedule(every, every_n_steps, every_n_seconds, every_n_epochs, mtbf)
-        self._records = SaveRecords(keep_best, mode)
+        self.retention = Retention(self.keep_last, self.keep_every, self.keep_best, self.monitor, self.mode)
+        self._name = SaveName(self.filename)
+        self._schedule = SaveSchedule(
+            self.every, self.every_n_steps, self.every_n_seconds, self.every_n_epochs, self.mtbf
+        )
+        self._records = SaveRecords(self.keep_best, self.mode)
         self._pending: SaveRecord | None = None  # decided on, not yet published
         self._saver: AsyncSaver | BlockingSaver | None = None
         self._folder = ""
@@ -209,7 +202,7 @@ class RunStateCheckpoint(Checkpoint):
         folder = self.dirpath or join_path(str(trainer.default_root_dir), "checkpoints")
         self._folder = trainer.strategy.broadcast(folder)
         self._refuse_shared_folder(trainer)
-        problem = _try(_ready, self._folder) if trainer.is_global_zero else None
+        problem = _try(prepare_folder, self._folder) if trainer.is_global_zero else None
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
             raise CheckpointError(problem)
@@ -232,27 +225,15 @@ class RunStateCheckpoint(Checkpoint):
         self._saver = self._make_saver(trainer)
         # A run that goes on from memory makes the very states of the later ones again.
         if trainer.is_global_zero and not isinstance(trainer.ckpt_path, HeldState):
-            self._warn_of_later_ones()
+            warn_of_later_ones(self._folder, self._step)
         self._schedule.start(self._step, partial(self._first_says, trainer))
         if self.in_memory_every_n_steps is not None and self.copies is None:
             self.copies = NeighbourCopies(partial(_new_group, trainer))
 
-    def _warn_of_later_ones(self) -> None:
-        try:
-            later = [found for found in list_checkpoints(self._folder) if found.step > self._step]
-        except CheckpointError:
-            return  # saving will say more
-        if later:
-            rank_zero_warn(
-                f"{self._folder} holds checkpoints of later steps than {self._step}, with which this run begins: "
-                f"{later[0].path} is the latest, and ckpt_path=last goes on from the latest good one. Delete them, or "
-                "save into another folder (dirpath)."
-            )
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After an optimizer step: save if it is time, and hear how the last save has ended."""
         step = trainer.global_step
-        if step == self._step or _is_trial(trainer):
+        if step == self._step or is_trial(trainer):
             return
         before, self._step = self._step, step
         if not _steps_are_collective(trainer):
@@ -278,7 +259,8 @@ class RunStateCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save after every n-th epoch, and a state that is among the best by a value logged in training."""
-        self._refuse_unknown_monitor(trainer)
+        if self.monitor is not None and (self._validated or not trainer.enable_validation):
+            refuse_unlogged(self.monitor, trainer)
         self._save_if_best(trainer)
         # Ranks that step by themselves may have made unequal numbers of steps, and have begun to count at other times.
         late = not _steps_are_collective(trainer) and self._first_says(
@@ -358,13 +340,13 @@ class RunStateCheckpoint(Checkpoint):
         return last.path
 
     def _save_once(self, trainer: Trainer) -> None:
-        if self._saved_step != trainer.global_step and not _is_trial(trainer):
+        if self._saved_step != trainer.global_step and not is_trial(trainer):
             self._save(trainer)
 
     def _save_if_best(self, trainer: Trainer) -> None:
-        if self.monitor is None or _is_trial(trainer):
+        if self.monitor is None or is_trial(trainer):
             return
-        value = _fresh_metrics(trainer).get(self.monitor)
+        value = fresh_metrics(trainer).get(self.monitor)
         if value is None:
             return
         score = float(self._first_says(trainer, float(value)))
@@ -382,7 +364,7 @@ class RunStateCheckpoint(Checkpoint):
         self._settle(trainer)
         assert self._saver is not None
         step = trainer.global_step
-        metrics = self._metrics(trainer)
+        metrics = logged_metrics(trainer, self.monitor, self._measured)
         name = self._name.make(step, trainer.current_epoch, metrics)
         path, score = self._first_says(trainer, (join_path(self._folder, name), metrics.get(self.monitor or "")))
         self._pending = SaveRecord(path, step, score)
@@ -464,31 +446,6 @@ class RunStateCheckpoint(Checkpoint):
         content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(False), complete=True)
         self._heed(partial(self.copies.save, content, self._step))
 
-    # ---- values -----------------------------------------------------------------------------------------------------
-
-    def _metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Everything logged so far; the monitored value only if it is one of this very step."""
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if _is_number(value)}
-        if self.monitor is None:
-            return metrics
-        metrics.pop(self.monitor, None)
-        fresh = _fresh_metrics(trainer).get(self.monitor)
-        if self._measured is not None and self._measured[0] == trainer.global_step:
-            metrics[self.monitor] = self._measured[1]
-        elif fresh is not None:
-            metrics[self.monitor] = float(fresh)
-        return metrics
-
-    def _refuse_unknown_monitor(self, trainer: Trainer) -> None:
-        if self.monitor is None or self.monitor in trainer.callback_metrics or _is_trial(trainer):
-            return
-        if trainer.enable_validation and not self._validated:
-            return
-        raise ValueError(
-            f"RunStateCheckpoint(monitor={self.monitor!r}): no such value was logged. Logged were: "
-            f"{', '.join(sorted(trainer.callback_metrics)) or 'none'}. Monitor one of these, or self.log() it."
-        )
-
     # ---- agreement --------------------------------------------------------------------------------------------------
 
     def _make_saver(self, trainer: Trainer) -> AsyncSaver | BlockingSaver:
@@ -520,28 +477,6 @@ def _is_by_callback(found: FoundCheckpoint) -> bool:
 def _new_group(trainer: Trainer) -> dist.ProcessGroup | None:
     """A gloo group of all ranks, for one thread alone; ``None`` for a single process."""
     return gloo_group(_TIMEOUT) if trainer.world_size > 1 else None
-
-
-def _fresh_metrics(trainer: Trainer) -> dict[str, Any]:
-    """What was logged by the loop that runs now; ``callback_metrics`` also remembers what was logged long ago."""
-    if trainer._results is None:
-        return {}
-    return trainer._logger_connector.metrics["callback"]
-
-
-def _is_trial(trainer: Trainer) -> bool:
-    """Whether a run is made to see whether the code runs; it leaves nothing behind."""
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.numel() == 1
-
-
-def _ready(folder: str) -> None:
-    """See that checkpoints can be saved there, and remove what killed writers left."""
-    refuse_unwritable(folder)
-    clean_up(folder)
 
 
 def _try(action: Callable[..., object], *args: Any) -> str | None:

@@ -150,16 +150,12 @@ def _read_index(folder: Folder, index: str) -> dict[str, str]:
     if not pairs or not all(isinstance(key, str) and isinstance(file, str) for key, file in pairs):
         raise CheckpointError(f"{where}: weight_map must give a file name for each tensor.")
     for key, file in pairs:
-        if not _is_plain_name(file):
+        if not (file.endswith(_FILE) and not set(file) & set("/\\:\0") and not file.startswith(".")):
             raise CheckpointError(
                 f"{where} looks for {key} in {file!r}; only {_FILE} files beside the index are read, named without a "
                 "folder."
             )
     return dict(pairs)
-
-
-def _is_plain_name(name: str) -> bool:
-    return name.endswith(_FILE) and not set(name) & set("/\\:\0") and not name.startswith(".")
 
 
 def _difference(weight_map: Mapping[str, str], places: Mapping[str, str]) -> str:

@@ -263,17 +263,13 @@ def _config(value: Any) -> Any:
         raise ContentError(f"no configuration: {error}") from error
 
 
-def _array(value: Any) -> Any:
-    return value.numpy() if isinstance(value, Tensor) else value
-
-
 _READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "Size": lambda _, v: torch.Size(v),
     "tuple": lambda _, v: tuple(v),
     "set": lambda _, v: set(v),
     "frozenset": lambda _, v: frozenset(v),
     "scalar": lambda raw, v: torch.tensor(_number(v), dtype=dtype_named(raw["dtype"])),
-    "ndarray": lambda _, v: _array(v),
+    "ndarray": lambda _, v: v.numpy() if isinstance(v, Tensor) else v,
     "numpy": lambda raw, v: _numpy_type(raw["dtype"])(v),
     "float": lambda _, v: float(v),
     "complex": lambda _, v: complex(*v),

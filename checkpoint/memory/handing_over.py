@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import pack, start, unpack, wait_for
@@ -30,7 +29,7 @@ def send(held: HeldState, to: int, group: dist.ProcessGroup) -> None:
     wait_for(start(dist.isend, [torch.tensor([header.numel(), length])], to, group))
     wait_for(start(dist.isend, [header], to, group))
     boxes = [box for parts in held.content.tensors.values() for _, box in parts.parts]
-    wait_for(start(dist.isend, [_bytes_of(box) for box in boxes], to, group))
+    wait_for(start(dist.isend, [box.detach().contiguous().view(-1).view(torch.uint8) for box in boxes], to, group))
 
 
 def receive(source: int, group: dist.ProcessGroup) -> HeldState:
@@ -54,7 +53,3 @@ def receive(source: int, group: dist.ProcessGroup) -> HeldState:
 def handed_over(held: HeldState) -> HeldState:
     """A state that says of itself that another rank made it."""
     return replace(held, content=replace(held.content, about={**held.content.about, HANDED_OVER: True}))
-
-
-def _bytes_of(box: Tensor) -> Tensor:
-    return box.detach().contiguous().view(-1).view(torch.uint8)

@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainwright.core.config import options
+from trainwright.core.config.options import is_whole
+
 Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and what is allowed, in words."""
 
 
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether it is a whole number of ``least`` or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return is_whole(value, least)
 
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number of 0 or more."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return options.is_number(value) and value >= 0
 
 
 def is_positive(value: Any) -> bool:

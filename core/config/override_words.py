@@ -1,20 +1,26 @@
 """Overrides as they are typed in a command line. Imports nothing heavy."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+# Text that Hydra's grammar takes without quotes.
+_PLAIN = re.compile(r"[A-Za-z_*][\w./*-]*")
+_WORDS = ("null", "true", "false", "inf", "nan")
+
 
 def typed(value: Any) -> str:
-    """A value as Hydra's command line takes it."""
+    """A plain value as Hydra's command line takes it, so that it reads the same value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{typed(each)}" for key, each in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(typed(each) for each in value) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
-
-
-def in_shell(word: str) -> str:
-    """An override as a shell hands it on: in quotes where it has signs of a shell's own."""
-    return f"'{word}'" if any(sign in word for sign in "{}[]* ") else word
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", r"\'")
+    return f"'{escaped}'"

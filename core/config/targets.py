@@ -137,17 +137,13 @@ def _find_spec(name: str, search: Any) -> ModuleSpec | None:
             return None
         # Of a module that is loaded it repeats where that was found. Where that file is gone, ranks find another one or
         # none, and so must a run that goes on in a new process.
-        if known is None or not _is_gone(known):
+        if known is None or not (known.has_location and known.origin is not None and not Path(known.origin).exists()):
             return known
     for finder in sys.meta_path:
         spec = finder.find_spec(name, search)
         if spec is not None:
             return spec
     return None
-
-
-def _is_gone(spec: ModuleSpec) -> bool:
-    return spec.has_location and spec.origin is not None and not Path(spec.origin).exists()
 
 
 def _bases(path: str) -> list[str]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainwright.core.errors import CheckpointError
-from trainwright.core.problems import ChangedDataError, ConfigError
-from trainwright.core.run.diverged import DivergedError
+from trainwright.core.problems import ChangedDataError, ConfigError, DivergedError
 
 # Words of an error that a rank raises because another one has gone.
 _LOST_PEER = re.compile(

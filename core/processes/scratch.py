@@ -4,10 +4,12 @@ What a killed process (kill -9) left is removed by the next start: the folder of
 kernel lets go of the lock whichever way the process ends.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from functools import cache
 from multiprocessing import util
 from pathlib import Path
@@ -67,3 +69,15 @@ def _is_locked(lock: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+@contextlib.contextmanager
+def default_variables(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set variables within, except those that the user has set."""
+    mine = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            os.environ.pop(name, None)

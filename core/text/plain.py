@@ -1,6 +1,7 @@
-"""Dataclasses from plain values, as `dataclasses.asdict` and JSON leave them."""
+"""Plain values, as `dataclasses.asdict` and JSON leave them, and dataclasses from these."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import repeat
@@ -37,3 +38,23 @@ def rebuilt(kind: Any, plain: Any) -> Any:
     if origin is dict:  # whose keys are text in JSON
         return {inner[0](key): rebuilt(inner[1], value) for key, value in plain.items()}
     return plain
+
+
+def finite(value: Any) -> Any:
+    """Return plain values without NaN and infinity, which JSON does not know: texts in their place."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Return the lines of a table whose columns are as wide as they need; ``align`` has a < or > for each."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        "  " + "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]

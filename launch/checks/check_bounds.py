@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
 
 # 30 years: the clocks of Python and of torch's stores take longer times for errors.
@@ -52,7 +53,7 @@ def _of_schema(schema: Any, values: Mapping[str, Any], typed: Any, path: str) ->
             for name, each in value.items():
                 yield from _told(f"{key}.{name}", each, _number_problem(item, f"{key}.{name}", each))
         elif isinstance(value, str) and value != "???":
-            yield from _told(key, value, _text_problem(value))
+            yield from _told(key, value, _text_problem(item, value))
         else:
             yield from _told(key, value, _number_problem(item, key, value))
 
@@ -65,15 +66,16 @@ def _told(key: str, value: Any, problem: str | None) -> Iterator[tuple[str, str]
 def _number_problem(item: Field[Any], key: str, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    least, most = item.metadata.get("least", 0), item.metadata.get("most")
+    least, most, above = item.metadata.get("least", 0), item.metadata.get("most"), item.metadata.get("above")
     is_time = item.name.endswith(("seconds", "timeout"))
     limit = most if most is not None else _MOST_SECONDS if is_time else _MOST if isinstance(value, int) else math.inf
-    if math.isfinite(value) and least <= value <= limit:
+    if math.isfinite(value) and least <= value <= limit and (above is None or value > above):
         return None
     kind = "a whole number" if isinstance(value, int) else "a finite number"
     has_upper = math.isfinite(limit) and (most is not None or is_time or value > limit)
     upper = f" and at most {int(limit)}" if has_upper else ""
-    return f"must be {kind} of at least {least:g}{upper}{_or_null(item)}{_instead(item, key)}"
+    lower = f"of at least {least:g}" if above is None else f"above {above:g}"
+    return f"must be {kind} {lower}{upper}{_or_null(item)}{_instead(item, key)}"
 
 
 def _instead(item: Field[Any], key: str) -> str:
@@ -87,12 +89,13 @@ def _or_null(item: Field[Any]) -> str:
     return ", or null for no limit" if item.name.startswith("max_") else ", or null"
 
 
-def _text_problem(value: str) -> str | None:
+def _text_problem(item: Field[Any], value: str) -> str | None:
     if not value.strip():
         return "is empty; type a value, null where the key takes it, or leave the key out"
     if not value.isprintable():
         return "has characters that cannot be printed; leave them out"
-    return None
+    words = item.metadata.get("words")
+    return None if words is None or value in words else f"unknown; {did_you_mean(value, words, 'choices')}"
 
 
 def _of_optimizer(options: Any) -> Iterator[tuple[str, str]]:

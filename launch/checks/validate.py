@@ -6,12 +6,10 @@ what to type instead. `validate` runs them all and hands back all that they foun
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.callbacks.guard.check import guard_refusals
+from trainwright.callbacks.guard.options import guard_refusals
 from trainwright.callbacks.inject.words import inject_problems
 from trainwright.core.config.missing import missing_values, resolved, without_missing
 from trainwright.core.config.targets import problem_of_target, targets_in
@@ -19,23 +17,22 @@ from trainwright.core.device_profiles import profile_problems
 from trainwright.core.problems import ConfigError
 from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.checks.check_compression import compression_refusals
-from trainwright.launch.checks.check_devices import device_problems, launch_problems
-from trainwright.launch.checks.check_run_dir import run_dir_problems
-from trainwright.launch.checks.check_values import (
+from trainwright.launch.checks.check_run import (
     callback_problems,
     data_problems,
+    device_problems,
     end_problems,
+    launch_problems,
     module_problems,
     number_problems,
-    word_problems,
+    run_dir_problems,
 )
 from trainwright.launch.engines import engines
 from trainwright.launch.engines.engines import variable_problems
 from trainwright.launch.outcome.ending import preemption_refusals
-from trainwright.launch.recovery.check_recovery import recovery_problems
-from trainwright.launch.recovery.check_restarts import restart_problems
+from trainwright.launch.recovery.check_recovery import recovery_problems, restart_problems
 from trainwright.launch.recovery.check_resume import resume_problems
-from trainwright.launch.watchdog.check_hangs import hang_problems
+from trainwright.launch.watchdog.limits import hang_problems
 from trainwright.strategies.compose.check_strategy import (
     batch_problems,
     least_micro_batch,
@@ -68,9 +65,7 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         return [*problems, *bounds.values()]
     options = options_of(plain.strategy)
     run = planned_run(plain, surroundings, options)
-    checks: list[Callable[[], Iterable[str]]] = [partial(check, plain, surroundings) for check in _CHECKS]
-    checks += [partial(check, plain, run, options) for check in _OF_STRATEGY]
-    for check in checks:
+    for check in _checks(plain, surroundings, run, options):
         try:
             problems += check()
         except Exception:
@@ -104,8 +99,8 @@ def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[
         cfg = resolved(cfg)
     except ConfigError as error:
         return [*problems, *error.problems]
-    for check in (module_problems, number_problems, word_problems, device_problems, launch_problems):
-        problems += check(cfg, surroundings)
+    problems += [*module_problems(cfg), *number_problems(cfg)]
+    problems += [*device_problems(cfg, surroundings), *launch_problems(cfg, surroundings)]
     return [*problems, *_targets(cfg)]
 
 
@@ -139,86 +134,36 @@ def _own_checks(cfg: DictConfig, run: PlannedRun, in_order: bool) -> list[str]:
     return problems
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the checks are told
-
-
-def _balance(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
-    return balance_problems(cfg, options, run.layout, least_micro_batch(run, options))
-
-
-def _compression(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
-    return compression_refusals(cfg, options, run.layout)
-
-
-def _recovery(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
-    return recovery_problems(cfg, run.verb, options, run.layout, run.has_launcher)
-
-
-def _inject(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
-    return inject_problems(cfg, run.verb, run.world_size, 0 if options is None else options.serving_ranks)
-
-
-def _device_profile(cfg: DictConfig, _: Surroundings) -> list[str]:
-    return profile_problems(cfg)
-
-
-def _resume(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return resume_problems(cfg, surroundings.verb)
-
-
-def _restarts(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return restart_problems(cfg, surroundings.verb, has_launcher=_restarts_ranks_itself(cfg, surroundings))
-
-
-def _restarts_ranks_itself(cfg: DictConfig, surroundings: Surroundings) -> bool:
-    """Whether whoever has started the ranks was told by the user, and not by `launch`, how often to do so."""
-    return surroundings.world_size is not None and not engines.uses_engine(cfg)
-
-
-def _preemption(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return preemption_refusals(cfg, surroundings.verb)
-
-
-def _hangs(cfg: DictConfig, _: Surroundings) -> list[str]:
-    return hang_problems(cfg)
-
-
-def _guard(cfg: DictConfig, _: Surroundings) -> list[str]:
-    return guard_refusals(cfg)
-
-
-def _loss_scale(cfg: DictConfig, _: Surroundings) -> list[str]:
-    given: Any = OmegaConf.to_container(cfg.trainer.loss_scale)
-    return loss_scale_problems(given, cfg.precision)
+def _checks(
+    cfg: DictConfig, surroundings: Surroundings, run: PlannedRun, options: StrategyOptions | None
+) -> list[Callable[[], Iterable[str]]]:
+    """What is looked at, one thing after the other; each check may meet values that another one has refused."""
+    verb, layout = run.verb, run.layout
+    return [
+        lambda: module_problems(cfg),
+        lambda: callback_problems(cfg),
+        lambda: number_problems(cfg),
+        lambda: device_problems(cfg, surroundings),
+        lambda: profile_problems(cfg),
+        lambda: launch_problems(cfg, surroundings),
+        lambda: end_problems(cfg, verb),
+        lambda: run_dir_problems(cfg, verb),
+        lambda: resume_problems(cfg, verb),
+        lambda: restart_problems(cfg, verb, surroundings.world_size is not None and not engines.uses_engine(cfg)),
+        lambda: hang_problems(cfg),
+        lambda: preemption_refusals(cfg, verb),
+        lambda: guard_refusals(cfg),
+        lambda: data_problems(cfg),
+        lambda: loss_scale_problems(dict(cfg.trainer.loss_scale), cfg.precision),
+        lambda: strategy_problems(cfg, run, options),
+        lambda: batch_problems(cfg, run, options),
+        lambda: pipeline_batch_problems(cfg, run, options),
+        lambda: balance_problems(cfg, options, layout, least_micro_batch(run, options)),
+        lambda: compression_refusals(cfg, options, layout),
+        lambda: recovery_problems(cfg, verb, options, layout, run.has_launcher),
+        lambda: inject_problems(cfg, verb, run.world_size, 0 if options is None else options.serving_ranks),
+    ]
 
 
 # Out of bounds, they leave nothing that the checks could say, or let them count for hours.
 _DECISIVE = {"devices", "nodes", "strategy", "accumulation", "compression"}
-_CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
-    module_problems,
-    callback_problems,
-    number_problems,
-    word_problems,
-    device_problems,
-    _device_profile,
-    launch_problems,
-    end_problems,
-    run_dir_problems,
-    _resume,
-    _restarts,
-    _hangs,
-    _preemption,
-    _guard,
-    data_problems,
-    _loss_scale,
-)
-_OF_STRATEGY: tuple[Callable[[DictConfig, PlannedRun, StrategyOptions | None], Iterable[str]], ...] = (
-    strategy_problems,
-    batch_problems,
-    pipeline_batch_problems,
-    _balance,
-    _compression,
-    _recovery,
-    _inject,
-)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.failures.records import Beginning
 from trainwright.core.problems import ConfigError
+from trainwright.launch.outcome.attempt import RankAttempt
 from trainwright.launch.outcome.ending import MARGIN_SECONDS
-from trainwright.launch.outcome.outcome import Outcome
 from trainwright.launch.recovery.check_resume import going_on_in_place
 from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import RestartPolicy, Setback
@@ -24,36 +22,11 @@ from trainwright.launch.recovery.sizes import resized
 _GRACE_BEFORE_RESTART = 1.0
 
 
-class RunningAttempt(Protocol):
-    """The ranks of a run from their start to the end of the last."""
-
-    @property
-    def beginning(self) -> Beginning | None:
-        """How it began to train; None as long as it has not."""
-
-    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """Start the ranks and wait for the end of all.
-
-        Args:
-            grace_after_failure: seconds that the others have to end when one has failed.
-            enough: whether the ranks shall be ended, to go on with other ones; asked every second. None = never.
-        """
-
-    def setback(self, failure: RankError) -> Setback:
-        """What the policy must know of a failure of this attempt."""
-
-
 class AttemptMaker(Protocol):
     """Who makes the attempts, and knows where their ranks are."""
 
-    def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RunningAttempt:
+    def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
         """An attempt that has not begun; `number` came before it."""
-
-    def explain(self, failure: RankError) -> RankError:
-        """The failure of the last attempt, with what is known beside it."""
-
-    def end_attempt(self) -> None:
-        """Hear that the last attempt has ended."""
 
     def close(self) -> None:
         """Remove what the attempts have left."""
@@ -128,15 +101,15 @@ class AttemptedRun:
                 self._sizes.close()
             self._maker.close()
 
-    def _try(self, attempt: RunningAttempt) -> dict[str, float] | None:
+    def _try(self, attempt: RankAttempt) -> dict[str, float] | None:
         """The metrics of the end; None: there is to be another attempt."""
         enough = None if self._sizes is None else lambda: self._resizes(attempt)
         try:
             outcome = attempt.run(self._grace, enough)
             if outcome.failure is not None:
-                outcome = replace(outcome, failure=self._maker.explain(outcome.failure))
+                outcome = replace(outcome, failure=attempt.explain(outcome.failure))
         finally:
-            self._maker.end_attempt()
+            attempt.close()
         if self._samples is None and attempt.beginning is not None:
             self._samples = attempt.beginning.global_batch_size
         if outcome.failure is not None:
@@ -149,13 +122,13 @@ class AttemptedRun:
             return float(self._first.launch.grace_seconds) + MARGIN_SECONDS
         return _GRACE_BEFORE_RESTART
 
-    def _resizes(self, attempt: RunningAttempt) -> bool:
+    def _resizes(self, attempt: RankAttempt) -> bool:
         """Whether the attempt shall end because another number of devices is to be used."""
         beginning = attempt.beginning
         # One that does not train yet would lose its start, again and again.
         return self._sizes is not None and beginning is not None and self._sizes.look(beginning.global_batch_size)
 
-    def _settle(self, attempt: RunningAttempt, failure: RankError) -> None:
+    def _settle(self, attempt: RankAttempt, failure: RankError) -> None:
         """Decide about a failure, and wait where a restart has to.
 
         Raises:
@@ -171,7 +144,7 @@ class AttemptedRun:
         self._log.tell(f"restart {restart.number}{restart.wait}; {self._log.path} says more")
         time.sleep(restart.seconds)
 
-    def _is_refused(self, attempt: RunningAttempt, failure: RankError) -> bool:
+    def _is_refused(self, attempt: RankAttempt, failure: RankError) -> bool:
         """Whether a rank has refused the configuration before the run trained anything."""
         return self._attempts == 1 and attempt.beginning is None and failure.kind == ConfigError.__name__
 

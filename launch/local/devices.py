@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.launch.ranks.supervisor import Supervisor
@@ -34,6 +35,7 @@ def speaks_of_device(setback: Setback) -> bool:
     return _OF_DEVICE.search(text) is not None and _OF_MEMORY.search(text) is None
 
 
+@dataclass(eq=False)
 class Devices:
     """The devices of one machine, numbered from 0 as ranks would be if all took part.
 
@@ -50,38 +52,31 @@ class Devices:
         clock: seconds that never go back.
     """
 
-    def __init__(
-        self,
-        count: int,
-        fewest: int,
-        limit_file: Path,
-        probe_seconds: float,
-        on_gpu: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._count = count
-        self._fewest = fewest
-        self._limit_file = limit_file
-        self._probe_seconds = probe_seconds
-        self._on_gpu = on_gpu
-        self._clock = clock
+    count: int
+    fewest: int
+    limit_file: Path
+    probe_seconds: float
+    on_gpu: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._probe_at: dict[int, float] = {}  # of lost devices
         self._intervals: dict[int, float] = {}
         self._strikes: tuple[int | None, int] = (None, 0)
 
     def usable(self) -> list[int]:
         """Devices that a run may use now, in order."""
-        working = [device for device in range(self._count) if device not in self._probe_at]
+        working = [device for device in range(self.count) if device not in self._probe_at]
         limit = self.limit()
         return working if limit is None else working[:limit]
 
     def limit(self) -> int | None:
         """How many may be used, as the file says; None: it is not there, or holds no number."""
         try:
-            text = self._limit_file.read_text(encoding="utf-8").strip()
+            text = self.limit_file.read_text(encoding="utf-8").strip()
         except OSError:
             return None
-        return max(self._fewest, int(text)) if text.isdecimal() else None
+        return max(self.fewest, int(text)) if text.isdecimal() else None
 
     def strike(self, device: int, setback: Setback) -> bool:
         """Count a failure of the rank on a device; True if the device is to be taken for lost."""
@@ -96,12 +91,12 @@ class Devices:
     def lose(self, device: int) -> None:
         """Use a device no longer, until it answers a later probe."""
         before = self._intervals.get(device)
-        interval = self._probe_seconds if before is None else min(2 * before, _LONGEST_PROBE_INTERVAL)
-        self._intervals[device], self._probe_at[device] = interval, self._clock() + interval
+        interval = self.probe_seconds if before is None else min(2 * before, _LONGEST_PROBE_INTERVAL)
+        self._intervals[device], self._probe_at[device] = interval, self.clock() + interval
 
     def due(self) -> list[int]:
         """Lost devices that are to be probed now; each is told once per interval."""
-        now = self._clock()
+        now = self.clock()
         found = [device for device, moment in self._probe_at.items() if moment <= now]
         self._probe_at.update((device, now + self._intervals[device]) for device in found)
         return found
@@ -112,9 +107,9 @@ class Devices:
 
     def environment(self, used: list[int]) -> dict[str, str]:
         """Variables by which ranks 0, 1, ... take the devices `used`; none where these are the first ones anyway."""
-        if not self._on_gpu or used == list(range(len(used))):
+        if not self.on_gpu or used == list(range(len(used))):
             return {}
-        names = _visible(os.environ, self._count)
+        names = _visible(os.environ, self.count)
         return {_VISIBLE: ",".join(names[device] for device in used)}
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trainwright.core.failures.failure import RankError
 from trainwright.core.processes.scratch import scratch
 from trainwright.core.run.interrupt import HeldSignals
 from trainwright.core.run.run_directory import write_config_file
 from trainwright.launch.local.attempt import Attempt
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.members.replicas import ReplicaAttempt, keeps_replicas
+from trainwright.launch.outcome.attempt import RankAttempt
 from trainwright.launch.outcome.ending import notices
 from trainwright.launch.ranks.forkserver import start_forkserver
 from trainwright.launch.recovery.replacing import Replacements
@@ -63,9 +63,8 @@ class LocalAttempts:
         self._is_written = is_written
         self._sizes = sizes
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch()))
-        self._monitor: HangMonitor | None = None
 
-    def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> Attempt | ReplicaAttempt:
+    def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
         """An attempt that has not begun.
 
         Args:
@@ -82,25 +81,13 @@ class LocalAttempts:
             folder = records
             write_config_file(cfg, folder)
         environment = {} if self._sizes is None else self._sizes.environment()
-        self._monitor = monitor = _monitor_of(cfg, records)
+        monitor = _monitor_of(cfg, records)
         if keeps_replicas(cfg, self._verb):
-            return ReplicaAttempt(
-                cfg, self._verb, records, environment=environment, monitor=monitor, policy=policy, log=log
-            )
+            return ReplicaAttempt(cfg, self._verb, records, monitor, environment, policy, log)
         options = options_of(cfg.strategy)
         ranks = () if options is None else PlannedRun(cfg, self._verb).replaceable_ranks(options)
         replacements = Replacements(ranks, cfg.devices, records, Path(cfg.run_dir), policy, log)
-        return Attempt(cfg, self._verb, folder, records, number, environment, monitor, replacements)
-
-    def explain(self, failure: RankError) -> RankError:
-        """The failure of the last attempt, with what is known beside it."""
-        text = None if self._monitor is None or failure.hang is not None else self._monitor.explain()
-        return failure if text is None else failure.because(text)
-
-    def end_attempt(self) -> None:
-        """Hear that the last attempt has ended."""
-        if self._monitor is not None:
-            self._monitor.close()
+        return Attempt(cfg, self._verb, records, monitor, folder, number, environment, replacements)
 
     def close(self) -> None:
         """Remove what the attempts have left."""

@@ -9,26 +9,85 @@ taken in with the state that one of them hands over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trainwright.core.failures.failure import RankError
+from trainwright.core.failures.failure import RankError, ends, first_failure
 from trainwright.core.failures.records import Beginning, read_result
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.local.attempt import pass_on
 from trainwright.launch.members.generations import Generations, Parted, first_beginning
-from trainwright.launch.members.member_ends import MemberEnds
+from trainwright.launch.members.mailbox import Left, records_of
 from trainwright.launch.members.members import Members
-from trainwright.launch.outcome.ending import patience
+from trainwright.launch.outcome.attempt import RankAttempt
+from trainwright.launch.outcome.ending import patience, told_to_end
 from trainwright.launch.outcome.outcome import Outcome
-from trainwright.launch.ranks.supervisor import Ended, Monitor
+from trainwright.launch.ranks.supervisor import Ended
 from trainwright.launch.recovery.check_recovery import AUTO, REPLICAS
 from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback
+from trainwright.launch.recovery.restarts import RestartPolicy, Setback, setback_of
 from trainwright.strategies.compose.world import Surroundings, closed_layout
+
+
+class MemberEnds:
+    """Reads the ends of members, and what they wrote down before.
+
+    Args:
+        cfg: the resolved configuration of the attempt.
+        records: the folder for what the members write down.
+        generations: knows which member is which rank.
+    """
+
+    def __init__(self, cfg: DictConfig, records: Path, generations: Generations) -> None:
+        self._cfg = cfg
+        self._records = records
+        self._generations = generations
+
+    def told(self, ended: Iterable[Ended]) -> Interrupted | None:
+        """The signal that these were told to end by, if they were."""
+        return told_to_end(self._cfg, {each.rank: each.exit_code for each in ended})
+
+    def of_members(self, ended: Iterable[Ended]) -> list[Ended]:
+        """Those of them that took part in this generation."""
+        return [each for each in ended if each.rank in self._generations.now.members]
+
+    def failed(self, ended: Iterable[Ended]) -> list[Ended]:
+        """Those that ended badly, and not because they were told to."""
+        return [each for each in ended if each.failed and self.told([each]) is None]
+
+    def blame(self, failed: Sequence[Ended]) -> RankError:
+        """The error of the first that failed; of one that was to join, if no other did."""
+        now, run_dir = self._generations.now, Path(self._cfg.run_dir)
+        by_rank = {now.members.index(each.rank): each for each in self.of_members(failed)}
+        if not by_rank:
+            exit_codes = {each.rank: each.exit_code for each in failed}
+            return first_failure(records_of(self._records, None), exit_codes, run_dir)
+        codes = {rank: by_rank[rank].exit_code if rank in by_rank else None for rank in range(len(now.members))}
+        hangs = {rank: each.hang for rank, each in by_rank.items() if each.hang is not None}
+        return first_failure(self._generations.folder, codes, run_dir, hangs)
+
+    def setback(self, error: RankError, failed: Sequence[Ended]) -> Setback:
+        """What the policy must know of an error, by which these failed."""
+        ranks, steps = {self._generations.now.rank_of(each.rank) for each in failed}, self._generations.steps
+        step = max((step for rank, step in steps.items() if rank in ranks), default=None)
+        return setback_of(error, step, self._generations.begun)
+
+    def broken(self, left: Left) -> tuple[RankError, Setback]:
+        """The error, and what the policy must know, of a member that lost its connections to others that live."""
+        rank = self._generations.now.rank_of(left.member) or 0
+        error = RankError(f"the connections of rank {rank} broke: {left.error}", rank, None)
+        step = max(self._generations.steps.values(), default=None)
+        return error, Setback(rank, "broken connections", step=step, begun=self._generations.begun)
+
+    def lines(self, members: Collection[int], exit_codes: dict[int, int]) -> list[str]:
+        """How those of them ended that were not told to, in a line each."""
+        gone = {rank: member for rank, member in enumerate(self._generations.now.members) if member in members}
+        codes = {rank: exit_codes[member] for rank, member in gone.items() if member in exit_codes}
+        return ends(self._generations.folder, codes)
+
 
 # Seconds between two looks at the mailbox; ends of processes are noticed at once.
 _LOOK_SECONDS = 0.1
@@ -49,36 +108,24 @@ def keeps_replicas(cfg: DictConfig, verb: str) -> bool:
     return layout is not None and layout.replicate > 1 and cfg.launch.min_devices is None
 
 
-class ReplicaAttempt:
-    """An attempt of a run whose members are exchanged while it goes on; stands in for an
-    :class:`~trainwright.launch.local.attempt.Attempt`.
+@dataclass(eq=False)
+class ReplicaAttempt(RankAttempt):
+    """An attempt of a run whose members are exchanged while it goes on, under a layout with several replicas.
 
-    Args:
-        cfg: the resolved configuration of this attempt, of a layout with several replicas.
-        verb: fit.
-        records: an empty folder for what the members write down.
+    Attributes:
         environment: variables of the members besides those that they need to meet.
-        monitor: finds members that hang; None = off.
         policy: asked about every lost member, as about a restart.
         log: told of every change.
     """
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        verb: str,
-        records: Path,
-        *,
-        environment: Mapping[str, str],
-        monitor: Monitor | None,
-        policy: RestartPolicy,
-        log: RestartLog,
-    ) -> None:
-        layout = closed_layout(cfg, Surroundings(verb))
+    environment: Mapping[str, str]
+    policy: RestartPolicy
+    log: RestartLog
+
+    def __post_init__(self) -> None:
+        layout = closed_layout(self.cfg, Surroundings(self.verb))
         assert layout is not None
-        self._cfg, self._verb, self._records, self._layout = cfg, verb, records, layout
-        self._environment, self._monitor = dict(environment), monitor
-        self._policy, self._log = policy, log
+        self._layout = layout
         self._start_at = 0.0  # when replacements may be started
         self._suspects = False
         self._setback: Setback | None = None
@@ -86,7 +133,7 @@ class ReplicaAttempt:
     @property
     def beginning(self) -> Beginning | None:
         """How it began to train; None as long as it has not."""
-        return first_beginning(self._records)
+        return first_beginning(self.records)
 
     def setback(self, failure: RankError) -> Setback:
         """What the policy must know of a failure of this attempt."""
@@ -94,32 +141,27 @@ class ReplicaAttempt:
         return replace(self._setback, rank=failure.rank)
 
     def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """Start the members, and see them through to the end of training.
-
-        Args:
-            grace_after_failure: seconds that the others have to end when one has failed and they cannot go on.
-            enough: whether the members shall be ended, to go on with other ones; None = never.
+        """See the base class.
 
         Raises:
-            Interrupted: if this process was told to end, or the members were; all have ended.
             RankError: if a member failed, and the policy says that it must not go on so.
         """
         self._grace = grace_after_failure
         self._enough = enough
-        self._members = Members(self._cfg, self._verb, self._records, self._environment, self._monitor)
+        self._members = Members(self.cfg, self.verb, self.records, self.environment, self.monitor)
         with self._members:
-            self._generations = Generations(self._cfg, self._layout, self._records, self._members)
-            self._ends = MemberEnds(self._cfg, self._records, self._generations)
+            self._generations = Generations(self.cfg, self._layout, self.records, self._members)
+            self._ends = MemberEnds(self.cfg, self.records, self._generations)
             try:
                 return self._see_through()
             except Interrupted as interrupted:
-                ended = pass_on(self._members, self._cfg, self._verb, interrupted)
+                ended = pass_on(self._members, self.cfg, self.verb, interrupted)
                 raise self._ends.told(ended) or interrupted from None
             finally:
                 self._generations.close()
 
     def _see_through(self) -> Outcome:
-        self._members.start(self._layout.world_size + self._cfg.launch.spares)
+        self._members.start(self._layout.world_size + self.cfg.launch.spares)
         self._generations.begin()
         while True:
             ended = self._members.wait(_LOOK_SECONDS)
@@ -153,7 +195,7 @@ class ReplicaAttempt:
         if lost or errors or len(left) == len(self._generations.now.members):
             return self._regroup(lost, error)
         if self._enough is not None and self._enough():
-            self._members.end_all(patience(self._cfg, self._verb))
+            self._members.end_all(patience(self.cfg, self.verb))
             return Outcome()
         self._start_missing()
         self._generations.call_if_ready()
@@ -162,14 +204,14 @@ class ReplicaAttempt:
     def _decide(self, error: RankError) -> None:
         assert self._setback is not None
         try:
-            self._start_at = time.monotonic() + self._policy.restart(error, self._setback, self._log).seconds
+            self._start_at = time.monotonic() + self.policy.restart(error, self._setback, self.log).seconds
         except RankError:
             self._members.end_all(self._grace)
             raise
 
     def _start_missing(self) -> None:
         """Start replacements, as soon as the policy allows it."""
-        missing = self._generations.lacking + self._cfg.launch.spares - len(self._members.joining)
+        missing = self._generations.lacking + self.cfg.launch.spares - len(self._members.joining)
         if missing > 0 and time.monotonic() >= self._start_at:
             self._members.start(missing)
 
@@ -179,7 +221,7 @@ class ReplicaAttempt:
         step = self._generations.go_on(parted)
         if step is None:
             # Nobody has the state any more, or there is none yet: the run starts anew from a checkpoint.
-            self._log.tell("; ".join([parted.why_not, *self._ends.lines(parted.lost, self._members.exit_codes)]))
+            self.log.tell("; ".join([parted.why_not, *self._ends.lines(parted.lost, self._members.exit_codes)]))
             gone = sorted(parted.lost) or parted.before.members
             error = error or self._ends.blame([Ended(member, 1) for member in gone])
             self._setback = self._setback or Setback(error.rank, error.kind)
@@ -194,7 +236,7 @@ class ReplicaAttempt:
         told = [error.summary] if error is not None else ["connections broke"] if not new else []
         told += [f"{new} replica(s) joined"] if new else []
         text = f"{'; '.join(told)}; going on from step {step} with {self._generations.size}"
-        self._log.tell(text, "" if error is None else str(error))
+        self.log.tell(text, "" if error is None else str(error))
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
@@ -219,7 +261,7 @@ class ReplicaAttempt:
         told = self._ends.told(ended)
         if told is not None:
             raise told
-        metrics = read_result(self._records)
+        metrics = read_result(self.records)
         if metrics is None:
             error = RankError("rank 0 lost its connections at the end of training", 0, None)
             self._setback = Setback(0, "broken connections")

@@ -5,6 +5,8 @@ composes the configuration on another core; then a rank starts in a few hundredt
 threads and computes nothing, so forking it is safe; the launching process itself is never forked.
 """
 
+from __future__ import annotations
+
 import contextlib
 import multiprocessing
 import os
@@ -12,14 +14,16 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, util
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+from trainwright.core.problems import ConfigError
 from trainwright.core.processes.orphans import end_with_parent, in_lasting_thread
-from trainwright.core.processes.scratch import scratch
-from trainwright.core.processes.variables import default_variables
+from trainwright.core.processes.scratch import default_variables, scratch
 
 # A rank starts with these ignored too, see become_ordinary.
 _NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -120,3 +124,49 @@ def _ignoring_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process that the fork server makes.
+
+    Args:
+        function: at the top level of a module.
+        *arguments: that can be pickled, as what it returns.
+
+    Raises:
+        ConfigError: that the function raised; or with its last words, if it failed otherwise.
+    """
+    start_forkserver()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, arguments), daemon=True)
+    try:
+        with hidden_main():
+            process.start()
+        theirs.close()
+        is_good, answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise ConfigError([f"{function.__name__} ended without an answer (exit code {process.exitcode})"]) from None
+    finally:
+        ours.close()
+        if process.is_alive():
+            process.join(1.0)
+            process.kill()
+            process.join()
+    if not is_good:
+        raise ConfigError(answer)
+    return answer
+
+
+def _answer(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    become_ordinary()
+    try:
+        answer = True, function(*arguments)
+    except ConfigError as error:
+        answer = False, list(error.problems)
+    except Exception as error:
+        traceback.print_exc()
+        answer = False, [f"{function.__name__} failed: {type(error).__name__}: {error}"]
+    connection.send(answer)
+    connection.close()

@@ -1,10 +1,9 @@
-"""What is impossible about recovery without restart, as far as it can be told before a process starts."""
+"""What is impossible about restarts and about recovery without one, as far as can be told before a process starts."""
 
 from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from trainwright.core.config.option_rules import is_positive
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.options import StrategyOptions
 
@@ -32,11 +31,7 @@ def recovery_problems(
         )
     if cfg.launch.recovery == REJOIN:
         problems += _against_rejoining(cfg, verb, options, has_launcher)
-    if not is_positive(cfg.launch.mtbf):
-        problems.append(f"launch.mtbf={cfg.launch.mtbf}: must be a number of hours above 0; 3 is the default")
-    if cfg.launch.spares < 0:
-        problems.append(f"launch.spares={cfg.launch.spares}: must be at least 0, which is none")
-    elif cfg.launch.spares > 0 and cfg.launch.recovery in (RESTART, REJOIN):
+    if cfg.launch.spares > 0 and cfg.launch.recovery in (RESTART, REJOIN):
         whom = "all ranks" if cfg.launch.recovery == RESTART else "the lost rank"
         problems.append(
             f"launch.spares={cfg.launch.spares} with launch.recovery={cfg.launch.recovery}: it starts {whom} anew, and "
@@ -98,3 +93,41 @@ def _against_rejoining(
                 f"{servers} on {cfg.devices} device(s): every rank holds a server, and a server that is lost takes its "
                 "parameters along; type fewer servers, or launch.recovery=restart"
             )
+
+
+def restart_problems(cfg: DictConfig, verb: str, has_launcher: bool) -> list[str]:
+    """What speaks against what `launch` says of restarts.
+
+    Args:
+        cfg: the resolved configuration.
+        verb: fit, validate, test or predict.
+        has_launcher: whether torchrun or SLURM has started this process.
+    """
+    problems = []
+    restarts = cfg.launch.max_restarts != 0
+    if restarts and has_launcher:
+        problems.append(
+            f"launch.max_restarts={_word(cfg.launch.max_restarts)} under a launcher: the launcher starts the ranks "
+            "again; type torchrun --max-restarts=... and launch=local, and leave launch.max_restarts out"
+        )
+    elif restarts and verb == "fit" and not _saves(cfg):
+        problems.append(
+            f"launch.max_restarts={_word(cfg.launch.max_restarts)} without checkpoints: every restart would begin from "
+            "the start; type checkpoint=last (or async), or launch.max_restarts=0"
+        )
+    if cfg.launch.min_devices is not None and not restarts:
+        problems.append(
+            f"launch.min_devices={cfg.launch.min_devices} with launch.max_restarts=0: ranks are never started again, "
+            "on fewer devices either; type launch=resilient, or launch.max_restarts=null"
+        )
+    return problems
+
+
+def _saves(cfg: DictConfig) -> bool:
+    """Whether something saves that a restart can go on from: the group checkpoint, or a callback of the recipe."""
+    own = (str(each.get("_target_", "")) for each in cfg.callbacks.values() if isinstance(each, DictConfig))
+    return any(each is not None for each in cfg.checkpoint.values()) or any("Checkpoint" in each for each in own)
+
+
+def _word(number: int | None) -> str:
+    return "null" if number is None else str(number)

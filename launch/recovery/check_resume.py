@@ -1,10 +1,16 @@
 """What a run goes on from, decided and checked by the launching process, without torch and without reading tensors."""
 
+from __future__ import annotations
+
 import contextlib
 import os
+import queue
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,7 +23,6 @@ from trainwright.checkpoint.store.write_errors import free_bytes
 from trainwright.core.errors import CheckpointError
 from trainwright.core.run.run_directory import CHECKPOINTS, RUNS, runs_of
 from trainwright.core.text.sizes import size_text
-from trainwright.launch.recovery.reachable import connection_problem
 
 _SAFETENSORS = ".safetensors"
 # Files that torch writes and reads; the only thing that can be behind http.
@@ -313,3 +318,33 @@ def _problems_of_weights(cfg: DictConfig) -> list[str]:
         f"init_from={path}: is neither a .safetensors file, a folder of them, nor a checkpoint; type trainwright "
         f"checkpoint import {path} --to imported, then init_from=imported"
     ]
+
+
+_SECONDS = 4.0
+_PORTS = {"http": 80, "https": 443}
+
+
+def connection_problem(url: str, seconds: float = _SECONDS) -> str | None:
+    """Return why no connection to the server of `url` can be made; None if one was.
+
+    Args:
+        url: beginning with http:// or https://.
+        seconds: to wait for the answer, the look-up of the name included.
+    """
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    # A look-up of a name cannot be given a deadline; the thread that waits for it ends with the process.
+    threading.Thread(target=lambda: answers.put(_try(url, seconds)), daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except queue.Empty:
+        return f"{urlsplit(url).netloc} has not answered within {seconds:g} s"
+
+
+def _try(url: str, seconds: float) -> str | None:
+    try:
+        parts = urlsplit(url)
+        address = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        with socket.create_connection(address, seconds):
+            return None
+    except (OSError, ValueError) as error:  # UnicodeError of a name is a ValueError
+        return f"cannot connect to {urlsplit(url).netloc} ({error})"

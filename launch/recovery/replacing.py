@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.core.failures.failure import RankError, failure_of
@@ -15,6 +16,7 @@ from trainwright.launch.recovery.restarts import RestartPolicy, setback_of
 from trainwright.strategies.parameter_server.options import INCARNATION
 
 
+@dataclass(eq=False)
 class Replacements:
     """Decides about lost ranks, and knows when their replacements are due.
 
@@ -27,28 +29,21 @@ class Replacements:
         log: told of every one.
     """
 
-    def __init__(
-        self,
-        ranks: Collection[int],
-        world_size: int,
-        records: Path,
-        run_dir: Path,
-        policy: RestartPolicy,
-        log: RestartLog,
-    ) -> None:
-        self._ranks = frozenset(ranks)
-        self._world_size = world_size
-        self._records = records
-        self._run_dir = run_dir
-        self._policy = policy
-        self._log = log
+    ranks: Collection[int]
+    world_size: int
+    records: Path
+    run_dir: Path
+    policy: RestartPolicy
+    log: RestartLog
+
+    def __post_init__(self) -> None:
         self._due: dict[int, float] = {}
         self._starts: Counter[int] = Counter()
 
     @property
     def environment(self) -> dict[str, str]:
         """What tells a rank that it is the first of its number, and that lost ones are started anew."""
-        return {INCARNATION: "0"} if self._ranks else {}
+        return {INCARNATION: "0"} if self.ranks else {}
 
     @property
     def pause(self) -> float | None:
@@ -66,7 +61,7 @@ class Replacements:
         Raises:
             RankError: if one may not be replaced any more.
         """
-        if begun is None or not {each.rank for each in failed} <= self._ranks:
+        if begun is None or not {each.rank for each in failed} <= set(self.ranks):
             return False
         for each in failed:
             self._replace(each, begun)
@@ -83,14 +78,14 @@ class Replacements:
 
     def _replace(self, ended: Ended, begun: int) -> None:
         error = self._error(ended)
-        setback = setback_of(error, read_steps(self._records).get(ended.rank), begun)
-        self._log.tell(f"{error.summary} ({setback.when})", str(error))
-        restart = self._policy.restart(error, setback, self._log)
-        self._log.tell(f"the others go on; rank {ended.rank} is started anew{restart.wait} and joins them")
+        setback = setback_of(error, read_steps(self.records).get(ended.rank), begun)
+        self.log.tell(f"{error.summary} ({setback.when})", str(error))
+        restart = self.policy.restart(error, setback, self.log)
+        self.log.tell(f"the others go on; rank {ended.rank} is started anew{restart.wait} and joins them")
         self._due[ended.rank] = time.monotonic() + restart.seconds
 
     def _error(self, ended: Ended) -> RankError:
-        error = failure_of(self._records, ended.rank, ended.exit_code, self._world_size, self._run_dir, ended.hang)
+        error = failure_of(self.records, ended.rank, ended.exit_code, self.world_size, self.run_dir, ended.hang)
         # What a later failure is blamed on must not be this one.
-        (self._records / f"{ended.rank}.json").unlink(missing_ok=True)
+        (self.records / f"{ended.rank}.json").unlink(missing_ok=True)
         return error

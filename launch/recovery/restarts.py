@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.run.diverged import DivergedError
+from trainwright.core.problems import DivergedError
 from trainwright.launch.recovery.restart_log import RestartLog
 
 # Longest wait before a restart, in seconds.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from omegaconf import DictConfig
+
 from trainwright.core.config.option_rules import is_positive
 from trainwright.launch.watchdog.boxes import Progress
 
@@ -82,3 +84,18 @@ def limit_problems(timeout: object, safety_factor: float, floor_seconds: float, 
     for name, seconds in (("floor_seconds", floor_seconds), ("first_timeout", first_timeout)):
         if seconds <= 0:
             yield f"{name}={seconds:g}: must be a number of seconds above 0"
+
+
+AUTO = "auto"
+
+
+def hang_problems(cfg: DictConfig) -> list[str]:
+    """What speaks against what `launch` says of hangs.
+
+    Args:
+        cfg: the resolved configuration.
+    """
+    launch = cfg.launch
+    timeout = AUTO if launch.hang_timeout is None else launch.hang_timeout
+    given = timeout, launch.hang_safety_factor, launch.hang_floor_seconds, launch.hang_first_timeout
+    return [f"launch.hang_{problem.removeprefix('hang_')}" for problem in limit_problems(*given)]

@@ -22,7 +22,7 @@ class Buffers:
 
     def __init__(self, work: Work, blocks: UnitState, heaviest: UnitState, outside: UnitState) -> None:
         self._work, self._blocks, self._heaviest, self._outside = work, blocks, heaviest, outside
-        state = blocks + outside
+        state = blocks.plus(outside)
         self._state = state
         self._is_gathered = work.splits_parameters
         layout = work.layout

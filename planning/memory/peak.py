@@ -84,7 +84,7 @@ def moments(table: StateTable, cost: PassCost, work: Work, share: StageShare) ->
         In the order of a step; the last is when the optimizer steps.
     """
     blocks, heaviest, outside = state_of(table, work, share)
-    state = blocks + outside
+    state = blocks.plus(outside)
     rest = _at_rest(work, state)
     kept = KeptMemory(cost, work, share)
     averaged = 0.0 if work.offload != "none" else state.gradients

@@ -6,9 +6,10 @@ They follow the rules of the strategies, as in :mod:`trainwright.planning.layout
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,7 @@ Unit = int | str
 """A kind of block, or parameters outside of the blocks: used before them, after them, or in both places (tied)."""
 
 
-@dataclass(frozen=True)
-class UnitState:
+class UnitState(NamedTuple):
     """Bytes that the parameters of a unit take on a rank.
 
     Args:
@@ -52,32 +52,17 @@ class UnitState:
     largest: float = 0.0
     reduced: float = 0.0
 
-    def __add__(self, other: UnitState) -> UnitState:
-        return UnitState(
-            self.kept + other.kept,
-            self.whole + other.whole,
-            self.gradients + other.gradients,
-            self.whole_gradients + other.whole_gradients,
-            self.optimizer + other.optimizer,
-            self.stepped + other.stepped,
-            max(self.largest, other.largest),
-            self.reduced + other.reduced,
-        )
+    def plus(self, other: UnitState) -> UnitState:
+        """Of this unit and another one."""
+        return UnitState(*map(add, self, other))._replace(largest=max(self.largest, other.largest))
 
     def times(self, count: float) -> UnitState:
         """Of so many equal units."""
-        if not count:
-            return UnitState()
-        return UnitState(
-            self.kept * count,
-            self.whole * count,
-            self.gradients * count,
-            self.whole_gradients * count,
-            self.optimizer * count,
-            self.stepped * count,
-            self.largest,
-            self.reduced * count,
-        )
+        return UnitState(*(each * count for each in self))._replace(largest=self.largest) if count else UnitState()
+
+
+def _sum(states: Iterable[UnitState]) -> UnitState:
+    return reduce(UnitState.plus, states, UnitState())
 
 
 class _Division(NamedTuple):
@@ -167,7 +152,7 @@ class StateTable:
 
     def _unit_state(self, unit: Unit, division: _Division) -> UnitState:
         """Bytes of a kind of block, or of a place outside, on the rank that holds most."""
-        return sum((self._weigh(each, division) for each in self._units(division.tensor).get(unit, ())), UnitState())
+        return _sum(self._weigh(each, division) for each in self._units(division.tensor).get(unit, ()))
 
     def _of_share(self, share: StageShare, division: _Division) -> tuple[UnitState, UnitState, UnitState]:
         """See :func:`state_of`."""
@@ -175,12 +160,12 @@ class StateTable:
         def each(unit: Unit) -> UnitState:
             return self._of_unit(unit, division)
 
-        blocks = sum((each(kind).times(count) for kind, count in share.blocks.items()), UnitState())
+        blocks = _sum(each(kind).times(count) for kind, count in share.blocks.items())
         heaviest = max((each(kind) for kind in share.blocks), key=lambda state: state.whole, default=UnitState())
         outside = [each(FIRST)] if share.has_first else []
         outside += [each(LAST)] if share.has_last else []
         outside += [each(BOTH)] if share.has_first or share.has_last else []
-        return blocks, heaviest, sum(outside, UnitState())
+        return blocks, heaviest, _sum(outside)
 
     def _weigh(self, weight: _Weight, division: _Division) -> UnitState:
         shape, ranks = list(weight.shape), division.ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,6 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from trainwright.core.config.override_words import in_shell
 from trainwright.planning.memory.peak import KINDS
 from trainwright.planning.search.plan import USABLE, LayoutCandidate, Plan, Refusal
 
@@ -61,7 +61,7 @@ def headline(plan: Plan) -> list[str]:
 
 def command_of(candidate: LayoutCandidate) -> str:
     """The overrides of a candidate in one line."""
-    return " ".join(in_shell(word) for word in candidate.overrides)
+    return " ".join(shlex.quote(word) for word in candidate.overrides)
 
 
 def _layouts(plan: Plan) -> Table:

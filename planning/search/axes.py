@@ -18,8 +18,7 @@ from trainwright.core.problems import ConfigError
 from trainwright.planning.model.without_memory import FactsError
 from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.overrides import overrides_of_axes
-from trainwright.planning.search.plan import describe
-from trainwright.planning.search.refusals import Refusals
+from trainwright.planning.search.plan import Refusals, describe
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.time.cost import ModelCut

@@ -15,10 +15,10 @@ class Limits:
         axes: axis of the layout -> its size.
         stage: of ZeRO; 0: none (``single``, ``ddp``).
         offload: ``none``, ``optimizer`` or ``parameters``.
-        checkpointing: ``none`` or ``full``.
+        activation_checkpointing: ``none`` or ``full``.
         schedule: of the pipeline; so are the next two.
         stages_per_rank: of the pipeline.
-        parts: micro-batches that a pipeline splits a batch into.
+        micro_batches: parts that a pipeline splits a batch into.
         sequence_parallel: whether activations are split over the tensor axis.
         loss_parallel: whether logits are.
         micro_batch_size: samples that a data rank reads at a time.
@@ -28,10 +28,10 @@ class Limits:
     axes: Mapping[str, int] = field(default_factory=dict)
     stage: int | None = None
     offload: str | None = None
-    checkpointing: str | None = None
+    activation_checkpointing: str | None = None
     schedule: str | None = None
     stages_per_rank: int | None = None
-    parts: int | None = None
+    micro_batches: int | None = None
     sequence_parallel: bool | None = None
     loss_parallel: bool | None = None
     micro_batch_size: int | None = None
@@ -53,7 +53,7 @@ class Limits:
             (self.micro_batch_size, reads),
             (self.accumulation, work.rounds),
             (self.offload, work.offload),
-            *([(self.parts, work.parts), (self.schedule, work.schedule)] if work.has_pipeline else []),
+            *([(self.micro_batches, work.parts), (self.schedule, work.schedule)] if work.has_pipeline else []),
             *([(self.stages_per_rank, work.stages_per_rank)] if work.has_pipeline else []),
         ]
         return all(want is None or want == has for want, has in wanted)

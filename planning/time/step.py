@@ -178,7 +178,7 @@ def step_time(
     share = passes.share
     blocks, heaviest, outside = state_of(table, work, share)
     micro_batches = work.rounds * work.parts
-    reading = _reading(blocks + outside, profile)
+    reading = _reading(blocks.plus(outside), profile)
     compute = micro_batches * max(passes.seconds, reading)
     forward, backward = passes.forward, passes.backward
     bubble = work.rounds * bubble_of(work.schedule, work.layout.pipeline, work.stages_per_rank, forward, backward)
@@ -186,7 +186,7 @@ def step_time(
     _add(traffic, _within_passes(cost, work, share, profile, micro_batches))
     _add(traffic, _of_pipeline(cost, work, profile, compute))
     _add(traffic, _of_state(work, blocks, outside, heaviest, passes, profile))
-    update = _update(work, blocks + outside, profile)
+    update = _update(work, blocks.plus(outside), profile)
     if profile.share < 1 and work.has_pipeline:
         rest = update + sum(each.exposed for each in traffic.values())
         whole = share_of(table.facts.kinds, [range(len(table.facts.kinds))], 1, work.schedule, 0)
@@ -314,7 +314,7 @@ def _of_state(
     profile: DeviceProfile,
 ) -> dict[str, Traffic]:
     """Gradients, and parameters that are gathered, along the shard and the replicate axis."""
-    layout, state = work.layout, blocks + outside
+    layout, state = work.layout, blocks.plus(outside)
     pieces = max(round(blocks.whole / heaviest.whole), 1) + 1 if heaviest.whole else 1
     if work.stage in (0, 1, 2) or not work.splits_parameters:
         pieces = max(math.ceil(state.whole_gradients / work.bucket_bytes), 1)

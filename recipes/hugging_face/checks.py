@@ -35,16 +35,12 @@ def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
         config: the composed configuration.
         num_data_ranks: ranks that read different samples.
     """
-    problems = [] if _has_transformers() else [MISSING.format(recipe=config["name"])]
+    problems = [] if (importlib.util.find_spec("transformers") is not None) else [MISSING.format(recipe=config["name"])]
     problems += _of_source(config["module"])
     sizes, where = _sizes(config["module"])
     problems += _of_sizes(sizes, where, int(config["module"]["seq_len"]))
     problems += _of_symbols(config["data"].get("tokenizer"), sizes.get("vocab_size"), where)
     return problems + corpus.check(config, num_data_ranks)
-
-
-def _has_transformers() -> bool:
-    return importlib.util.find_spec("transformers") is not None
 
 
 def _of_source(module: Mapping[str, Any]) -> list[str]:

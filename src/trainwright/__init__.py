@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainwright.command.schema.compose import compose
     from trainwright.core.errors import CheckpointError, DamagedCheckpoint
     from trainwright.core.layout import Layout
-    from trainwright.core.run.diverged import DivergedError
+    from trainwright.core.problems import DivergedError
     from trainwright.launch.watchdog.callback import Watchdog
     from trainwright.strategies.compose.hybrid import HybridStrategy
     from trainwright.strategies.compose.hybrid_options import HybridOptions
@@ -60,7 +60,7 @@ _LOCATIONS = {
     "Layout": "trainwright.core.layout",
     "ModelPlan": "trainwright.strategies.plan.model_plan",
     "LossGuard": "trainwright.callbacks.guard.loss_guard",
-    "DivergedError": "trainwright.core.run.diverged",
+    "DivergedError": "trainwright.core.problems",
     "Preempted": "trainwright.callbacks.end.preemption",
     "Preemption": "trainwright.callbacks.end.preemption",
     "RunStateCheckpoint": "trainwright.callbacks.save.run_state",

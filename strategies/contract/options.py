@@ -23,9 +23,14 @@ CHECKPOINTINGS = ("none", "full", "selective")
 AVERAGING_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
-def number(default: Any, *, least: float = 0, most: float | None = None) -> Any:
-    """A field whose numbers have other bounds than 0 and the largest of its kind, both allowed."""
-    return field(default=default, metadata={"least": least, "most": most})
+def number(default: Any, *, least: float = 0, most: float | None = None, above: float | None = None) -> Any:
+    """A field whose numbers have other bounds than 0 and the largest of its kind, both allowed; ``above`` is not."""
+    return field(default=default, metadata={"least": least, "most": most, "above": above})
+
+
+def word(default: str | None, *allowed: str) -> Any:
+    """A field that takes some words only."""
+    return field(default=default, metadata={"words": allowed})
 
 
 @dataclass(frozen=True)

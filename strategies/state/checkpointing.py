@@ -27,8 +27,7 @@ from trainwright.checkpoint.format.manifest import read_manifest, verify
 from trainwright.checkpoint.format.names import match_names, tied_names
 from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.memory.held import HeldSource, HeldState
-from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state, materialised
-from trainwright.checkpoint.read.weights import SavedWeights
+from trainwright.checkpoint.read.run_state import RunState, SavedWeights, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.contract.collectives.ranks import Ranks

@@ -19,7 +19,7 @@ from trainwright.command import auto
 from trainwright.command.run import choose, plan, prepare
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
-from trainwright.launch.ranks.apart import call_apart
+from trainwright.launch.ranks.forkserver import call_apart
 from trainwright.launch.recovery.sizes import feasible
 
 TINY = [

@@ -31,27 +31,18 @@ from trainwright.core.run.run_directory import (
     write_config,
 )
 from trainwright.launch import schema as schema
-from trainwright.launch.auto_options import AutoOptions
-from trainwright.launch.deepspeed_options import DeepSpeedJSONOptions
+from trainwright.launch.auto_options import AutoOptions, DeepSpeedJSONOptions
 from trainwright.strategies.compose import world
 from trainwright.strategies.contract.registry import all_options
+from trainwright.trainer.loop.loss_scale import LossScaling
 
 SCHEMAS = [
     schema.RunConfig,
     *(options for _, options in all_options()),
     AutoOptions,
     DeepSpeedJSONOptions,
-    schema.AccumulationConfig,
-    schema.FixedAccumulationConfig,
-    schema.BalanceConfig,
-    schema.CompressionConfig,
-    schema.Int8CompressionConfig,
-    schema.TopKCompressionConfig,
-    schema.PowerSGDCompressionConfig,
-    schema.OneBitCompressionConfig,
-    schema.LaunchConfig,
-    schema.LossScaleConfig,
-    schema.TrainerConfig,
+    *(kind for kinds in schema.TYPES.values() for kind in kinds.values()),
+    LossScaling,
 ]
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from trainwright.command import document as keys
+from benchmarks import keys_page as keys
 from trainwright.command.schema.compose import choices_of, config_loader, group_names
 from trainwright.launch.schema import RunConfig
 
@@ -12,7 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:
-    how = "python -m trainwright.command.document docs/keys.md"
+    how = "python -m benchmarks.keys_page docs/keys.md"
     assert (DOCS / "keys.md").read_text(encoding="utf-8") == keys.document(), f"type {how}"
 
 

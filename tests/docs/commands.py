@@ -35,7 +35,7 @@ from trainwright.strategies.compose.world import Surroundings
 from trainwright.tools.checkpoints import command as checkpoint_command
 from trainwright.tools.deepspeed import command as import_command
 from trainwright.tools.doctor.command import VERBS as OF_THE_MACHINE
-from trainwright.tools.doctor.options import parse as parse_doctor
+from trainwright.tools.doctor.command import parse as parse_doctor
 from trainwright.tools.report.command import parse as parse_report
 from trainwright.tools.verify.verify import problems_of as problems_of_verify
 

@@ -132,7 +132,7 @@ def test_no_worker_of_a_loader_outlives_a_rank_that_was_killed_while_it_started_
 THREADS = """
 import os, sys, threading, time
 from multiprocessing import forkserver
-from trainwright.launch.ranks.apart import call_apart
+from trainwright.launch.ranks.forkserver import call_apart
 
 parents = []
 for _ in range(2):

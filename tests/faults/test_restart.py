@@ -207,14 +207,20 @@ def test_a_mistake_is_told_at_once(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("launch.max_restarts=-1",), "launch.max_restarts=-1: must be at least 0"),
+        (
+            ("launch.max_restarts=-1",),
+            "launch.max_restarts=-1: must be a whole number of at least 0",
+        ),
         (
             ("launch.max_restarts=3", "checkpoint=none"),
             "every restart would begin from the start; type checkpoint=last",
         ),
         (("launch.min_devices=1",), "launch.min_devices=1 with launch.max_restarts=0: .* type launch=resilient"),
         (("launch=resilient", "launch.min_devices=2"), "launch.min_devices=2 with devices=2: .* launch.min_devices=1"),
-        (("launch=resilient", "launch.same_failure_limit=0"), "launch.same_failure_limit=0: must be at least 1"),
+        (
+            ("launch=resilient", "launch.same_failure_limit=0"),
+            "launch.same_failure_limit=0: must be a whole number",
+        ),
         (
             ("launch=resilient", "launch.min_devices=1", *PIPELINE),
             "possible with none of 1 to 1 devices, .*type -1 for an axis",

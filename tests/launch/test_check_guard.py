@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.callbacks.guard.check import guard_refusals
+from trainwright.callbacks.guard.options import guard_refusals
 
 GUARD = {"_target_": "trainwright.callbacks.guard.loss_guard.LossGuard", "policy": "rollback"}
 

@@ -28,12 +28,13 @@ from trainwright.command.sweep import run_sweep
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.interrupt import Interrupted
+from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.engines.kubernetes import node as kubernetes_node
 from trainwright.launch.engines.kubernetes import submit as kubernetes_submit
 from trainwright.launch.engines.kubernetes.kubernetes import launch, problems
 from trainwright.launch.engines.kubernetes.manifest import manifests, name_of
 from trainwright.launch.engines.kubernetes.node import PodPlace, place_of, settle
-from trainwright.launch.engines.kubernetes.pod_messages import metrics_in, metrics_line
+from trainwright.launch.engines.kubernetes.submit import metrics_in, metrics_line
 
 WORDS = (
     *("strategy=ddp", "devices=2", "nodes=2", "monitor=none", "logger=csv", "launch=kubernetes"),
@@ -143,7 +144,7 @@ def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
         (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
         (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
         (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
-        (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be at least 1"),
+        (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be a finite number of at least 1"),
         (["launch.runtime_kind=Runtime"], "launch.runtime_kind=Runtime: unknown"),
         (["run_dir=/elsewhere/run"], "does not lie under launch.mount=/workspace"),
         (["run_dir=../run"], "does not lie under launch.mount=/workspace"),
@@ -155,7 +156,8 @@ def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(conf: Path, more: list[str], said: str) -> None:
-    assert said in "\n".join(problems(configured(conf, *more), "fit"))
+    cfg = configured(conf, *more)
+    assert said in "\n".join([*bound_problems(cfg).values(), *problems(cfg, "fit")])
 
 
 def test_what_is_needed_is_asked_for(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,8 @@
 import pytest
 
 from trainwright.core.layout import Layout
-from trainwright.launch.members.generations import Parted
+from trainwright.launch.members.generations import Membership, Parted
 from trainwright.launch.members.mailbox import Left
-from trainwright.launch.members.membership import Membership
 
 
 def test_a_lost_rank_of_ddp_is_a_lost_replica():

@@ -20,6 +20,7 @@ from trainwright import compose
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.interrupt import HeldSignals, Interrupted
+from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.engines.ray import room as ray_room
 from trainwright.launch.engines.ray.actors import RankActors
 from trainwright.launch.engines.ray.places import Place, actor_options, bundles, environment_of, resources_of, total
@@ -86,9 +87,9 @@ def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path)
 
 @pytest.mark.parametrize(("overrides", "said"), [
     (["launch.placement=PAK"], "launch.placement=PAK: unknown; did you mean"),
-    (["launch.placement_seconds=0"], "launch.placement_seconds=0: must be more than 0"),
-    (["launch.cpus_per_rank=-1"], "launch.cpus_per_rank=-1.0: must be at least 0"),
-    (["launch.resources.x=-2"], "launch.resources.x=-2.0: must be at least 0"),
+    (["launch.placement_seconds=0"], "launch.placement_seconds=0.0: must be a finite number above 0"),
+    (["launch.cpus_per_rank=-1"], "launch.cpus_per_rank=-1.0: must be a finite number of at least 0"),
+    (["launch.resources.x=-2"], "launch.resources.x=-2.0: must be a finite number of at least 0"),
     (["accelerator=gpu", "launch.gpus_per_rank=2"], "a rank trains on one GPU"),
     (["launch.ranks={2: {cpus: 1}}"], "there are ranks 0 to 1"),
     (["launch.ranks={1: {cpus: many}}"], "launch.ranks.1.cpus=many: must be a number"),
@@ -98,7 +99,8 @@ def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path)
     (["preemption.requeue=true"], "Ray has no queue"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(conf: Path, overrides: list[str], said: str) -> None:
-    [found] = problems(configured(conf, *overrides), "fit")
+    cfg = configured(conf, *overrides)
+    [found] = [*bound_problems(cfg).values(), *problems(cfg, "fit")]
     assert said in found
 
 

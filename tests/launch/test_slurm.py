@@ -19,6 +19,7 @@ from trainwright.core.failures.failure import FailureRecorder, RankError, first_
 from trainwright.core.failures.records import write_result
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.messages import RUN_TOKEN, run_token
+from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.engines.slurm import job as slurm_job
 from trainwright.launch.engines.slurm.job import meeting_of
 from trainwright.launch.engines.slurm.options import sbatch_options
@@ -94,14 +95,15 @@ def test_nothing_is_asked_that_nobody_has_said(conf: Path) -> None:
     (["launch.cluster=local", "nodes=1", "preemption.requeue=true"], "there is no queue"),
     (["launch.sbatch.nodes=3"], "launch.sbatch.nodes: nodes says that"),
     (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node says that"),
-    (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be at least 1, or null"),
+    (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be a whole number of at least 1, or null"),
     (["launch.container_mounts=[/a:/a]"], "without launch.container_image"),
     (["launch.recovery=replicas"], "launch.recovery=replicas with launch=slurm on nodes=2"),
     (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(conf, monkeypatch, overrides, said):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    [found] = problems(configured(conf, *overrides), "fit")
+    cfg = configured(conf, *overrides)
+    [found] = [*bound_problems(cfg).values(), *problems(cfg, "fit")]
     assert said in found
 
 

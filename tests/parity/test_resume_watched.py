@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.harness import make_trainer, world_size
-from trainwright.trainer.loop import fit_loop
+from trainwright.trainer.loop import data_ranks
 from trainwright.trainer.loop.remembered_logs import shared_out
 
 SAMPLES, BATCH = 24, 4  # six steps an epoch
@@ -208,11 +208,11 @@ def test_loaders_are_made_anew_in_the_same_epochs(tmp_path: Path, hook: str, aft
     assert [epochs[1:] for epochs in made] == [[2, 4], [2, 4]]
 
 
-def mean_of_epoch(path: str, saves: bool, most_logged: int = fit_loop.MOST_LOGGED) -> dict[str, float]:
+def mean_of_epoch(path: str, saves: bool, most_logged: int = data_ranks.MOST_LOGGED) -> dict[str, float]:
     torch.manual_seed(5)
     module = Net()
     module.net[2] = nn.Identity()
-    with mock.patch.object(fit_loop, "MOST_LOGGED", most_logged):
+    with mock.patch.object(data_ranks, "MOST_LOGGED", most_logged):
         fit(module, [Saver(path, "batch", 4)] if saves else [], None if saves else path, max_steps=6)
     return module.ends[0][1]
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from trainwright.recipes.schedule import learning_rate_factor
+from trainwright.recipes.language_model import learning_rate_factor
 
 
 def test_three_parts() -> None:

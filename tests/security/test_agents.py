@@ -7,7 +7,7 @@ import pytest
 
 from tests.security.attacks import hostile
 from trainwright.core.text.bounded import ContentError
-from trainwright.launch.engines.kubernetes.pod_messages import MARK, metrics_in, metrics_line
+from trainwright.launch.engines.kubernetes.submit import MARK, metrics_in, metrics_line
 from trainwright.launch.members.mailbox import Left, Mailbox
 
 ATTEMPTS = 100

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.messages import RUN_TOKEN, run_token, seal
-from trainwright.launch.engines.torchrun import external, handed_over
+from trainwright.launch.engines.torchrun import external
 
 HOSTILE = "module:\n  _target_: os.system\n"
 SECRET = "0123456789abcdef" * 2
@@ -52,15 +52,15 @@ def as_rank(request: Any, monkeypatch: Any, tmp_path: Path) -> Callable[[], None
 
 def test_it_arrives_and_nothing_is_left(as_rank: Callable[[], None], tmp_path: Path) -> None:
     store = Store()
-    handed_over.give(store, "a: 1\n")
+    external.give(store, "a: 1\n")
     secret = run_token()
     for _ in range(2):
         as_rank()
-        assert handed_over.take(store, 2) == "a: 1\n"
+        assert external.take(store, 2) == "a: 1\n"
         assert run_token() == secret != ""
     assert list(tmp_path.iterdir()) == []
-    handed_over.give(store, None)
-    assert handed_over.take(store, 2) is None
+    external.give(store, None)
+    assert external.take(store, 2) is None
 
 
 def planted(folder: Path, mode: int = 0o600, secret: str = SECRET) -> Path:
@@ -86,19 +86,19 @@ def test_no_other_takes_its_place(as_rank: Callable[[], None], tmp_path: Path) -
         attempts.append(sealed + bytes(foreign))
     for attempt in attempts:
         store = Store()
-        handed_over.give(store, "a: 1\n")
+        external.give(store, "a: 1\n")
         as_rank()
-        store.set(handed_over._KEY, attempt)
+        store.set(external._KEY, attempt)
         with pytest.raises(ConfigError, match="not the one of this run's rank 0"):
-            handed_over.take(store, 2)
+            external.take(store, 2)
 
 
 def test_a_file_that_others_name_is_not_removed(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv(RUN_TOKEN, SECRET)
     store, kept = Store(), planted(tmp_path)
-    handed_over.give(store, "a: 1\n")
-    store.set(handed_over._KEY, store.get(handed_over._KEY) + bytes(kept))
-    assert handed_over.take(store, 1) == "a: 1\n"
+    external.give(store, "a: 1\n")
+    store.set(external._KEY, store.get(external._KEY) + bytes(kept))
+    assert external.take(store, 1) == "a: 1\n"
     assert kept.exists()
 
 

@@ -140,7 +140,7 @@ def test_resuming_reads_the_rest_whatever_the_shares() -> None:
 def test_what_balance_stands_for() -> None:
     assert balance_options("none") == BalanceOptions()
     assert balance_options("auto") == BalanceOptions("auto")
-    assert balance_options([3, 1]) == BalanceOptions("fixed", (3.0, 1.0))
+    assert balance_options([3, 1]) == BalanceOptions("fixed", [3.0, 1.0])
     assert balance_options({"every_steps": 5}) == BalanceOptions("auto", every_steps=5)
 
 

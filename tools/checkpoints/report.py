@@ -20,6 +20,7 @@ from trainwright.checkpoint.store.storage import Folder, folders_in
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.run.run_directory import CHECKPOINTS
 from trainwright.core.text.bounded import understood
+from trainwright.core.text.plain import aligned, finite
 from trainwright.core.text.sizes import size_text
 
 GOOD, DAMAGED, UNFINISHED, UNCHECKED = "good", "damaged", "half-written", "not checkable"
@@ -134,7 +135,7 @@ class Inspection:
             record.name: {"bytes": record.size, "xxh3_128": record.hash, "rank": record.rank} for record in self.files
         }
         tensors = [asdict(each) for each in self.tensors]
-        return {"path": self.path, "about": _finite(self.manifest.about), "files": files, "tensors": tensors}
+        return {"path": self.path, "about": finite(self.manifest.about), "files": files, "tensors": tensors}
 
     def to_text(self, *, every_tensor: bool = False) -> str:
         """For people: a screenful, or with every tensor."""
@@ -154,7 +155,7 @@ class Inspection:
                 *(ranks if every_tensor else _shortened(ranks)),
                 "",
                 f"{len(self.tensors)} tensors, {size_text(total)}",
-                *_table(("name", "shape", "dtype", "bytes"), rows, "<>>>"),
+                *aligned(("name", "shape", "dtype", "bytes"), rows, "<>>>"),
                 *([f"  ... and {left} more; --all shows them"] if left else []),
                 "",
             ]
@@ -229,18 +230,6 @@ def _shortened(lines: list[str]) -> list[str]:
     return [*lines[:most], f"  ... and {left} more ranks; --all shows them"] if left > 0 else lines
 
 
-def _finite(value: Any) -> Any:
-    """What JSON can hold."""
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# ---- list -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Row:
     """A checkpoint in a list.
@@ -265,7 +254,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
-        return {**asdict(self), "metrics": _finite(self.metrics or {})}
+        return {**asdict(self), "metrics": finite(self.metrics or {})}
 
 
 def listed(path: str, *, deep: bool = False) -> list[Row]:
@@ -309,7 +298,7 @@ def table_of(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    head, *lines = _table(("step", "state", "size", "created (UTC)", "path", "metrics"), cells, "><><<<")
+    head, *lines = aligned(("step", "state", "size", "created (UTC)", "path", "metrics"), cells, "><><<<")
     below = [[f"        {problem}" for problem in row.problems] for row in rows]
     return "\n".join([head, *(line for text, more in zip(lines, below, strict=True) for line in (text, *more))])
 
@@ -368,12 +357,3 @@ def _shown(path: str) -> str:
         return path
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Lines of a table whose columns are as wide as they need."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  " + "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]

@@ -1,19 +1,107 @@
-"""`strategy=deepspeed_json strategy.path=...`: the overrides that stand for the file, put before what was typed."""
+"""Translate a file, with a recipe and what was typed, to native configuration and a report.
+
+`strategy=deepspeed_json strategy.path=...`: the overrides that stand for the file are put before what was typed.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from trainwright.command.schema.expansion import ASKS, PATH, Compose, Expansion
-from trainwright.tools.deepspeed.reading import read
+from trainwright.tools.deepspeed.key import APPROXIMATED, MAPPED, UNSUPPORTED
+from trainwright.tools.deepspeed.reading import Given, read
 from trainwright.tools.deepspeed.recipe import LEAST_OPTIMIZER, Recipe, recipe_of
 from trainwright.tools.deepspeed.report import Report
-from trainwright.tools.deepspeed.translate import translate
+from trainwright.tools.deepspeed.table import KEYS
+from trainwright.tools.deepspeed.themes.batch import translate_batch
+from trainwright.tools.deepspeed.themes.layout import Chosen, translate_layout
+from trainwright.tools.deepspeed.themes.optimizer import translate_clipping, translate_optimizer
+from trainwright.tools.deepspeed.themes.precision import translate_precision
+from trainwright.tools.deepspeed.themes.scheduler import translate_scheduler
+from trainwright.tools.deepspeed.translation import Translation, Typed
+
+# Section -> class of lightning.pytorch.loggers, and the package that it needs.
+_LOGGERS = {"wandb": ("WandbLogger", "wandb"), "comet": ("CometLogger", "comet_ml")}
+
+
+def translate_communication(t: Translation, chosen: Chosen, precision: str) -> None:
+    """Decide how gradients are sent."""
+    path = "communication_data_type"
+    dtype = t.value(path)
+    if dtype is None:
+        return
+    if dtype == "fp32":
+        exact = precision != "bf16-true"
+        t.say(
+            path, MAPPED if exact else APPROXIMATED, f"Gradients are averaged in {'float32' if exact else 'bfloat16'}."
+        )
+    elif t.is_set("compression"):
+        t.say(path, APPROXIMATED, "After the warm-up, signs of momentum are sent.")
+    elif chosen.replicates:
+        t.set("compression", dtype, by=path)
+    else:
+        t.say(
+            path,
+            UNSUPPORTED,
+            "Within a shard group gradients are reduced as they are. For several copies, which average in "
+            f"{dtype}, type strategy.replicate=2 compression={dtype}.",
+        )
+
+
+def translate_logging(t: Translation) -> None:
+    """Decide what is logged, and where."""
+    path = "steps_per_print"
+    if t.has(path):
+        t.set("trainer.log_every_n_steps", t.value(path), by=path)
+    if t.value("tensorboard.enabled"):
+        t.set("logger", "default", by="tensorboard.enabled")
+        _copy(t, "tensorboard")
+    for section, (cls, package) in _LOGGERS.items():
+        enabled = f"{section}.enabled"
+        if not t.value(enabled):
+            continue
+        if find_spec(package) is None:
+            t.say(enabled, UNSUPPORTED, f"The package {package} is not installed: pip install {package}.")
+            continue
+        t.set(f"logger.{section}._target_", f"lightning.pytorch.loggers.{cls}", by=enabled)
+        _copy(t, section)
+
+
+def _copy(t: Translation, section: str) -> None:
+    for path in t.paths(section):
+        if path in KEYS and KEYS[path].becomes and t.value(path) != "":
+            t.set(f"logger.{section}.{KEYS[path].becomes}", t.value(path), by=path)
+
+
+def translate(given: Given, recipe: Recipe | None, overrides: Sequence[str] = ()) -> tuple[Report, list[str]]:
+    """Translate a file.
+
+    Args:
+        given: as :func:`~trainwright.tools.deepspeed.reading.read` returns it.
+        recipe: what "auto" is taken from, and what holds where the file says nothing; None = no recipe is known.
+        overrides: what was typed beside the file; it wins.
+
+    Returns:
+        The report, and what makes the file impossible, those of `given` first.
+    """
+    t = Translation(given, recipe, Typed(overrides))
+    precision = translate_precision(t)
+    chosen = translate_layout(t, precision)
+    translate_batch(t, chosen)
+    translate_optimizer(t, chosen, precision)
+    translate_clipping(t)
+    translate_scheduler(t)
+    translate_communication(t, chosen, precision)
+    translate_logging(t)
+    t.apply_table()
+    return t.report(), [*given.problems, *dict.fromkeys(t.problems)]
+
 
 _STRATEGY = re.compile(r"[+~]{0,2}strategy[.=@]")
 _OPTIMIZER = re.compile(r"[+~]{0,2}optimizer[=@]")

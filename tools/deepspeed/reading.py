@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.problems import did_you_mean, nearest
+from trainwright.core.problems import did_you_mean
 from trainwright.tools.deepspeed.key import (
     ANY,
     AUTO,
@@ -23,9 +24,12 @@ from trainwright.tools.deepspeed.key import (
     WHOLE,
     Key,
 )
-from trainwright.tools.deepspeed.table import KEYS, TREE, Tree, elsewhere
+from trainwright.tools.deepspeed.table import KEYS, TREE, Tree
 
 _TYPES: dict[str, type] = {BOOL: bool, TEXT: str, LIST: list, MAPPING: dict, ANY: object}
+# Names closer than this are taken for one; but for these, whose keys have no effect, DeepSpeed has none so close.
+_ALIKE = 0.8
+_OWN_NAMES = ("amp.min_loss_scale", "amp.max_loss_scale", "comet.experiment_name")
 # Larger files are no configuration.
 _MOST_BYTES = 2**20
 
@@ -92,14 +96,15 @@ def _refuse(constant: str) -> Any:
 
 def _walk(tree: Mapping[str, Any], known: Tree, above: str, given: Given) -> None:
     for name, value in tree.items():
-        path, below = f"{above}{name}", known.get(name, known.get("*"))
+        path, below = f"{above}{name}", known.get(name)
         key = KEYS.get(path)
-        if below is None:
-            given.problems.append(f"{given.name}: {path} is no key of DeepSpeed's; {_meant(name, known, above)}")
-        elif value is None or (below and value == {}):
+        meant = _meant(path, known) if below is None else []
+        if meant:
+            given.problems.append(f"{given.name}: {path} is no key of DeepSpeed's; did you mean {' or '.join(meant)}?")
+        elif value is None or (value == {} and (below or key is None)):
             given.empty.append(path)
-        elif below and isinstance(value, Mapping):
-            _walk(value, below, f"{path}.", given)
+        elif isinstance(value, Mapping) and (below or key is None):
+            _walk(value, below or {}, f"{path}.", given)
         elif below and key is None:
             example = f'"{name}": {{"{min(below)}": ...}}'
             given.problems.append(f"{given.name}: {path} is {_seen(value)}, but a section; write {example}")
@@ -111,12 +116,12 @@ def _walk(tree: Mapping[str, Any], known: Tree, above: str, given: Given) -> Non
             given.values[path] = int(value) if key.kind == WHOLE and isinstance(value, float) else value
 
 
-def _meant(name: str, siblings: Tree, above: str) -> str:
-    near = nearest(name, siblings)
-    others = [near] if near else [other for other in elsewhere(name) if other != f"{above}{name}"][:3]
-    if others:
-        return f"did you mean {' or '.join(others)}?"
-    return did_you_mean(name, siblings, f"keys of {above[:-1]}" if above else "keys")
+def _meant(path: str, siblings: Tree) -> list[str]:
+    """Return the keys that an unknown one is a misspelling of, or that it has lost the section of."""
+    if path in _OWN_NAMES:
+        return []
+    near = get_close_matches(path.rpartition(".")[2], siblings, n=1, cutoff=_ALIKE)
+    return near or [known for known in KEYS if "." not in path and known.endswith(f".{path}")][:3]
 
 
 def _refers(value: Any) -> bool:

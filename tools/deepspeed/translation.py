@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from trainwright.core.config.override_words import typed
 from trainwright.tools.deepspeed.key import AUTO, MAPPED, UNSUPPORTED
 from trainwright.tools.deepspeed.reading import Given
 from trainwright.tools.deepspeed.recipe import Recipe
 from trainwright.tools.deepspeed.report import Line, Report
 from trainwright.tools.deepspeed.table import KEYS, SWITCHED
-from trainwright.tools.deepspeed.typed import Typed, hydra_value
+
+# Each of these decides how a global batch is made, so a typed one replaces what a file says of the others.
+_BATCH = ("global_batch_size", "accumulation", "accumulation.steps")
+
+
+class Typed:
+    """Overrides as typed, by the native key that each one sets.
+
+    Args:
+        overrides: `key=value`, as on the command line.
+    """
+
+    def __init__(self, overrides: Sequence[str] = ()) -> None:
+        self._by_key = {text.lstrip("+~").split("=", 1)[0].split("@")[0]: text for text in overrides}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._by_key
+
+    def over(self, key: str) -> str | None:
+        """Return the override that takes the place of a native key: of it, or of what it is in; None if none does."""
+        if key in _BATCH:
+            return next((self._by_key[other] for other in _BATCH if other in self._by_key), None)
+        parts = key.split(".")
+        above = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+        return next((self._by_key[name] for name in above if name in self._by_key), None)
+
+    def value(self, key: str) -> Any:
+        """Return the typed value of a key; None if it was not typed, or makes no sense."""
+        if key not in self._by_key:
+            return None
+        try:
+            override = OverridesParser.create().parse_override(self._by_key[key])
+        except HydraException:
+            return None  # refused where the configuration is composed
+        return None if override.is_sweep_override() else override.value()
+
 
 # Groups whose values are free mappings, to which keys are added.
 _OPEN = ("optimizer.", "callbacks.", "logger.")
@@ -24,7 +64,7 @@ class _Setting:
 
     @property
     def text(self) -> str:
-        return f"{'++' if self.key.startswith(_OPEN) else ''}{self.key}={hydra_value(self.value)}"
+        return f"{'++' if self.key.startswith(_OPEN) else ''}{self.key}={typed(self.value)}"
 
 
 @dataclass

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
@@ -24,7 +22,6 @@ IMPORT_SECONDS = 180.0
 DEVICE_SECONDS = 60.0
 _TODO = {
     "run directory": "look at the file system of run_dir= (a network file system that does not answer?)",
-    "temporary files": "look at the file system of TMPDIR",
     "network": "look at the name server: getent hosts $(hostname) must answer at once",
     "devices": "look at the driver: nvidia-smi must answer",
 }
@@ -59,18 +56,19 @@ class HostReport:
         return report
 
 
-def import_torch() -> tuple[list[Finding], bool]:
+def import_torch() -> list[Finding]:
     """Import torch, Lightning and what a rank uses.
 
     Returns:
-        The finding about it, and whether all was imported in time.
+        What keeps them from being imported; empty: nothing.
     """
-    begin = time.perf_counter()
     try:
         within(IMPORT_SECONDS, _import_everything)
     except Exception as failure:  # whatever a broken environment raises
-        return machine.judge_import(None, IMPORT_SECONDS, str(failure) or repr(failure)), False
-    return machine.judge_import(time.perf_counter() - begin, IMPORT_SECONDS), True
+        what = f"torch and Lightning cannot be imported: {failure or repr(failure)}"
+        todo = "python -c 'import torch, lightning' shows more; put the environment on a local disk, or in an image"
+        return [error(machine.AREA, "imports", what, "an environment that can be imported", todo)]
+    return []
 
 
 def _import_everything() -> None:
@@ -95,8 +93,7 @@ def report_host(host: str, run_dir: str, demand: Demand) -> HostReport:
     installed = env.installed_versions()
     checks: dict[str, tuple[str, Callable[[], list[Finding]]]] = {
         "machine": (machine.AREA, lambda: machine.judge_machine(machine_facts(), demand)),
-        "run directory": (folders.AREA, lambda: [folders.judge_run_dir(folders.folder_facts(run_dir))]),
-        "temporary files": (folders.AREA, lambda: folders.judge_tmp(folders.folder_facts(tempfile.gettempdir()))),
+        "run directory": (folders.AREA, lambda: [folders.judge_run_dir(run_dir)]),
         "shared memory": (folders.AREA, lambda: [folders.judge_shared_memory(*folders.shared_memory(), demand)]),
         "network": (
             network.AREA,

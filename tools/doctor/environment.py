@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
-from trainwright.core.text.sizes import size_text
-from trainwright.tools.doctor.finding import Finding, error, ok, warning
+from trainwright.tools.doctor.finding import Finding, error, ok
 from trainwright.tools.doctor.machine import Demand
 
 LIBRARIES, DEVICES = "libraries", "devices"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DISTRIBUTION = "trainwright"
 # Uploaded through a stolen account (April 2026): importing them sends secrets of the machine away.
 _COMPROMISED = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
-_SAME_EVERYWHERE = ("torch", "lightning", "numpy", _DISTRIBUTION)
-_SMI_SECONDS = 20.0
-# Share of a GPU's memory that the driver takes by itself.
-_TAKEN = 0.05
+_SAME_EVERYWHERE = ("torch", "lightning", "numpy", "trainwright")
 _SHOWN = {
     "os": "OS",
     "python_version": "Python",
@@ -69,48 +62,16 @@ def environment_lines(fields: Mapping[str, Any]) -> list[str]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the installed version of this package, of what it requires and of known malicious releases."""
-    names = {Requirement(text).name for text in _requirements()} | {*_SAME_EVERYWHERE, *_COMPROMISED}
+    """Return the installed versions of what must be the same everywhere, and of known malicious releases."""
     versions = {}
-    for name in sorted(names):
-        try:
+    for name in sorted({*_SAME_EVERYWHERE, *_COMPROMISED}):
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
-def _requirements() -> list[str]:
-    try:
-        return metadata.requires(_DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:  # used from its folder
-        return []
-
-
-def judge_libraries(installed: Mapping[str, str], requirements: Sequence[str] | None = None) -> list[Finding]:
-    """Compare what is installed with the ranges of this package.
-
-    Args:
-        installed: distribution -> version.
-        requirements: as in a package's metadata. Default: those of this package.
-    """
-    found, good = _compromised(installed), []
-    for wanted in map(Requirement, _requirements() if requirements is None else requirements):
-        version = installed.get(wanted.name)
-        is_extra = wanted.marker is not None and "extra" in str(wanted.marker)
-        if wanted.marker is not None and not is_extra and not wanted.marker.evaluate():
-            continue
-        if version is not None and wanted.specifier.contains(version, prereleases=True):
-            good += [] if is_extra else [f"{wanted.name} {version}"]
-        elif version is not None or not is_extra:
-            range_ = f"{wanted.name}{wanted.specifier}"
-            what = f"{wanted.name} {version}" if version else "is not installed"
-            judge = warning if is_extra else error  # training works without an extra
-            found.append(judge(LIBRARIES, wanted.name, what, range_, f"pip install '{range_}'"))
-    return [*found, ok(LIBRARIES, "versions", ", ".join(good))] if good else found
-
-
-def _compromised(installed: Mapping[str, str]) -> list[Finding]:
+def judge_libraries(installed: Mapping[str, str]) -> list[Finding]:
+    """Find malicious releases; `pip check` tells of versions that do not fit together."""
     return [
         error(
             LIBRARIES,
@@ -166,38 +127,17 @@ def judge_same(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU, as nvidia-smi shows it.
-
-    Args:
-        index: among all of the machine.
-        name: of the product.
-        memory: bytes.
-        used: bytes taken now.
-        uncorrected: memory errors since the driver was loaded; 0 also without ECC.
-    """
-
-    index: int
-    name: str = ""
-    memory: int = 0
-    used: int = 0
-    uncorrected: int = 0
-
-
-@dataclass(frozen=True)
 class DeviceFacts:
     """GPUs of one machine.
 
-    Args:
-        gpus: that the driver shows.
-        files: number of device files, ``/dev/nvidia0``, ...
-        usable: GPUs that torch counts.
-        built_for: CUDA or ROCm that torch was built with; empty: neither.
-        torch_says: warnings of torch about GPUs that it cannot use.
+    Attributes:
+        files: device files of the driver.
+        usable: GPUs that torch can use.
+        built_for: version of CUDA or ROCm that torch is built for; empty: none.
+        torch_says: what torch warns of while it looks.
         visible: ``CUDA_VISIBLE_DEVICES``; ``None``: not set.
     """
 
-    gpus: Sequence[Gpu] = ()
     files: int = 0
     usable: int = 0
     built_for: str = ""
@@ -209,13 +149,11 @@ def device_facts() -> DeviceFacts:
     """Return the GPUs of this machine; imports torch, and makes no CUDA context."""
     import torch
 
-    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return DeviceFacts(
-        gpus=parse_gpus(_smi()) if files else (),
-        files=files,
+        files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         usable=usable,
         built_for=torch.version.cuda or torch.version.hip or "",
         torch_says="; ".join(str(each.message).splitlines()[0] for each in said),
@@ -223,41 +161,19 @@ def device_facts() -> DeviceFacts:
     )
 
 
-def _smi() -> str:
-    fields = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(  # noqa: S603 - fixed words
-            command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
-
-
-def parse_gpus(text: str) -> list[Gpu]:
-    """Return the GPUs in lines of nvidia-smi; numbers that it does not know are 0."""
-    found = []
-    for row in text.splitlines():
-        index, name, *numbers = (word.strip() for word in row.split(","))
-        total, used, uncorrected = (int(number) if number.isdecimal() else 0 for number in numbers)
-        found.append(Gpu(int(index), name, total * 2**20, used * 2**20, uncorrected))
-    return found
-
-
-def judge_devices(facts: DeviceFacts, demand: Demand, accelerator: str = "auto") -> list[Finding]:
-    """Judge whether a run finds the GPUs that it asks for, and whether they are free and without memory errors.
-
-    Args:
-        facts: of one machine.
-        demand: of the run.
-        accelerator: ``auto``, ``cpu`` or ``gpu``, as in the configuration.
-    """
-    there = max(len(facts.gpus), facts.files, facts.usable)
+def judge_devices(facts: DeviceFacts, demand: Demand, accelerator: str = "auto") -> Finding:
+    """Judge whether a run finds the GPUs that it asks for."""
+    there = max(facts.files, facts.usable)
     if accelerator == "cpu" or (accelerator == "auto" and not there):
-        return [ok(DEVICES, "accelerator", "ranks compute on the CPU")]
-    health = [finding for gpu in facts.gpus for finding in _health(gpu)]
-    return [_usable(facts, demand, there) if facts.usable else _unusable(facts, there), *health]
+        return ok(DEVICES, "accelerator", "ranks compute on the CPU")
+    if not facts.usable:
+        return _unusable(facts, there)
+    found = f"{facts.usable} of {there} GPUs that torch can use"
+    found += f" ({VISIBLE}={facts.visible})" if facts.visible is not None else ""
+    if demand.ranks > facts.usable:
+        todo = f"devices={facts.usable}" + (f", or correct {VISIBLE}" if facts.visible is not None else "")
+        return error(DEVICES, "GPUs", f"{found}, for {demand.ranks} ranks", "a GPU for each rank", todo)
+    return ok(DEVICES, "GPUs", found)
 
 
 def _unusable(facts: DeviceFacts, there: int) -> Finding:
@@ -275,28 +191,3 @@ def _unusable(facts: DeviceFacts, there: int) -> Finding:
             "the container's runtime (docker run --gpus all)"
         )
     return error(DEVICES, "GPUs", what, "GPUs that torch can use", todo)
-
-
-def _usable(facts: DeviceFacts, demand: Demand, there: int) -> Finding:
-    names = sorted({gpu.name for gpu in facts.gpus})
-    found = f"{facts.usable} of {there} GPUs that torch can use" + (f": {', '.join(names)}" if names else "")
-    found += f" ({VISIBLE}={facts.visible})" if facts.visible is not None else ""
-    if demand.ranks > facts.usable:
-        todo = f"devices={facts.usable}" + (f", or correct {VISIBLE}" if facts.visible is not None else "")
-        return error(DEVICES, "GPUs", f"{found}, for {demand.ranks} ranks", "a GPU for each rank", todo)
-    if len(names) > 1:
-        wanted = "GPUs of one kind: the slowest sets the pace"
-        return warning(DEVICES, "GPUs", found, wanted, "balance=measured, or choose")
-    return ok(DEVICES, "GPUs", found)
-
-
-def _health(gpu: Gpu) -> list[Finding]:
-    found, name = [], f"GPU {gpu.index} ({gpu.name})"
-    if gpu.uncorrected:
-        what = f"{name}: {gpu.uncorrected} memory errors that were not corrected"
-        reset = f"nvidia-smi -r -i {gpu.index} when it is idle (by an administrator)"
-        found.append(error(DEVICES, "memory of GPUs", what, "none: they end runs or change numbers", reset))
-    if gpu.memory and gpu.used > _TAKEN * gpu.memory:
-        what = f"{name}: {size_text(gpu.used)} of {size_text(gpu.memory)} are taken"
-        found.append(warning(DEVICES, "use of GPUs", what, "an idle GPU", "nvidia-smi shows by whom; end it"))
-    return found

@@ -1,12 +1,11 @@
-"""Free disk, and memory that processes share."""
+"""Free disk for a run, and memory that its processes share."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 
+from trainwright.checkpoint.store.write_errors import free_bytes, refuse_unwritable
+from trainwright.core.errors import CheckpointError
 from trainwright.core.text.sizes import size_text
 from trainwright.tools.doctor.finding import Finding, error, ok, warning
 from trainwright.tools.doctor.machine import Demand
@@ -16,105 +15,23 @@ AREA = "folders"
 _SHARED_OF_A_RANK = 64 * 2**20
 _SHARED_OF_A_WORKER = 128 * 2**20
 _LEAST_RUN_DISK, _ENOUGH_RUN_DISK = 2**30, 10 * 2**30
-_LEAST_TMP, _ENOUGH_TMP = 2**28, 2**30
-_FEW_INODES = 0.01
-_REMOTE = ("nfs", "nfs4", "lustre", "cifs", "smb3", "beegfs", "gpfs", "ceph", "fuse.sshfs", "fuse.s3fs", "9p")
 
 
-@dataclass(frozen=True)
-class FolderFacts:
-    """A folder that a run writes into.
-
-    Args:
-        path: as asked for.
-        exists: the nearest of its parents that is there, or itself.
-        free: bytes that this user may write.
-        inodes: share of the file system's inodes that is free; ``None``: unknown.
-        kind: of file system.
-        problem: why nothing can be written; ``None``: it can.
-    """
-
-    path: str
-    exists: str
-    free: int
-    inodes: float | None = None
-    kind: str = ""
-    problem: str | None = None
-
-
-def folder_facts(path: str | Path) -> FolderFacts:
-    """Describe a folder, which need not exist yet; a file is written into it, or the nearest parent, and removed."""
-    existing = Path(path).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    about = os.statvfs(existing)
-    problem = None
+def judge_run_dir(path: str) -> Finding:
+    """Judge the folder of logs and checkpoints, which need not exist yet."""
+    path = os.path.abspath(path)
+    check, todo = "run directory", "free some, or type run_dir=<folder on a larger disk>"
     try:
-        with tempfile.TemporaryFile(dir=existing) as probe:
-            probe.write(b"\0" * 4096)
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as failure:
-        problem = failure.strerror or str(failure)
-    inodes = about.f_favail / about.f_files if about.f_files else None
-    free = about.f_bavail * about.f_frsize
-    return FolderFacts(str(path), str(existing), free, inodes, file_system(existing), problem)
-
-
-def file_system(path: Path, mounts: str | None = None) -> str:
-    """Return the kind of file system that a path is on; empty where the table of mounts cannot be read.
-
-    Args:
-        path: absolute.
-        mounts: text of /proc/mounts; ``None``: that of this machine.
-    """
-    try:
-        table = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
-    except OSError:
-        return ""
-    best, kind = "", ""
-    for line in table.splitlines():
-        _, mount, this, *_ = line.split(" ")
-        mount = mount.replace("\\040", " ")
-        if path.is_relative_to(mount) and len(mount) >= len(best):
-            best, kind = mount, this
-    return kind
-
-
-def judge_run_dir(facts: FolderFacts) -> Finding:
-    """Judge the folder of logs and checkpoints."""
-    todo = "free some, or type run_dir=<folder on a larger disk>"
-    return _folder(facts, "run directory", _LEAST_RUN_DISK, _ENOUGH_RUN_DISK, "logs and checkpoints", todo)
-
-
-def judge_tmp(facts: FolderFacts) -> list[Finding]:
-    """Judge the folder of temporary files and sockets."""
-    todo = "free some, or export TMPDIR=<folder on a larger local disk>"
-    found = [_folder(facts, "temporary files", _LEAST_TMP, _ENOUGH_TMP, "sockets and compiled kernels", todo)]
-    if facts.kind in _REMOTE:
-        found.append(
-            warning(
-                AREA,
-                "temporary files on a network",
-                f"{facts.path} is on {facts.kind}",
-                "a disk of the machine: locks and sockets of ranks lie there",
-                "export TMPDIR=/tmp, or another local folder",
-            )
-        )
-    return found
-
-
-def _folder(facts: FolderFacts, check: str, least: int, enough: int, what: str, todo: str) -> Finding:
-    if facts.problem is not None:
-        words = f"nothing can be written: {facts.exists}: {facts.problem}"
-        return error(AREA, check, words, f"a folder for {what}", todo)
-    found = f"{size_text(facts.free)} free in {facts.exists}" + (f" ({facts.kind})" if facts.kind else "")
-    if facts.free < enough:
-        judge = error if facts.free < least else warning
-        return judge(AREA, check, found, f"at least {size_text(enough)} for {what}", todo)
-    if facts.inodes is not None and facts.inodes < _FEW_INODES:
-        share = f"{facts.inodes:.1%} of the inodes of {facts.exists} are free"
-        return warning(AREA, check, share, f"at least {_FEW_INODES:.0%}: each file takes one", todo)
+        refuse_unwritable(path)
+    except CheckpointError as problem:
+        return error(AREA, check, str(problem), "a folder for logs and checkpoints", "type another run_dir=<folder>")
+    free = free_bytes(path)
+    if free is None:
+        return ok(AREA, check, f"{path} does not tell how much is free")
+    found = f"{size_text(free)} free in {path}"
+    if free < _ENOUGH_RUN_DISK:
+        judge = error if free < _LEAST_RUN_DISK else warning
+        return judge(AREA, check, found, f"at least {size_text(_ENOUGH_RUN_DISK)} for logs and checkpoints", todo)
     return ok(AREA, check, found)
 
 

@@ -1,4 +1,4 @@
-"""Cores and memory against the ranks of a run, and how long importing takes."""
+"""Cores and memory against the ranks of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from trainwright.core.processes.machine import MachineFacts
 from trainwright.core.text.sizes import size_text
-from trainwright.tools.doctor.finding import Finding, error, ok, time_of, warning
+from trainwright.tools.doctor.finding import Finding, error, ok, warning
 
 AREA = "machine"
 # What a rank holds once torch and Lightning are imported, and once it also trains something small.
 _LEAST_MEMORY, _ENOUGH_MEMORY = 2**29, 2**30
-_SLOW_IMPORT = 30.0
 
 
 @dataclass(frozen=True)
@@ -74,20 +73,3 @@ def _memory(facts: MachineFacts, demand: Demand) -> Finding:
         f"{size_text(_ENOUGH_MEMORY)} for each rank before it holds a model; with less the kernel kills ranks",
         "fewer devices=, end what else runs, or raise the limit (docker run --memory, srun --mem)",
     )
-
-
-def judge_import(seconds: float | None, limit: float, problem: str | None = None) -> list[Finding]:
-    """How long a process takes until it can train.
-
-    Args:
-        seconds: that importing torch and Lightning took; ``None``: it was not done.
-        limit: seconds that it had.
-        problem: why it was not done; ``None``: unknown.
-    """
-    wanted = f"less than {_SLOW_IMPORT:.0f} s, on every start and restart of a rank"
-    todo = "put the environment on a local disk (a network file system reads thousands of small files), or in an image"
-    if seconds is None:
-        what = f"torch and Lightning were not imported within {time_of(limit)}: {problem or 'it does not say why'}"
-        return [error(AREA, "imports", what, wanted, f"python -c 'import torch, lightning' shows more; {todo}")]
-    found = f"torch and Lightning are imported in {time_of(seconds)}"
-    return [warning(AREA, "imports", found, wanted, todo) if seconds > _SLOW_IMPORT else ok(AREA, "imports", found)]

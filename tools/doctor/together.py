@@ -72,14 +72,14 @@ def see_locally(wish: Wish) -> Seen:
 
     start_forkserver()  # it imports while this process does
     host = socket.gethostname()
-    found, imported = import_torch()
-    if not imported:
+    found = import_torch()
+    if found:
         return Seen({host: HostReport(host, found)}, [], False, wish.devices or 1)
     more, facts = look_at_devices()
     on_gpu = wish.accelerator != "cpu" and facts.usable > 0
     devices = wish.devices or (facts.usable if on_gpu else min(2, num_cores()))
     demand = Demand(devices, wish.workers, int(threads_of_rank(wish.threads, devices)), on_gpu)
-    report = _report(wish, host, demand, [*found, *more, *judge_devices(facts, demand, wish.accelerator)])
+    report = _report(wish, host, demand, [*more, judge_devices(facts, demand, wish.accelerator)])
     # More ranks than GPUs are reported, and compute on the CPU.
     results = _started(replace(wish, devices=devices), demand.threads, on_gpu and devices <= facts.usable)
     return Seen({host: report}, results, on_gpu, devices)
@@ -150,8 +150,8 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
     """
     host, local = socket.gethostname(), launcher.local_world_size
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    found, imported = import_torch()
-    if not imported:
+    found = import_torch()
+    if found:
         return Seen({host: HostReport(host, found)}, [], False, local)
     import torch
 
@@ -166,7 +166,7 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
         more, facts = look_at_devices()
         machines = max(1, launcher.world_size // local)
         demand = Demand(local, wish.workers, int(threads_of_rank(wish.threads, local)), usable > 0, machines)
-        report = _report(wish, host, demand, [*found, *more, *judge_devices(facts, demand, wish.accelerator)])
+        report = _report(wish, host, demand, [*more, judge_devices(facts, demand, wish.accelerator)])
     try:
         store = within(MEETING_SECONDS, lambda: meet(launcher))
     except (TimeoutError, RuntimeError) as failure:

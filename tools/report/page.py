@@ -11,14 +11,19 @@ from secrets import token_hex
 from trainwright.core.charts.drawing import COLOURS, CurveChart, Points, curve_chart
 from trainwright.core.charts.grid import grid
 from trainwright.core.charts.html import render
-from trainwright.tools.report.facts import command_line, facts, newest, rates, settings, versions
-from trainwright.tools.report.memory import memory_by_rank, predicted_memory
-from trainwright.tools.report.norms import is_norm, norms
+from trainwright.tools.report.charts import (
+    is_norm,
+    memory_by_rank,
+    norms,
+    predicted_memory,
+    predicted_seconds,
+    time_by_rank,
+    time_by_step,
+)
+from trainwright.tools.report.facts import command_line, facts, newest, rates, settings, story, versions
 from trainwright.tools.report.pipeline import pipeline
 from trainwright.tools.report.plain import text_of
 from trainwright.tools.report.records import RunRecord, read_run
-from trainwright.tools.report.story import story
-from trainwright.tools.report.times import predicted_seconds, time_by_rank, time_by_step
 
 PAGE_FILE = "report.html"
 # Pictures of a section, before the rest is only named.

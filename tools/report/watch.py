@@ -15,11 +15,10 @@ from rich.text import Text
 
 from trainwright.core.charts.drawing import amount, duration, short
 from trainwright.core.text.printable import one_line, shortened
+from trainwright.tools.report.charts import KINDS, per_step
 from trainwright.tools.report.files import MetricsFile, MonitorFiles
-from trainwright.tools.report.memory import KINDS
 from trainwright.tools.report.plain import number_of
 from trainwright.tools.report.records import Event, read_checkpoints, read_config, read_events
-from trainwright.tools.report.times import per_step
 
 _MOST_RANKS = 16
 _MOST_EVENTS = 6

@@ -12,27 +12,24 @@ NONE, AUTO, FIXED = "none", "auto", "fixed"
 KINDS = (NONE, AUTO, FIXED)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BalanceOptions:
-    """Who computes how much of the global batch.
+    """`balance=none|auto|fixed`: who computes how much of the global batch, which itself stays what it is."""
 
-    Args:
-        kind: ``"none"``: equal shares (off); ``"auto"``: by measured speed; ``"fixed"``: by ``shares``.
-        shares: with ``"fixed"``, the parts of the data ranks, in any unit: ``(3, 1)`` gives the first three quarters.
-        every_steps: with ``"auto"``, optimizer steps that are measured before shares are decided upon anew.
-        smoothing: with ``"auto"``, weight of what was measured before, below 1; 0 is off.
-        least_share: with ``"auto"``, part of an equal share that a rank keeps at least.
-        most_share: with ``"auto"``, times an equal share that a rank gets at most, and so how many times
-            ``micro_batch_size`` samples it must be able to hold at once.
-        least_gain: with ``"auto"``, part of the time of a step below which a gain is not worth other shares.
-    """
-
-    kind: str = NONE
-    shares: tuple[float, ...] | None = None
+    # none = all data ranks the same, auto = by measured speed, fixed = by shares.
+    kind: str = "none"
+    # Parts of the data ranks in any unit, like [3,1] (kind=fixed); null = none.
+    shares: list[float] | None = None
+    # Optimizer steps that are measured before shares are decided upon anew (kind=auto).
     every_steps: int = 20
+    # Weight of what was measured before, below 1 (kind=auto); 0 = off.
     smoothing: float = 0.5
+    # Part of an equal share that a rank keeps at least (kind=auto).
     least_share: float = 0.1
+    # Times an equal share that a rank gets at most: so many times micro_batch_size samples it must be able to hold at
+    # once (kind=auto).
     most_share: float = 2.0
+    # Part of the time of a step below which a gain is not worth other shares (kind=auto).
     least_gain: float = 0.05
 
 
@@ -118,5 +115,5 @@ def balance_options(balance: BalanceArgument) -> BalanceOptions:
     if problems:
         raise ValueError("; ".join(problems))
     if given.get("shares") is not None:
-        given["shares"] = tuple(map(float, given["shares"]))
+        given["shares"] = list(map(float, given["shares"]))
     return BalanceOptions(**given)

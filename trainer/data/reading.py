@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
-from trainwright.trainer.data.cursor import LoaderCursor
+from trainwright.trainer.data.cursor import Cursor, LoaderCursor
 from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
 from trainwright.trainer.data.even import EvenLoader
@@ -131,6 +131,39 @@ def position(loader: Any, batches: int, finished: bool, cycles: bool) -> dict[st
         length = None if cycles else sized_len(dealer)
         return dealer.position(batches if length is None else min(batches, length))
     return {} if keeper is None else keeper.position(batches, finished)
+
+
+def resume_loaders(
+    loaders: Sequence[Any],
+    cursor: Cursor,
+    now: Sequence[LoaderCursor],
+    accumulation: int,
+    rank: int,
+    ranks: int,
+    in_place: bool,
+    leased: bool,
+) -> None:
+    """Have all training loaders go on where a cursor stands.
+
+    Args:
+        loaders: of this run.
+        cursor: as saved; of another number of loaders nothing is known of any, and each begins anew.
+        now: of ``loaders``, on this run's data ranks.
+        accumulation: micro-batches of an optimizer step.
+        rank: this data rank.
+        ranks: data ranks.
+        in_place: whether the end of the epoch is still to be done.
+        leased: whether samples are leased.
+    """
+    known = cursor.loaders if len(loaders) == len(cursor.loaders) else [LoaderCursor("none") for _ in loaders]
+    first = cursor.steps * accumulation
+    for loader, saved, entry in zip(loaders, known, now, strict=True):
+        if not cursor.finished or (in_place and leased):
+            resume_samples(loader, saved, entry, cursor.epoch, first)
+        resume_states(loader, saved, rank, ranks, 0 if cursor.finished else first, cursor.finished)
+        keeper = remembered(loader)
+        if keeper is not None and in_place:
+            keeper.wait_for_next_pass()
 
 
 def resume_samples(loader: Any, saved: LoaderCursor, now: LoaderCursor, epoch: int, first_batch: int) -> None:

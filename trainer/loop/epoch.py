@@ -370,7 +370,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if self._leased is None:
             return
         mine = collected(self._results, to_save=False)
-        of_all = self.trainer.fit_loop.of_data_ranks(mine)
+        of_all = self.trainer.fit_loop.data_ranks.gathered(mine)
         if not mine and not self._logs:
             self.remember_logs(without_weight(next(filter(None, of_all), [])))
 

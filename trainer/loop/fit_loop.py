@@ -8,48 +8,45 @@ beginning of the next epoch at the end of one.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.guard.verdict import GoBack, tell_gone_back
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.checkpoint.memory.held import HeldState
 from trainwright.core.lightning_internals import (
-    _SUPPORTED_MODES,
     _DataLoaderIterDataFetcher,
     _FitLoop,
     _Loop,
-    _parse_num_batches,
     _set_sampler_epoch,
 )
 from trainwright.core.problems import ChangedDataError
-from trainwright.core.run.peers import peers_of
-from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.data.reading import (
-    dealer_of,
     describe,
     leased_batches,
     position,
-    remembered,
-    resume_samples,
-    resume_states,
+    resume_loaders,
 )
+from trainwright.trainer.loop.counters import (
+    accumulation_of,
+    cursor_of_counters,
+    length_of,
+    measure_limits,
+    reopen,
+    set_all,
+    set_batches,
+)
+from trainwright.trainer.loop.data_ranks import DataRanks
 from trainwright.trainer.loop.epoch import LeanEpochLoop
-from trainwright.trainer.loop.remembered_logs import reset_metrics, shared_out, summed_up
+from trainwright.trainer.loop.remembered_logs import reset_metrics, shared_out
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
     from trainwright.trainer.leases.batches import LeasedBatchSampler
-
-MOST_LOGGED = 256
-"""Data ranks of which a checkpoint holds what each has logged; of more it holds the sum (the greatest, the least)."""
-_COUNTS = ("ready", "started", "processed", "completed")
 
 
 class ResumableFitLoop(_FitLoop):
@@ -242,7 +239,7 @@ class ResumableFitLoop(_FitLoop):
             stepped=self.epoch_loop.stepped,
             accumulation=accumulation,
             batches=None if self.max_batches == float("inf") else int(self.max_batches),
-            data_ranks=self._data_ranks,
+            data_ranks=self.data_ranks.count,
             loaders=tuple(self._loader_cursors(batches, finished)),
             skipped=self.skipped,
         )
@@ -253,8 +250,7 @@ class ResumableFitLoop(_FitLoop):
         accumulation = self.trainer.accumulate_grad_batches
         (found,) = self._describe(accumulation)
         batch = found.global_batch_size or 1
-        apart = peers_of(self.trainer.strategy).is_apart
-        state = leased.state_to_join(batch) if apart else leased.state()
+        state = leased.state_to_join(batch) if self.data_ranks.is_apart else leased.state()
         return Cursor(
             epoch=self._begun,
             steps=state["samples"] // batch,
@@ -262,8 +258,8 @@ class ResumableFitLoop(_FitLoop):
             stepped=state["trained"] // batch,
             accumulation=accumulation,
             batches=None,
-            data_ranks=self._data_ranks,
-            loaders=(LoaderCursor(**{**vars(found), "position": {**state, "passes": 0}}),),
+            data_ranks=self.data_ranks.count,
+            loaders=(replace(found, position={**state, "passes": 0}),),
             skipped=self.skipped,
         )
 
@@ -273,36 +269,14 @@ class ResumableFitLoop(_FitLoop):
         cycles = self._combined_loader._mode == "max_size_cycle"
         for index, loader in enumerate(self._combined_loader.flattened):
             where = position(loader, batches, finished, cycles)
-            if "state" in where:
-                states = self.of_data_ranks(where["state"])
-                found[index] = LoaderCursor(**{**vars(found[index]), "states": states})
-            else:
-                found[index] = LoaderCursor(**{**vars(found[index]), "position": where})
+            said = {"states": self.data_ranks.gathered(where["state"])} if "state" in where else {"position": where}
+            found[index] = replace(found[index], **said)
         return found
-
-    def of_data_ranks(self, state: Any) -> list[Any]:
-        """What each data rank gives, in order of the ranks; a collective unless this rank is apart."""
-        if self._data_ranks == 1 or peers_of(self.trainer.strategy).is_apart:
-            return [state] * self._data_ranks
-        by_rank = dict(of_all_ranks((self._data_rank, state), self.trainer.agreement_group()))
-        return [by_rank[rank] for rank in range(self._data_ranks)]
-
-    def _logged_of_data_ranks(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each data rank has logged; of many, what all have together, as for a run on other data ranks."""
-        if self._data_ranks <= MOST_LOGGED or peers_of(self.trainer.strategy).is_apart:
-            return self.of_data_ranks(mine)
-        group, rank = self.trainer.agreement_group(), int(self.trainer.global_rank)
-        layout = getattr(self.trainer.strategy, "layout", None)
-        counts = layout is None or rank == layout.group_of(rank, "pipeline", "context", "tensor")[-1]
-        told = of_all_ranks(mine["metrics"] if counts and self._data_rank == 0 else None, group)
-        metrics = next(each for each in told if each is not None)
-        # Of rank 0 alone there is a value like any other's.
-        entries = [entry for entry in mine["collected"] if self._data_rank == 0 or not entry["rank_zero_only"]]
-        return [{"metrics": metrics, "collected": summed_up(entries, counts, group)}]
 
     def _describe(self, accumulation: int) -> list[LoaderCursor]:
         assert self._combined_loader is not None
-        return [describe(loader, self._data_ranks, accumulation) for loader in self._combined_loader.flattened]
+        ranks = self.data_ranks.count
+        return [describe(loader, ranks, accumulation) for loader in self._combined_loader.flattened]
 
     @property
     def _epochs_done(self) -> int:
@@ -311,12 +285,10 @@ class ResumableFitLoop(_FitLoop):
         return int(current.processed)
 
     @property
-    def _data_ranks(self) -> int:
-        return ranks_of(self.trainer.strategy).num_data_ranks
-
-    @property
-    def _data_rank(self) -> int:
-        return ranks_of(self.trainer.strategy).data_rank
+    def data_ranks(self) -> DataRanks:
+        """The data ranks of the run."""
+        trainer = self.trainer
+        return DataRanks(trainer.strategy, trainer.global_rank, trainer.agreement_group)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """The cursor, in place of the states of loaders, which Lightning has of rank 0 alone; and what was logged.
@@ -332,7 +304,7 @@ class ResumableFitLoop(_FitLoop):
         }
         return {
             "cursor": cursor.to_json(),
-            "logged": self._logged_of_data_ranks(mine),
+            "logged": self.data_ranks.logged(mine),
             "reloaded": self._last_train_dl_reload_epoch,
             **({} if self.trainer.balance is None else {"balance": self.trainer.balance.state()}),
             # Of the epoch that comes next nothing has been begun.
@@ -365,15 +337,7 @@ class ResumableFitLoop(_FitLoop):
             )
         self.epoch_loop.was_reading = bool(state_dict.get("reading", False))
         if self._loaded is not None and not self._loaded.finished:
-            self._reopen(self._loaded.epoch)
-
-    def _reopen(self, epoch: int) -> None:
-        """Lightning counts an epoch as done when the run stopped in the midst of it."""
-        current, total = self.epoch_progress.current, self.epoch_progress.total
-        for name in ("processed", "completed"):
-            excess = max(getattr(current, name) - epoch, 0)
-            for tracker in (current, total):
-                setattr(tracker, name, getattr(tracker, name) - excess)
+            reopen(self.epoch_progress, self._loaded.epoch)
 
     def setup_data(self) -> None:
         """Set up the loaders, where the cursor says if there is one."""
@@ -431,11 +395,13 @@ class ResumableFitLoop(_FitLoop):
     def _follow_cursor(self) -> None:
         self._pending = False
         loaded = self._loaded
-        cursor = self._cursor_of_counters() if loaded is None else loaded
-        accumulation = self._accumulation_of(cursor.epoch)
+        accumulation = self._accumulation_of(self._epochs_done if loaded is None else loaded.epoch)
         now = self._describe(accumulation)
-        if loaded is not None:
-            self._compare(loaded, now)
+        cursor = self._cursor_of_counters(now, accumulation) if loaded is None else loaded
+        if loaded is not None and (found := differences(loaded.loaders, now)):
+            if not self.trainer.allow_changed_data:
+                raise ChangedDataError(refusal(found))
+            rank_zero_warn(permission(found))
         self._restore_metrics()
         counters: Any = self.epoch_loop.batch_progress.current
         # Saved before the end of an epoch was over: what comes then is still to be done. It may need what was logged.
@@ -443,11 +409,15 @@ class ResumableFitLoop(_FitLoop):
         in_place = in_place and (bool(self._logged) or counters.completed == counters.ready)
         next_epoch = cursor.finished and not in_place
         owes = not next_epoch and self._was_saved_in_a_batch(cursor)
-        self._resume_loaders(cursor, now, in_place, accumulation)
+        assert self._combined_loader is not None
+        ranks, leased = self.data_ranks, self.leased is not None
+        resume_loaders(
+            self._combined_loader.flattened, cursor, now, accumulation, ranks.rank, ranks.count, in_place, leased
+        )
         self._set_epoch(cursor.epoch + next_epoch)
         self._set_limits()
-        self._set_counters(cursor, in_place, owes, accumulation)
-        collected = shared_out([each["collected"] for each in self._logged], self._data_rank, self._data_ranks)
+        set_batches(self.epoch_loop, cursor, self._length(), in_place, owes, accumulation)
+        collected = shared_out([each["collected"] for each in self._logged], ranks.rank, ranks.count)
         if not next_epoch:
             self.epoch_loop.remember_logs(collected)
             return
@@ -459,15 +429,16 @@ class ResumableFitLoop(_FitLoop):
             # Saved in on_train_epoch_end, after which these would have stepped.
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         for tracker in (self.epoch_progress.current, self.epoch_progress.total):
-            _set_all(tracker, max(tracker.ready, cursor.epoch + 1))
-        _set_all(self.epoch_progress.current, cursor.epoch + 1)
+            set_all(tracker, max(tracker.ready, cursor.epoch + 1))
+        set_all(self.epoch_progress.current, cursor.epoch + 1)
         _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
     def _restore_metrics(self) -> None:
         """What was logged last, for schedulers and callbacks that look at it before it is logged again."""
         if not self._logged:
             return
-        own = self._logged[self._data_rank if len(self._logged) == self._data_ranks else 0]["metrics"]
+        ranks = self.data_ranks
+        own = self._logged[ranks.rank if len(self._logged) == ranks.count else 0]["metrics"]
         device = self.trainer.strategy.root_device
         self.trainer._logger_connector._callback_metrics.update(move_data_to_device(own, device))
 
@@ -477,33 +448,12 @@ class ResumableFitLoop(_FitLoop):
         within = counters.processed == counters.ready == counters.completed + 1
         return within and bool(self._logged) and self._is_exact(cursor)
 
-    def _cursor_of_counters(self) -> Cursor:
-        """For a checkpoint without a cursor: Lightning's counters, taken to be those of this layout."""
-        progress, epoch = self.epoch_loop.batch_progress, self._epochs_done
-        accumulation = self._accumulation_of(epoch)
-        finished = progress.is_last_batch or progress.current.ready >= self._length() > 0
-        loaders = []
-        steps = progress.current.ready // accumulation
-        for entry in self._describe(accumulation):
-            samples = {"samples": steps * (entry.global_batch_size or 0)}
-            loaders.append(LoaderCursor(**{**vars(entry), "position": samples}))
-        return Cursor(
-            epoch=epoch,
-            steps=steps,
-            finished=finished,
-            stepped=self.epoch_loop._batches_that_stepped,
-            accumulation=accumulation,
-            batches=None,
-            data_ranks=self._data_ranks,
-            loaders=tuple(loaders),
-        )
+    def _cursor_of_counters(self, now: list[LoaderCursor], accumulation: int) -> Cursor:
+        ranks = self.data_ranks.count
+        return cursor_of_counters(self.epoch_loop, self._epochs_done, self._length(), now, accumulation, ranks)
 
     def _accumulation_of(self, epoch: int) -> int:
-        """Micro-batches of an optimizer step in an epoch, by the schedule if there is one."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, GradientAccumulationScheduler):
-                return int(callback.get_accumulate_grad_batches(epoch))
-        return int(self.trainer.accumulate_grad_batches)
+        return accumulation_of(self.trainer.callbacks, epoch, self.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
 
     def on_run_start(self) -> None:
         """Begin training; in the middle of an epoch with the accumulation that its beginning would have set."""
@@ -521,53 +471,6 @@ class ResumableFitLoop(_FitLoop):
             if isinstance(callback, StochasticWeightAveraging) and self._epochs_done <= callback.swa_end:
                 callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
 
-    def _compare(self, saved: Cursor, now: list[LoaderCursor]) -> None:
-        found = differences(saved.loaders, now)
-        if not found:
-            return
-        if not self.trainer.allow_changed_data:
-            raise ChangedDataError(refusal(found))
-        rank_zero_warn(permission(found))
-
-    def _resume_loaders(self, cursor: Cursor, now: list[LoaderCursor], in_place: bool, accumulation: int) -> None:
-        assert self._combined_loader is not None
-        loaders = self._combined_loader.flattened
-        # Of another number of loaders, nothing is known of any: each begins anew.
-        known = len(loaders) == len(cursor.loaders)
-        cursor_loaders = cursor.loaders if known else [LoaderCursor("none") for _ in loaders]
-        first = cursor.steps * accumulation
-        for loader, saved, entry in zip(loaders, cursor_loaders, now, strict=True):
-            if not cursor.finished or (in_place and self.leased is not None):
-                resume_samples(loader, saved, entry, cursor.epoch, first)
-            resume_states(
-                loader, saved, self._data_rank, self._data_ranks, 0 if cursor.finished else first, cursor.finished
-            )
-            keeper = remembered(loader)
-            if keeper is not None and in_place:
-                keeper.wait_for_next_pass()
-
-    def _set_counters(self, cursor: Cursor, in_place: bool, owes: bool, accumulation: int) -> None:
-        """Lightning's counters as if the whole run had been under this layout."""
-        progress, length = self.epoch_loop.batch_progress, self._length()
-        before = progress.total.ready - progress.current.ready
-        if before == cursor.epoch * (cursor.batches or 0) and length != float("inf"):
-            before = cursor.epoch * int(length)
-        else:
-            before = before // cursor.accumulation * accumulation
-        current = cursor.steps * accumulation
-        if cursor.finished and length != float("inf"):
-            current = int(length)
-        _set_all(progress.total, before + current)
-        _set_all(progress.current, 0 if cursor.finished and not in_place else current)
-        progress.is_last_batch = in_place
-        # The end of the batch, which counts it, still comes.
-        self.epoch_loop._batches_that_stepped = cursor.stepped - (in_place or owes)
-        self.epoch_loop.owes_end_of_batch = owes
-        for loader in cursor.loaders:
-            if "trained" in loader.position and loader.global_batch_size:
-                # Of leased samples no rank's own steps count, but global batches' worth of them.
-                self.epoch_loop.set_steps(int(loader.position["trained"]) // loader.global_batch_size)
-
     # ---- lengths --------------------------------------------------------------------------------------------------
 
     def _set_epoch(self, epoch: int) -> None:
@@ -576,20 +479,7 @@ class ResumableFitLoop(_FitLoop):
             _set_sampler_epoch(loader, epoch)
 
     def _set_limits(self) -> bool:
-        """Measure the loaders that we deal; says whether anything changed."""
-        combined = self._combined_loader
-        assert combined is not None
-        assert combined.limits is not None
-        limits = list(combined.limits)
-        for index, loader in enumerate(combined.flattened):
-            length = sized_len(loader)
-            if dealer_of(loader) is not None and length is not None:
-                limits[index] = _parse_num_batches(RunningStage.TRAINING, length, self.trainer.limit_train_batches)
-        changed = limits != combined.limits
-        combined.limits = limits
-        if combined._iterator is not None:
-            combined._iterator.limits = limits
-        return changed
+        return measure_limits(self._combined_loader, self.trainer.limit_train_batches)
 
     def _lift_limits(self, leased: LeasedBatchSampler) -> None:
         """What limits an epoch, limits all workers together; each goes on as long as it gets leases."""
@@ -600,11 +490,7 @@ class ResumableFitLoop(_FitLoop):
         leased.trained_before = lambda: 0 if batch is None else self.epoch_loop.global_step * batch.size
 
     def _length(self) -> int | float:
-        """Batches of the present epoch on each data rank."""
-        combined = self._combined_loader
-        assert combined is not None
-        length: int | float = _SUPPORTED_MODES[combined._mode]["fn"](combined.limits)  # type: ignore[arg-type]
-        return length
+        return length_of(self._combined_loader)
 
     def _set_val_check(self) -> None:
         trainer = self.trainer
@@ -612,8 +498,3 @@ class ResumableFitLoop(_FitLoop):
         if by_time or isinstance(trainer.val_check_interval, int) or self.max_batches == float("inf"):
             return
         trainer.val_check_batch = max(1, int(self.max_batches * trainer.val_check_interval))
-
-
-def _set_all(tracker: Any, value: int) -> None:
-    for name in _COUNTS:
-        setattr(tracker, name, value)

@@ -12,20 +12,17 @@ from typing import Any
 PRECISION = "16-mixed"
 
 
-@dataclass(frozen=True)
+@dataclass
 class LossScaling:
-    """What `trainer.loss_scale` takes; the defaults are torch's.
+    """`trainer.loss_scale`: how the loss is scaled with precision=16-mixed."""
 
-    Attributes:
-        initial: scale of the first steps, more than 0.
-        growth_interval: optimizer steps in a row without overflow after which it doubles.
-        least: it never falls below this; 0 is no limit.
-        fixed: it stays at `initial`; a step with an overflow is dropped all the same.
-    """
-
+    # Scale of the first steps.
     initial: float = 65536.0
+    # Optimizer steps in a row without overflow after which the scale doubles.
     growth_interval: int = 2000
+    # The scale never falls below this; 0 = no limit.
     least: float = 0.0
+    # Never change the scale; false = it halves after an overflow and grows again.
     fixed: bool = False
 
     @property

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 
 from omegaconf import DictConfig
 
-from trainwright.core.problems import did_you_mean
 from trainwright.core.run.run_directory import CONFIG_FILE
 from trainwright.launch.engines.kubernetes.manifest import RUN_LABEL, gpus_of, manifests, name_of, text_of
 
@@ -25,14 +24,6 @@ _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("PET_", "TRAINWRIGHT_")
 _LONGEST_NAME = 50  # operators put more behind it, and 63 characters are allowed
-_WORDS = {
-    "on_interrupt": ("delete", "leave"),
-    "runtime_kind": ("ClusterTrainingRuntime", "TrainingRuntime"),
-}
-_LEAST = {"gpus": 0, "start_timeout": 1, "poll_seconds": 0.1}
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
@@ -42,20 +33,13 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    found = [*_of_words(cfg), *_of_names(cfg), *_of_numbers(cfg), *_of_places(cfg), *_of_variables(cfg)]
+    found = [*_of_names(cfg), *_of_numbers(cfg), *_of_places(cfg), *_of_variables(cfg)]
     if cfg.launch.submit and importlib.util.find_spec("kubernetes") is None:
         found.append(
             "launch.submit=true needs the package kubernetes, which is not installed; type pip install "
             f"'trainwright[kubernetes]', or launch.submit=false and kubectl apply -f {MANIFEST_FILE}"
         )
     return found
-
-
-def _of_words(cfg: DictConfig) -> Iterator[str]:
-    launch = cfg.launch
-    for key, allowed in _WORDS.items():
-        if launch[key] not in allowed:
-            yield f"launch.{key}={launch[key]}: unknown; {did_you_mean(str(launch[key]), allowed, 'choices')}"
 
 
 def _of_names(cfg: DictConfig) -> Iterator[str]:
@@ -73,10 +57,7 @@ def _of_names(cfg: DictConfig) -> Iterator[str]:
 
 
 def _of_numbers(cfg: DictConfig) -> Iterator[str]:
-    launch, gpus = cfg.launch, gpus_of(cfg)
-    for key, least in _LEAST.items():
-        if launch[key] is not None and launch[key] < least:
-            yield f"launch.{key}={launch[key]}: must be at least {least}"
+    gpus = gpus_of(cfg)
     if gpus and cfg.accelerator == "cpu":
         yield f"launch.gpus={gpus} with accelerator=cpu: they would stand idle; leave launch.gpus out"
     elif not gpus and cfg.accelerator == "gpu":

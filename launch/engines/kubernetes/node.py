@@ -30,7 +30,7 @@ from trainwright.core.processes.machine import threads_of_rank
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import CONFIG_FILE, holds_run, read_config, write_config
 from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, JOB_NAME, POD_IP, WORKDIR
-from trainwright.launch.engines.kubernetes.pod_messages import metrics_line
+from trainwright.launch.engines.kubernetes.submit import metrics_line
 from trainwright.launch.engines.torchrun.agent import AgentEnd, Meeting, agent_environment, run_agent
 from trainwright.launch.outcome.ending import told_to_end
 from trainwright.launch.outcome.ends import HERE, ends_folder, ranks_here

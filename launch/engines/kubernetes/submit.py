@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.run.interrupt import HeldSignals, Interrupted
+from trainwright.core.text.bounded import parse_json
+from trainwright.core.text.messages import LONGEST
 from trainwright.launch.engines.kubernetes.cluster import Cluster
-from trainwright.launch.engines.kubernetes.pod_messages import metrics_in
 from trainwright.launch.outcome.ending import notices, seconds_to_end, told_to_end
+
+MARK = "\x1e"
+"""In front of a line that is for the command, and not for people."""
+
+
+def metrics_line(metrics: Mapping[str, float]) -> str:
+    """Return the line that says these metrics."""
+    return MARK + json.dumps({name: str(value) for name, value in metrics.items()})  # JSON has no NaN
+
+
+def metrics_in(line: str) -> dict[str, float] | None:
+    """Return the metrics that a line says; None: it is output of a rank."""
+    if not line.startswith(MARK):
+        return None
+    try:
+        said = parse_json(line[len(MARK) :].encode(), LONGEST)
+        return {name: float(value) for name, value in said.items()}
+    except (AttributeError, TypeError, ValueError):
+        return None
+
 
 _STARTED = ("Running", "Succeeded", "Failed")
 _LAST_LINES = 20

@@ -6,20 +6,21 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError, first_failure
-from trainwright.core.failures.records import Beginning, read_beginning
 from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.engines.ray.actors import RankActors
 from trainwright.launch.engines.ray.room import Room
+from trainwright.launch.outcome.attempt import RankAttempt
 from trainwright.launch.outcome.ending import patience, told_to_end
-from trainwright.launch.outcome.outcome import LOOK_SECONDS, Outcome, metrics_after_signal, metrics_in, setback_in
+from trainwright.launch.outcome.outcome import LOOK_SECONDS, Outcome, metrics_after_signal, metrics_in
 from trainwright.launch.ranks.follow import Follower
 from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback
+from trainwright.launch.recovery.restarts import RestartPolicy
 from trainwright.launch.recovery.sizes import resized
 
 # Seconds between two looks at the logs.
@@ -59,14 +60,7 @@ class RayAttempts:
         group, devices = self._room.place()
         if devices != cfg.devices:  # the first attempt of all, in a cluster without room for it
             cfg = resized(cfg, devices, None)
-        return RayAttempt(cfg, self._verb, records, RankActors(cfg, number, group, self._signals))
-
-    def explain(self, failure: RankError) -> RankError:
-        """The failure as it is."""
-        return failure
-
-    def end_attempt(self) -> None:
-        """Nothing is left of it but its records."""
+        return RayAttempt(cfg, self._verb, records, None, RankActors(cfg, number, group, self._signals))
 
     def close(self) -> None:
         """Remove the records."""
@@ -75,7 +69,8 @@ class RayAttempts:
         self._room.close()
 
 
-class RayAttempt:
+@dataclass(eq=False)
+class RayAttempt(RankAttempt):
     """The ranks of a run from their start to the end of the last, each held by an actor.
 
     Args:
@@ -85,58 +80,39 @@ class RayAttempt:
         actors: of the ranks, not yet started.
     """
 
-    def __init__(self, cfg: DictConfig, verb: str, records: Path, actors: RankActors) -> None:
-        self._cfg = cfg
-        self._verb = verb
-        self._records = records
-        self._actors = actors
-        self._world_size = int(cfg.devices * cfg.nodes)
-        self._run_dir = Path(cfg.run_dir).absolute()
+    actors: RankActors
+
+    def __post_init__(self) -> None:
+        self._world_size = int(self.cfg.devices * self.cfg.nodes)
+        self._run_dir = Path(self.cfg.run_dir).absolute()
         self._logs = Follower()
 
-    @property
-    def beginning(self) -> Beginning | None:
-        """How it began to train; None as long as it has not."""
-        return read_beginning(self._records)
-
     def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """Start the ranks and wait for the end of all.
-
-        Args:
-            grace_after_failure: seconds that the others have to end when one has failed.
-            enough: whether the ranks shall be ended, to go on with other ones; asked every second. None = never.
-
-        Raises:
-            Interrupted: if this process was told to end, or the ranks were; all have ended.
-        """
+        """See the base class."""
         self._logs.add_ranks(self._run_dir, range(self._world_size))
         try:
-            failure = self._actors.start(self._verb, self._records)
+            failure = self.actors.start(self.verb, self.records)
             if failure is not None:
                 return Outcome(failure)
             failed = self._wait(enough)
             if failed:
                 self._end(signal.SIGTERM, grace_after_failure)
                 return self._after_failure()
-            if len(self._actors.codes) < self._world_size:
-                self._end(signal.SIGTERM, patience(self._cfg, self._verb))
+            if len(self.actors.codes) < self._world_size:
+                self._end(signal.SIGTERM, patience(self.cfg, self.verb))
                 return Outcome()
-            return Outcome(metrics=metrics_in(self._records, self._cfg))
+            return Outcome(metrics=metrics_in(self.records, self.cfg))
         except Interrupted as interrupted:
             return Outcome(metrics=self._after_signal(interrupted))
         finally:
-            self._actors.kill()
+            self.actors.kill()
             self._logs.finish()
-
-    def setback(self, failure: RankError) -> Setback:
-        """What the policy must know of a failure of this attempt."""
-        return setback_in(self._records, failure)
 
     def _wait(self, enough: Callable[[], bool] | None) -> bool:
         """Wait for the end of all ranks, or for the first that fails and those that fail with it, or until it is
         enough; whether one has failed."""
         looked = time.monotonic()
-        while self._actors.has_ranks:
+        while self.actors.has_ranks:
             if self._hear(_LOOK_SECONDS):
                 self._hear(_TOGETHER_SECONDS, of_all=True)
                 return True
@@ -147,34 +123,34 @@ class RayAttempt:
         return False
 
     def _hear(self, seconds: float, of_all: bool = False) -> bool:
-        failed = self._actors.hear(seconds, of_all)
+        failed = self.actors.hear(seconds, of_all)
         self._logs.poll()
         return failed
 
     def _end(self, number: signal.Signals, grace: float) -> None:
-        self._actors.end(number, grace, self._logs.poll)
+        self.actors.end(number, grace, self._logs.poll)
 
     # ---- how it ended ------------------------------------------------------------------------------------------------
 
     def _after_failure(self) -> Outcome:
         failure = self._failure()
-        told = told_to_end(self._cfg, self._actors.codes)
-        if told is not None and not failure.is_cause and not self._actors.losses:
+        told = told_to_end(self.cfg, self.actors.codes)
+        if told is not None and not failure.is_cause and not self.actors.losses:
             raise told
         return Outcome(failure)
 
     def _failure(self) -> RankError:
-        failure = first_failure(self._records, self._actors.codes, self._run_dir)
-        if failure.is_cause or not self._actors.losses:
+        failure = first_failure(self.records, self.actors.codes, self._run_dir)
+        if failure.is_cause or not self.actors.losses:
             return failure
-        rank, reason = next(iter(self._actors.losses.items()))
+        rank, reason = next(iter(self.actors.losses.items()))
         text = f"rank {rank} of {self._world_size} was lost with its actor; the others were ended\n\n{reason.strip()}"
         return RankError(text, rank, None)
 
     def _after_signal(self, interrupted: Interrupted) -> dict[str, float]:
         """Pass a signal on to the ranks; see :func:`~trainwright.launch.outcome.outcome.metrics_after_signal`."""
         try:
-            self._end(interrupted.number, patience(self._cfg, self._verb, interrupted.number))
+            self._end(interrupted.number, patience(self.cfg, self.verb, interrupted.number))
         except Interrupted:  # a second signal: at once
             raise interrupted from None
-        return metrics_after_signal(self._records, self._cfg, self._actors.codes, interrupted, self._failure)
+        return metrics_after_signal(self.records, self.cfg, self.actors.codes, interrupted, self._failure)

@@ -6,23 +6,25 @@ while Ray decides where ranks are. Ray starts no actor again by itself: one rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.core.problems import did_you_mean
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes.machine import num_cores
+from trainwright.core.processes.scratch import default_variables
 from trainwright.core.run.interrupt import HeldSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
-from trainwright.launch.engines.ray.cluster import cluster
+from trainwright.launch.engines.ray.places import total
 from trainwright.launch.engines.ray.room import Room
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.outcome.ending import notices
 from trainwright.launch.recovery.check_recovery import RESTART
 from trainwright.launch.recovery.restart_log import RestartLog
-
-_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
@@ -53,18 +55,6 @@ def _of_recovery(cfg: DictConfig) -> Iterator[str]:
 
 def _of_resources(cfg: DictConfig) -> Iterator[str]:
     launch = cfg.launch
-    if launch.placement not in _PLACEMENTS:
-        given = launch.placement
-        yield f"launch.placement={given}: unknown; {did_you_mean(given, _PLACEMENTS, 'placements')}"
-    if launch.placement_seconds <= 0:
-        yield f"launch.placement_seconds={launch.placement_seconds:g}: must be more than 0; 300 is the default"
-    given = {
-        "launch.cpus_per_rank": launch.cpus_per_rank,
-        "launch.gpus_per_rank": launch.gpus_per_rank,
-        "launch.memory_gb_per_rank": launch.memory_gb_per_rank,
-        **{f"launch.resources.{name}": amount for name, amount in launch.resources.items()},
-    }
-    yield from (f"{key}={amount}: must be at least 0" for key, amount in given.items() if (amount or 0) < 0)
     if cfg.accelerator == "gpu" and launch.gpus_per_rank not in (None, 1):
         yield (
             f"launch.gpus_per_rank={launch.gpus_per_rank:g} with accelerator=gpu: a rank trains on one GPU; type "
@@ -112,3 +102,59 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
         room = Room(cfg, verb, log, signals)
         sizes = None if cfg.launch.min_devices is None else room
         return AttemptedRun(cfg, verb, RayAttempts(verb, room, signals), log, sizes).run()
+
+
+_LOCAL = "local"
+# Ray's own: no statistics of use are sent, and a cluster of this machine listens to this machine alone.
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+@contextlib.contextmanager
+def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
+    """Be connected to the cluster of a run; one of this machine is started before and ended after it.
+
+    Args:
+        cfg: the resolved configuration.
+        signals: held while Ray starts and ends.
+
+    Raises:
+        ConfigError: if the cluster cannot be reached.
+    """
+    address = cfg.launch.address
+    with default_variables({**_QUIET, **(_LOOPBACK if address == _LOCAL else {})}):
+        import ray
+
+        if ray.is_initialized():  # by a program that uses trainwright
+            yield
+            return
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+        runtime_env: Any = OmegaConf.to_container(cfg.launch.runtime_env)
+        if runtime_env:
+            options["runtime_env"] = runtime_env
+        if address == _LOCAL:
+            options |= _own_cluster(cfg)
+        try:
+            with signals.held():
+                _connect(address, options)
+            yield
+        finally:
+            with signals.held():
+                ray.shutdown()
+
+
+def _connect(address: str, options: Mapping[str, Any]) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError([f"launch.address={address}: {str(error).splitlines()[0]}"]) from error
+
+
+def _own_cluster(cfg: DictConfig) -> dict[str, Any]:
+    """A cluster of this machine that has room for all ranks: they share its cores as they would with launch=local."""
+    needs = total(cfg)
+    cpus = max(num_cores(), math.ceil(needs.pop("CPU", 0.0)))
+    others = {name: amount for name, amount in needs.items() if name not in ("GPU", "memory")}
+    return {"include_dashboard": False, "num_cpus": cpus, **({"resources": others} if others else {})}

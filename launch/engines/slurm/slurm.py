@@ -19,7 +19,6 @@ from trainwright.launch.engines.slurm.options import sbatch_options
 from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, say, submit
 from trainwright.launch.recovery.check_recovery import RESTART
 
-_CLUSTERS = ("slurm", "local")
 # Options of sbatch that keys of `launch` stand for, and that say what the run says already.
 _TYPED = {
     "account": "launch.account",
@@ -47,14 +46,12 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    return [*_of_cluster(cfg), *_of_numbers(cfg), *_of_options(cfg), *_of_several_machines(cfg)]
+    return [*_of_cluster(cfg), *_of_options(cfg), *_of_several_machines(cfg)]
 
 
 def _of_cluster(cfg: DictConfig) -> Iterator[str]:
     cluster = cfg.launch.cluster
-    if cluster not in _CLUSTERS:
-        yield f"launch.cluster={cluster}: unknown; clusters: {', '.join(_CLUSTERS)}"
-    elif cluster == "slurm" and shutil.which("sbatch") is None:
+    if cluster == "slurm" and shutil.which("sbatch") is None:
         yield (
             "launch=slurm: there is no sbatch on this machine; start the command where jobs are submitted, or type "
             "launch.cluster=local to try it without SLURM"
@@ -63,20 +60,6 @@ def _of_cluster(cfg: DictConfig) -> Iterator[str]:
         yield f"launch.cluster=local with nodes={cfg.nodes}: it is this machine alone; type nodes=1"
     elif cluster == "local" and cfg.preemption.requeue:
         yield "preemption.requeue=true with launch.cluster=local: there is no queue; type preemption.requeue=false"
-
-
-def _of_numbers(cfg: DictConfig) -> Iterator[str]:
-    for key, least in (
-        ("gpus_per_node", 0),
-        ("cpus_per_task", 1),
-        ("mem_gb", 0),
-        ("signal_seconds", 1),
-        ("array_parallelism", 1),
-        ("poll_seconds", 0.1),
-    ):
-        given = cfg.launch[key]
-        if given is not None and given < least:
-            yield f"launch.{key}={given}: must be at least {least}" + (", or null" if key != "poll_seconds" else "")
 
 
 def _of_options(cfg: DictConfig) -> Iterator[str]:

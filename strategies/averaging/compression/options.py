@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.config.options import is_number, is_whole, refuse
@@ -12,21 +12,81 @@ from trainwright.core.config.options import is_number, is_whole, refuse
 OFF = "none"
 _FLOATS = ("fp32", "fp16", "bf16")
 
+
+@dataclass
+class CompressionConfig:
+    """`compression=none|fp16|bf16`: how gradients are sent between replicas."""
+
+    # none, fp16, bf16, int8, topk, powersgd or onebit.
+    name: str = "none"
+
+
+@dataclass
+class Int8CompressionConfig(CompressionConfig):
+    """`compression=int8`: a byte a number."""
+
+    name: str = "int8"
+    # Numbers that share a scale.
+    block: int = 256
+
+
+@dataclass
+class TopKCompressionConfig(CompressionConfig):
+    """`compression=topk`: the largest numbers and their places."""
+
+    name: str = "topk"
+    # Part of the numbers that is sent; 1 = all.
+    ratio: float = 0.01
+    # How they are written: fp32, fp16, bf16 or int8.
+    values: str = "fp32"
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    sends: str = "auto"
+    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    warmup_steps: int = 100
+
+
+@dataclass
+class PowerSGDCompressionConfig(CompressionConfig):
+    """`compression=powersgd`: two thin factors of each matrix."""
+
+    name: str = "powersgd"
+    # Columns of the factors.
+    rank: int = 4
+    # Steps of subspace iteration for each average, each of which sends both factors.
+    iterations: int = 2
+    # Tensors that would not become shorter by this factor are sent as they are.
+    least_gain: float = 2.0
+    # How factors are written: fp32, fp16 or bf16.
+    values: str = "bf16"
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    sends: str = "auto"
+    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    warmup_steps: int = 100
+
+
+@dataclass
+class OneBitCompressionConfig(CompressionConfig):
+    """`compression=onebit`: the signs of Adam's momentum."""
+
+    name: str = "onebit"
+    # Numbers that share a scale, a multiple of 8.
+    block: int = 2048
+    # Optimizer steps in which gradients are averaged as they are, while Adam's variance is learned.
+    warmup_steps: int = 100
+
+
+CONFIGS: dict[str, type[CompressionConfig]] = {
+    "none": CompressionConfig,
+    "int8": Int8CompressionConfig,
+    "topk": TopKCompressionConfig,
+    "powersgd": PowerSGDCompressionConfig,
+    "onebit": OneBitCompressionConfig,
+}
+"""Options of each compressor, with their defaults; those that are missing have none."""
 # Name -> its options with their defaults.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "fp16": {},
-    "bf16": {},
-    "int8": {"block": 256},
-    "topk": {"ratio": 0.01, "values": "fp32", "sends": "auto", "warmup_steps": 100},
-    "powersgd": {
-        "rank": 4,
-        "iterations": 2,
-        "least_gain": 2.0,
-        "values": "bf16",
-        "sends": "auto",
-        "warmup_steps": 100,
-    },
-    "onebit": {"block": 2048, "warmup_steps": 100},
+    name: {each.name: each.default for each in fields(CONFIGS.get(name, CompressionConfig)) if each.name != "name"}
+    for name in ("fp16", "bf16", "int8", "topk", "powersgd", "onebit")
 }
 # How values that are picked, or factors, may be written.
 _VALUES = {"topk": (*_FLOATS, "int8"), "powersgd": _FLOATS}

@@ -29,8 +29,7 @@ from trainwright.launch.watchdog import answers, monitor
 from trainwright.launch.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
 from trainwright.launch.watchdog.boxes import OTHER, WARM_UP_STEPS, Boxes, Progress, ProgressBox
 from trainwright.launch.watchdog.calls import Call, own_calls, own_groups
-from trainwright.launch.watchdog.check_hangs import hang_problems
-from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.limits import HangLimits, hang_problems
 from trainwright.launch.watchdog.monitor import VARIABLE, HangMonitor
 from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame, Thread, crash_in, own_threads, place_of

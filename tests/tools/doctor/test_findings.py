@@ -12,28 +12,19 @@ import torch
 from trainwright.core.processes.machine import MachineFacts, cpu_quota
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor.clocks import Offset, judge_clocks
-from trainwright.tools.doctor.collect import HostReport, report_host, within
+from trainwright.tools.doctor.collect import HostReport, import_torch, report_host, within
 from trainwright.tools.doctor.environment import (
     DeviceFacts,
-    Gpu,
     environment,
     environment_lines,
     installed_versions,
     judge_devices,
     judge_libraries,
     judge_same,
-    parse_gpus,
 )
 from trainwright.tools.doctor.finding import ERROR, OK, WARNING, Finding, ok, warning
-from trainwright.tools.doctor.folders import (
-    FolderFacts,
-    file_system,
-    folder_facts,
-    judge_run_dir,
-    judge_shared_memory,
-    judge_tmp,
-)
-from trainwright.tools.doctor.machine import Demand, judge_import, judge_machine
+from trainwright.tools.doctor.folders import judge_run_dir, judge_shared_memory
+from trainwright.tools.doctor.machine import Demand, judge_machine
 from trainwright.tools.doctor.network import (
     Interface,
     NetworkFacts,
@@ -96,14 +87,6 @@ def test_quota_of_both_versions_of_control_groups(tmp_path: Path):
     assert cpu_quota(tmp_path) == 1.5
 
 
-def test_imports():
-    assert judge_import(3.0, 60.0)[0].state == OK
-    assert judge_import(45.0, 60.0)[0].state == WARNING
-    late = judge_import(None, 60.0, "no answer within 60 s")[0]
-    assert late.state == ERROR
-    assert "no answer" in late.found
-
-
 def test_what_does_not_answer_has_an_end():
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
         within(0.05, lambda: threading.Event().wait(0.5))
@@ -111,13 +94,12 @@ def test_what_does_not_answer_has_an_end():
         within(5.0, lambda: 1 / 0)
 
 
-H100 = Gpu(0, "NVIDIA H100", 80 * GIB)
-GPUS = DeviceFacts(gpus=[H100, replace(H100, index=1)], files=2, usable=2, built_for="12.8")
+GPUS = DeviceFacts(files=2, usable=2, built_for="12.8")
 TWO = Demand(2, on_gpu=True)
 
 
 @pytest.mark.parametrize(("facts", "demand", "accelerator", "check", "state", "found"), [
-    (GPUS, TWO, "auto", "GPUs", OK, "2 of 2 GPUs that torch can use: NVIDIA H100"),
+    (GPUS, TWO, "auto", "GPUs", OK, "2 of 2 GPUs that torch can use"),
     (DeviceFacts(), Demand(2), "auto", "accelerator", OK, "CPU"),
     (replace(GPUS, usable=0), TWO, "cpu", "accelerator", OK, "CPU"),
     (DeviceFacts(), Demand(1), "gpu", "GPUs", ERROR, "there is no GPU"),
@@ -126,43 +108,25 @@ TWO = Demand(2, on_gpu=True)
     (replace(GPUS, usable=0, built_for=""), TWO, "auto", "GPUs", ERROR, "built without CUDA"),
     (replace(GPUS, usable=0, visible=""), TWO, "auto", "GPUs", ERROR, "hides all GPUs"),
     (replace(GPUS, usable=0, torch_says="The driver is too old"), TWO, "auto", "GPUs", ERROR, "driver is too old"),
-    (replace(GPUS, gpus=[H100, replace(H100, name="A100")]), TWO, "auto", "GPUs", WARNING, "A100"),
-    (replace(GPUS, gpus=[replace(H100, uncorrected=3)]), TWO, "auto", "memory of GPUs", ERROR, "3 memory errors"),
-    (replace(GPUS, gpus=[replace(H100, used=30 * GIB)]), TWO, "auto", "use of GPUs", WARNING, "30.0 GiB of 80.0"),
 ])  # fmt: skip
 def test_devices(facts, demand, accelerator, check, state, found):
-    finding = only(judge_devices(facts, demand, accelerator), check)
+    finding = only([judge_devices(facts, demand, accelerator)], check)
     assert finding.state == state
     assert found in finding.found
 
 
-def test_lines_of_nvidia_smi():
-    first, second = parse_gpus("0, NVIDIA H100 80GB HBM3, 81559, 4, 2\n1, NVIDIA L4, 23034, 1, [N/A]\n")
-    assert (first.index, first.memory, first.used, first.uncorrected) == (0, 81559 * 2**20, 4 * 2**20, 2)
-    assert (second.name, second.uncorrected) == ("NVIDIA L4", 0)
-
-
-REQUIREMENTS = ["torch<2.14,>=2.11", "lightning<2.7,>=2.6.4", 'transformers<6,>=5.20; extra == "huggingface"']
 INSTALLED = {"torch": "2.13.0+cpu", "lightning": "2.6.6", "numpy": "2.4.6"}
 
 
-@pytest.mark.parametrize(("installed", "check", "state", "todo"), [
-    ({}, "versions", OK, ""),
-    ({"torch": None}, "torch", ERROR, "pip install 'torch<2.14,>=2.11'"),
-    ({"torch": "2.4.0"}, "torch", ERROR, "pip install"),
-    ({"transformers": "4.1"}, "transformers", WARNING, "pip install"),
-    ({"lightning": "2.6.2"}, "compromised release", ERROR, "every password"),
-    ({"pytorch-lightning": "2.6.3"}, "compromised release", ERROR, "every password"),
-])  # fmt: skip
-def test_libraries(installed, check, state, todo):
-    merged = {name: version for name, version in {**INSTALLED, **installed}.items() if version is not None}
-    found = only(judge_libraries(merged, REQUIREMENTS), check)
-    assert found.state == state
-    assert todo in found.todo
+@pytest.mark.parametrize(("name", "version"), [("lightning", "2.6.2"), ("pytorch-lightning", "2.6.3")])
+def test_malicious_releases_are_found(name: str, version: str):
+    [found] = judge_libraries({**INSTALLED, name: version})
+    assert (found.check, found.state) == ("compromised release", ERROR)
+    assert "every password" in found.todo
 
 
 def test_this_environment_is_allowed():
-    assert states(judge_libraries(installed_versions())) == {OK}
+    assert judge_libraries(installed_versions()) == []
 
 
 def test_the_environment_is_that_of_torch():
@@ -299,37 +263,29 @@ def test_clocks():
     assert only(judge_clocks([Offset(2, 3600.0, 1e-3)], hosts), "clock").state == ERROR
 
 
-FOLDER = FolderFacts("runs", "/data", 100 * GIB, 0.5, "ext4")
-
-
-@pytest.mark.parametrize(("judge", "facts", "check", "state"), [
-    (judge_run_dir, {}, "run directory", OK),
-    (judge_run_dir, {"free": 5 * GIB}, "run directory", WARNING),
-    (judge_run_dir, {"free": GIB // 2}, "run directory", ERROR),
-    (judge_run_dir, {"inodes": 0.001}, "run directory", WARNING),
-    (judge_run_dir, {"problem": "Read-only file system"}, "run directory", ERROR),
-    (judge_tmp, {"free": 2**20}, "temporary files", ERROR),
-    (judge_tmp, {"kind": "nfs4"}, "temporary files on a network", WARNING),
-])  # fmt: skip
-def test_disks(judge, facts, check, state):
-    judged = judge(replace(FOLDER, **facts))
-    found = only(judged if isinstance(judged, list) else [judged], check)
-    assert found.state == state
-    assert str(facts.get("problem", "")) in found.found
-
-
-def test_a_folder_that_is_not_there_yet(tmp_path: Path):
-    facts = folder_facts(tmp_path / "a" / "b")
-    assert facts.exists == str(tmp_path)
-    assert facts.free > 0
-    assert facts.problem is None
+@pytest.mark.parametrize(("free", "state"), [(100 * GIB, OK), (5 * GIB, WARNING), (GIB // 2, ERROR), (None, OK)])
+def test_disks(monkeypatch, tmp_path: Path, free: int | None, state: str):
+    monkeypatch.setattr("trainwright.tools.doctor.folders.free_bytes", lambda path: free)
+    assert only([judge_run_dir(str(tmp_path / "a" / "b"))], "run directory").state == state
     assert list(tmp_path.iterdir()) == []
 
 
-def test_file_system_of_a_folder():
-    mounts = "dev / ext4 rw 0 0\nhome:/x /home nfs4 rw 0 0\ntmpfs /home/my\\040tmp tmpfs rw 0 0\n"
-    kinds = [file_system(Path(path), mounts) for path in ("/var", "/home/me", "/home/my tmp/x", "/homes")]
-    assert kinds == ["ext4", "nfs4", "tmpfs", "ext4"]
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    found = only([judge_run_dir(str(tmp_path / "a"))], "run directory")
+    assert found.state == ERROR
+    assert f"not allowed to write in {tmp_path}" in found.found
+
+
+def test_what_cannot_be_imported_is_an_error(monkeypatch):
+    def broken() -> None:
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    assert import_torch() == []
+    monkeypatch.setattr("trainwright.tools.doctor.collect._import_everything", broken)
+    [found] = import_torch()
+    assert found.state == ERROR
+    assert "libcudart.so.12" in found.found
 
 
 def test_shared_memory():
@@ -377,7 +333,7 @@ def test_what_does_not_answer_is_an_error(monkeypatch, tmp_path: Path):
     report = report_host("node1", str(tmp_path), Demand(1))
     found = only(report.findings, "network answers")
     assert (found.state, found.area) == (ERROR, "network")
-    assert {"cores", "run directory", "shared memory", "versions"} <= {finding.check for finding in report.findings}
+    assert {"cores", "run directory", "shared memory"} <= {finding.check for finding in report.findings}
 
 
 def test_a_machine_that_has_not_reported():

@@ -17,8 +17,8 @@ from trainwright.core.run.launcher import Launcher
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor import measure
 from trainwright.tools.doctor import ranks as of_ranks
+from trainwright.tools.doctor.command import parse
 from trainwright.tools.doctor.finding import OK
-from trainwright.tools.doctor.options import parse
 from trainwright.tools.doctor.profile import _with_calls as with_calls
 from trainwright.tools.doctor.profile import profile_of, to_yaml
 from trainwright.tools.doctor.ranks import RankResult, StoreBoard, examine

@@ -1,6 +1,6 @@
 """docs/keys.md: every key and every choice of a run, from the typed configuration and the yaml files.
 
-`python -m trainwright.command.document docs/keys.md` writes it anew.
+`python -m benchmarks.keys_page docs/keys.md` writes it anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainwright.launch.schema import RunConfig
 _HEAD = """# All keys
 
 Every key that a run can be given, with its default and what it means: made from the typed configuration
-(`launch/schema.py`) and the files of `conf/` by `python -m trainwright.command.document docs/keys.md`, and held
+(`launch/schema.py`) and the files of `conf/` by `python -m benchmarks.keys_page docs/keys.md`, and held
 equal to them by a test. How keys, groups and recipes go together is told in [configuration.md](configuration.md).
 `trainwright fit --help` says the same of your installation, your own `--config-dir` included.
 """

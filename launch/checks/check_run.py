@@ -1,0 +1,135 @@
+"""Keys by themselves, the devices of this machine, whoever starts ranks on them, and the directory of a run."""
+
+import os
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from trainwright.checkpoint.read.candidates import AUTO
+from trainwright.core.processes import machine
+from trainwright.core.run.run_directory import holds_run
+from trainwright.launch.engines import engines
+from trainwright.strategies.compose.world import Surroundings, has_world_size
+
+
+def device_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """More GPUs than this machine has."""
+    if surroundings.world_size is not None or cfg.accelerator not in ("auto", "gpu") or engines.uses_engine(cfg):
+        return []
+    gpus = machine.num_gpus()
+    if gpus == 0:
+        if cfg.accelerator == "auto":
+            return []
+        return ["accelerator=gpu: torch finds no GPU on this machine; type accelerator=cpu"]
+    if cfg.devices == "auto" or not isinstance(cfg.devices, int) or cfg.devices <= gpus:
+        return []
+    counted = "one GPU" if gpus == 1 else f"{gpus} GPUs"
+    return [f"devices={cfg.devices} on a machine with {counted}; type devices={gpus}, or accelerator=cpu"]
+
+
+def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """A launcher that is not there, or has started another number of ranks."""
+    started = surroundings.world_size
+    if started is None:
+        return engines.engine_problems(cfg, surroundings.verb) if engines.uses_engine(cfg) else _own_launch(cfg)
+    if cfg.devices == "auto" or not isinstance(cfg.devices, int) or started == cfg.devices * cfg.nodes:
+        return []
+    return [
+        f"devices={cfg.devices} nodes={cfg.nodes} make {cfg.devices * cfg.nodes} rank(s), but the launcher has started "
+        f"{started}; give both the same numbers, or type devices=auto to take what the launcher starts"
+    ]
+
+
+def _own_launch(cfg: DictConfig) -> list[str]:
+    problems = []
+    if cfg.launch.kind == "torchrun":
+        problems.append(
+            "launch=torchrun: no launcher has started this process; type torchrun --nproc-per-node="
+            f"{cfg.devices} -m trainwright ... (or srun), or launch=local"
+        )
+    elif cfg.nodes > 1:
+        problems.append(
+            f"nodes={cfg.nodes}: this command starts the ranks of one machine; on several, type on each of them "
+            f"torchrun --nnodes={cfg.nodes} --nproc-per-node={cfg.devices} -m trainwright ... (or use srun)"
+        )
+    port = cfg.launch.port
+    if port is not None and 1 <= port <= 65535 and machine.port_is_taken(port):
+        problems.append(
+            f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out to have a free one "
+            "picked"
+        )
+    return problems
+
+
+def run_dir_problems(cfg: DictConfig, verb: str) -> list[str]:
+    """A file in its place, a link to nothing, a directory that is not writable, or one that holds another run."""
+    run_dir = Path(cfg.run_dir)
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    if not existing.exists():
+        return [
+            f"run_dir={run_dir}: {existing} is a link to {os.readlink(existing)}, which does not exist; make that "
+            "folder, or type another run_dir=..."
+        ]
+    if not existing.is_dir():
+        return [f"run_dir={run_dir}: {existing} is a file; type another run_dir=..."]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"run_dir={run_dir}: {existing} is not writable for this user; type another run_dir=..."]
+    if verb == "fit" and holds_run(run_dir) and not _continues(cfg, run_dir):
+        return [
+            f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to go on from it, or "
+            "another run_dir=..."
+        ]
+    return []
+
+
+def _continues(cfg: DictConfig, run_dir: Path) -> bool:
+    """Whether the run goes on in its own directory; with resume=auto it may have ended before its first checkpoint."""
+    if cfg.resume == AUTO:
+        return True
+    return cfg.ckpt_path is not None and Path(cfg.ckpt_path).resolve().is_relative_to(run_dir.resolve())
+
+
+def module_problems(cfg: DictConfig) -> list[str]:
+    """Whether there is a module."""
+    if "_target_" in cfg.module:
+        return []
+    return ["module: names no class; the recipe sets it: module: {_target_: package.module.YourLightningModule}"]
+
+
+def callback_problems(cfg: DictConfig) -> list[str]:
+    """Callbacks and loggers that name no class."""
+    return [
+        f"{group}.{name}: names no class; write _target_: package.module.Class, or {group}.{name}=null to leave it out"
+        for group in ("callbacks", "checkpoint", "monitor", "guard", "logger")
+        for name, value in cfg[group].items()
+        if value is not None and not (isinstance(value, DictConfig) and "_target_" in value)
+    ]
+
+
+def number_problems(cfg: DictConfig) -> list[str]:
+    """Numbers whose bounds the schema does not know, and the name."""
+    problems = []
+    if cfg.nodes >= 1 and not has_world_size(cfg):
+        problems.append(f"devices={cfg.devices}: must be a whole number of at least 1, or auto; type devices=1")
+    if not str(cfg.name).strip() or any(sign in str(cfg.name) for sign in "/\\\0") or cfg.name in (".", ".."):
+        problems.append(f"name={cfg.name!r}: becomes the name of a directory; type letters, digits, - and _")
+    return problems
+
+
+def data_problems(cfg: DictConfig) -> list[str]:
+    """Options of how data are dealt out that have no effect."""
+    trainer = cfg.trainer
+    if trainer.data_key is not None and trainer.data_partition != "hash":
+        return [
+            f"trainer.data_key={trainer.data_key} with trainer.data_partition={trainer.data_partition}: only hash asks "
+            "for keys; type trainer.data_partition=hash, or leave trainer.data_key out"
+        ]
+    return []
+
+
+def end_problems(cfg: DictConfig, verb: str) -> list[str]:
+    """Training that never ends."""
+    limited = cfg.max_steps is not None or cfg.max_epochs is not None or cfg.trainer.max_time is not None
+    if verb != "fit" or limited or cfg.trainer.fast_dev_run:
+        return []
+    return ["max_steps and max_epochs are both null, so the run would never end; type max_steps=1000 or max_epochs=10"]

@@ -1,0 +1,130 @@
+"""Lightning's counters of a fit, set as if the whole run had been under the present layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import RunningStage
+
+from trainwright.core.lightning_internals import _SUPPORTED_MODES, _parse_num_batches
+from trainwright.trainer.data.cursor import Cursor, LoaderCursor
+from trainwright.trainer.data.reading import dealer_of
+from trainwright.trainer.loop.epoch import LeanEpochLoop
+
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+def set_all(tracker: Any, value: int) -> None:
+    """Set every count of a tracker."""
+    for name in _COUNTS:
+        setattr(tracker, name, value)
+
+
+def reopen(progress: Any, epoch: int) -> None:
+    """Take an epoch for open again, which Lightning counts as done when the run stopped in the midst of it."""
+    for name in ("processed", "completed"):
+        excess = max(getattr(progress.current, name) - epoch, 0)
+        for tracker in (progress.current, progress.total):
+            setattr(tracker, name, getattr(tracker, name) - excess)
+
+
+def cursor_of_counters(
+    loop: LeanEpochLoop, epoch: int, length: float, loaders: Sequence[LoaderCursor], accumulation: int, data_ranks: int
+) -> Cursor:
+    """For a checkpoint without a cursor: Lightning's counters, taken to be those of this layout.
+
+    Args:
+        loop: with the counters.
+        epoch: that is read now or next.
+        length: batches of an epoch on each data rank.
+        loaders: as they are now.
+        accumulation: micro-batches of an optimizer step.
+        data_ranks: their number.
+    """
+    ready = loop.batch_progress.current.ready
+    steps = ready // accumulation
+    return Cursor(
+        epoch=epoch,
+        steps=steps,
+        finished=loop.batch_progress.is_last_batch or ready >= length > 0,
+        stepped=loop._batches_that_stepped,
+        accumulation=accumulation,
+        batches=None,
+        data_ranks=data_ranks,
+        loaders=tuple(replace(each, position={"samples": steps * (each.global_batch_size or 0)}) for each in loaders),
+    )
+
+
+def set_batches(
+    loop: LeanEpochLoop, cursor: Cursor, length: float, in_place: bool, owes: bool, accumulation: int
+) -> None:
+    """Set what the epoch loop counts.
+
+    Args:
+        loop: whose counters are those of another layout.
+        cursor: where the run stands.
+        length: batches of an epoch on each data rank now.
+        in_place: whether the end of the epoch is still to be done.
+        owes: whether the end of the last batch is.
+        accumulation: micro-batches of an optimizer step now.
+    """
+    progress = loop.batch_progress
+    before = progress.total.ready - progress.current.ready
+    if before == cursor.epoch * (cursor.batches or 0) and length != float("inf"):
+        before = cursor.epoch * int(length)
+    else:
+        before = before // cursor.accumulation * accumulation
+    current = cursor.steps * accumulation
+    if cursor.finished and length != float("inf"):
+        current = int(length)
+    set_all(progress.total, before + current)
+    set_all(progress.current, 0 if cursor.finished and not in_place else current)
+    progress.is_last_batch = in_place
+    # The end of the batch, which counts it, still comes.
+    loop._batches_that_stepped = cursor.stepped - (in_place or owes)
+    loop.owes_end_of_batch = owes
+    for loader in cursor.loaders:
+        if "trained" in loader.position and loader.global_batch_size:
+            # Of leased samples no rank's own steps count, but global batches' worth of them.
+            loop.set_steps(int(loader.position["trained"]) // loader.global_batch_size)
+
+
+def accumulation_of(callbacks: Iterable[Callback], epoch: int, otherwise: int) -> int:
+    """Micro-batches of an optimizer step in an epoch, by the schedule if there is one."""
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            return int(callback.get_accumulate_grad_batches(epoch))
+    return int(otherwise)
+
+
+def measure_limits(combined: Any, limit: float) -> bool:
+    """Measure the loaders that we deal.
+
+    Args:
+        combined: loader of all training loaders.
+        limit: ``limit_train_batches``.
+
+    Returns:
+        Whether anything changed.
+    """
+    limits = list(combined.limits)
+    for index, loader in enumerate(combined.flattened):
+        length = sized_len(loader)
+        if dealer_of(loader) is not None and length is not None:
+            limits[index] = _parse_num_batches(RunningStage.TRAINING, length, limit)
+    changed: bool = limits != combined.limits
+    combined.limits = limits
+    if combined._iterator is not None:
+        combined._iterator.limits = limits
+    return changed
+
+
+def length_of(combined: Any) -> int | float:
+    """Batches of the present epoch on each data rank."""
+    length: int | float = _SUPPORTED_MODES[combined._mode]["fn"](combined.limits)
+    return length
