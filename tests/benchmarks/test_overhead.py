@@ -2,18 +2,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.warm import warm_run
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_runs_and_ends_with_json():
+def test_it_runs_and_ends_with_json(ranks: Any) -> None:
     command = [sys.executable, "-m", "benchmarks.overhead", "--steps", "20", "--repeats", "1"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = warm_run(command, cwd=ROOT, capture_output=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
     last = json.loads(ended.stdout.splitlines()[-1])
     sides = {"bare loop", "Lightning Trainer", "Lightning Fabric", "trainwright.Trainer"}
     assert {row["side"] for row in last["rows"]} == sides

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import resume, resume_anywhere
+from tests.warm import WarmPopen
 from trainwright.command.cli import main
 
 
-def test_a_run_that_goes_on_is_measured(tmp_path):
+def test_a_run_that_goes_on_is_measured(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
     resume.prepare(tmp_path)
     assert (tmp_path / "lightning.ckpt").is_file()
     make = resume.sides(tmp_path)[resume.OTHER]

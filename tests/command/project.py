@@ -113,22 +113,6 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
-def started(words: list[str], **options: Any) -> subprocess.Popen[str]:
-    """A process whose output is text, standard error included in it."""
-    given = {"stderr": subprocess.STDOUT, "env": environment(), **options}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **given)
-
-
-def ended(words: list[str], timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A process that has come to its end, at the latest by being killed after ``timeout`` seconds."""
-    process = started(words, **options)
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(words, process.returncode, output, errors)
-
-
 def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; its output is text, standard error included in it."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment()} | options

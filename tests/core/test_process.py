@@ -10,7 +10,7 @@ from trainwright.core.processes.process import children_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nothing")
 # Of a hundred processes that are asked for all the time, seven are asked for at an instant at which they are half gone.
-_PROCESSES = 200
+_PROCESSES = 50
 
 
 def test_a_process_that_ends_while_it_is_asked_for_has_no_children() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -71,8 +72,12 @@ def whole(tensor: Tensor) -> Tensor:
 # The reference
 
 
+@cache
 def bare_loop(case: Case) -> Record:
-    """Train in a loop that knows neither Lightning's Trainer nor ranks: one batch per optimizer step."""
+    """Train in a loop that knows neither Lightning's Trainer nor ranks: one batch per optimizer step.
+
+    Made once, so a test that changes what it gets changes a copy.
+    """
     module, data, record = make_module(case.module), Tokens(case.samples), Record()
     optimizer: Any = module.configure_optimizers()
     for step in range(case.steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class LayoutCase:
     strategy: str = "hybrid"
     global_batch_size: int = 8
     accumulation: int = 1
-    steps: int = 3
+    steps: int = 2
     samples: int = 24
     length: int = LENGTH + 1
     clip: float | None = None
@@ -112,23 +113,31 @@ def run_all(cases: list[LayoutCase]) -> list[Record]:
 
 
 def reference(case: LayoutCase) -> Record:
-    """The same steps in a bare loop on one process."""
-    module, data, record = make_module(case.network, case.optimizer), Texts(case.samples, case.length), Record()
+    """The same steps in a bare loop on one process, made once whatever the layout."""
+    return _bare_loop(
+        case.network, case.optimizer, case.global_batch_size, case.steps, case.samples, case.length, case.clip
+    )
+
+
+@cache
+def _bare_loop(
+    network: str, optimizer_name: str, global_batch_size: int, steps: int, samples: int, length: int, clip: float | None
+) -> Record:
+    module, data, record = make_module(network, optimizer_name), Texts(samples, length), Record()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[assignment,method-assign]
     made: Any = module.configure_optimizers()
     optimizer = made["optimizer"] if isinstance(made, dict) else made
-    for step in range(case.steps):
-        steps_per_epoch = -(-case.samples // case.global_batch_size)
-        first = step % steps_per_epoch * case.global_batch_size
-        batch = default_collate([data[i] for i in range(first, min(first + case.global_batch_size, case.samples))])
+    for step in range(steps):
+        first = step % -(-samples // global_batch_size) * global_batch_size
+        batch = default_collate([data[i] for i in range(first, min(first + global_batch_size, samples))])
         optimizer.zero_grad()
         output: Any = module.training_step(batch, step)
         loss = output["loss"] if isinstance(output, dict) else output
         loss.backward()
         record.losses.append(loss.item())
         record.gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-        if case.clip:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), case.clip)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         if isinstance(made, dict):
             made["lr_scheduler"]["scheduler"].step()

@@ -104,24 +104,31 @@ def in_order(by_rank: list[dict[tuple[int, int], list[list[int]]]]) -> dict[tupl
     }
 
 
+def read_in_every_way(strategy: str) -> dict[tuple[int, bool], dict[tuple[int, int], list[list[int]]]]:
+    """(accumulation, shuffle) -> what this rank read."""
+    return {
+        (accumulation, shuffle): read_in_training(strategy, 48, accumulation, shuffle=shuffle)
+        for accumulation in (1, 3)
+        for shuffle in (False, True)
+    }
+
+
 def steps_of(ranks: Any, strategy: str, world_size: int, *args: Any, **kwargs: Any) -> dict[tuple[int, int], list[int]]:
     return in_order(ranks(read_in_training, world_size, strategy, *args, **kwargs))
 
 
 @pytest.mark.parametrize("strategy", SEVERAL)
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_order_is_the_same_for_every_layout(ranks, strategy, shuffle):
-    orders = [
-        steps_of(ranks, strategy, world_size, 48, accumulation, shuffle=shuffle)
-        for world_size in WORLD_SIZES
-        for accumulation in (1, 3)
-    ]
-    assert all(order == orders[0] for order in orders)
-    assert list(orders[0]) == [(epoch, 4 * epoch + step) for epoch in range(2) for step in range(4)]
-    for epoch in range(2):
-        read = [index for step in range(4) for index in orders[0][epoch, 4 * epoch + step]]
-        assert sorted(read) == list(range(48)), "every sample once"
-        assert (read == list(range(48))) is not shuffle
+def test_order_is_the_same_for_every_layout(ranks, strategy):
+    by_size = [ranks(read_in_every_way, world_size, strategy) for world_size in WORLD_SIZES]
+    for shuffle in (False, True):
+        orders = [in_order([read[way] for read in each]) for each in by_size for way in each[0] if way[1] == shuffle]
+        assert len(orders) == 6
+        assert all(order == orders[0] for order in orders)
+        assert list(orders[0]) == [(epoch, 4 * epoch + step) for epoch in range(2) for step in range(4)]
+        for epoch in range(2):
+            read = [index for step in range(4) for index in orders[0][epoch, 4 * epoch + step]]
+            assert sorted(read) == list(range(48)), "every sample once"
+            assert (read == list(range(48))) is not shuffle
 
 
 def test_epochs_are_shuffled_differently_and_seeds_too(ranks):
@@ -189,8 +196,8 @@ def trained_unevenly(strategy: str, samples: int) -> tuple[dict[tuple[int, int],
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("samples", [24, 29])
-def test_a_global_batch_that_three_ranks_cannot_share_evenly(ranks, strategy, samples):
-    ((alone, weights),) = ranks(trained_unevenly, 1, "single", samples)
+def test_a_global_batch_that_three_ranks_cannot_share_evenly(ranks, reference, strategy, samples):
+    alone, weights = reference(trained_unevenly, "single", samples)
     results = ranks(trained_unevenly, 3, strategy, samples)
     for step, batches in alone.items():
         own = [index for batch in batches for index in batch]
@@ -299,6 +306,20 @@ def test_an_impossible_global_batch_names_the_nearest(ranks):
 # Evaluation and prediction
 
 
+# (samples, batch size)
+SIZES = [(12, 3), (23, 3), (5, 2), (2, 4), (1, 1)]
+# Which samples a rank reads does not ask for the strategy: off two ranks, sizes take turns.
+EVALUATED = [
+    (strategy, world_size, [size for place, size in enumerate(SIZES) if world_size == 2 or place % 2 == turn])
+    for turn, strategy in enumerate(("ddp", "zero3"))
+    for world_size in WORLD_SIZES
+]
+
+
+def evaluate_all(strategy: str, sizes: list[tuple[int, int]]) -> list[dict[str, dict[str, float]]]:
+    return [evaluate(strategy, *size) for size in sizes]
+
+
 def evaluate(strategy: str, samples: int, batch_size: int) -> dict[str, dict[str, float]]:
     module = Reader()
     trainer = make_trainer(strategy, max_epochs=1)
@@ -312,34 +333,25 @@ def evaluate(strategy: str, samples: int, batch_size: int) -> dict[str, dict[str
     return found
 
 
-@pytest.mark.parametrize(("samples", "batch_size"), [(12, 3), (23, 3), (5, 2), (2, 4), (1, 1)])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_evaluation_counts_every_sample_once(ranks, samples, batch_size, world_size):
-    mean = (samples - 1) / 2
-    expected = {
-        "mean": mean,
-        "mean_synced": mean,
-        "sum": sum(range(samples)),
-        "largest": samples - 1,
-        "smallest": -100,
-        "counted": samples,
-    }
-    for strategy in ("ddp", "zero3"):
-        for rank, stages in enumerate(ranks(evaluate, world_size, strategy, samples, batch_size)):
+@pytest.mark.parametrize(("strategy", "world_size", "sizes"), EVALUATED)
+def test_evaluation_counts_every_sample_once(ranks, strategy, world_size, sizes):
+    for rank, found in enumerate(ranks(evaluate_all, world_size, strategy, sizes)):
+        for (samples, batch_size), stages in zip(sizes, found, strict=True):
+            mean = (samples - 1) / 2
+            expected = {"mean": mean, "mean_synced": mean, "sum": sum(range(samples))}
+            expected |= {"largest": samples - 1, "smallest": -100, "counted": samples}
             for stage, values in stages.items():
-                assert values == pytest.approx(expected, rel=1e-6), f"{strategy}, rank {rank}, {stage}"
+                assert values == pytest.approx(expected, rel=1e-6), (rank, samples, batch_size, stage)
 
 
-def predict(strategy: str, samples: int, batch_size: int) -> list[int]:
-    trainer = make_trainer(strategy)
-    return torch.cat(trainer.predict(Reader(), loader_of(samples, batch_size))).tolist()
+def predict_all(strategy: str, sizes: list[tuple[int, int]]) -> list[list[int]]:
+    return [torch.cat(make_trainer(strategy).predict(Reader(), loader_of(*size))).tolist() for size in sizes]
 
 
-@pytest.mark.parametrize(("samples", "batch_size"), [(12, 3), (23, 3), (5, 2), (2, 4), (1, 1)])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_predict_returns_every_sample_once_in_order(ranks, samples, batch_size, world_size):
-    for strategy in ("ddp", "zero3"):
-        assert ranks(predict, world_size, strategy, samples, batch_size) == [list(range(samples))] * world_size
+@pytest.mark.parametrize(("strategy", "world_size", "sizes"), EVALUATED)
+def test_predict_returns_every_sample_once_in_order(ranks, strategy, world_size, sizes):
+    everything = [list(range(samples)) for samples, _ in sizes]
+    assert ranks(predict_all, world_size, strategy, sizes) == [everything] * world_size
 
 
 def predict_twice(strategy: str) -> list[list[int]]:

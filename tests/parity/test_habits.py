@@ -188,11 +188,13 @@ def test_refused_habit(ranks, strategy, habit):
         assert "strategy=zero2" in message
 
 
-@pytest.mark.parametrize("habit", list(HABITS))
+def run_all(strategy: str) -> dict[str, Record]:
+    return {habit: run(strategy, habit) for habit in HABITS if (strategy, habit) not in REFUSED}
+
+
 @pytest.mark.parametrize("strategy", [name for name in data_parallel_names() if name != "single"])
-def test_habit(ranks, reference, strategy, habit):
-    if (strategy, habit) in REFUSED:
-        return
-    expected = reference(run, "single", habit)
-    for found in ranks(run, 2, strategy, habit):
-        assert differences(found, expected) == []
+def test_habits(ranks, reference, strategy):
+    expected = reference(run_all, "single")
+    for records in ranks(run_all, 2, strategy):
+        found = {habit: differences(record, expected[habit]) for habit, record in records.items()}
+        assert not any(found.values()), found

@@ -118,22 +118,26 @@ def average(case: LayoutCase, folder: str, strategy: str = "hybrid") -> Any:
     return trainers
 
 
+@pytest.fixture(scope="module")
+def averaged_alone(pool, tmp_path_factory) -> tuple[Any, Path]:
+    """What one process gives, and where it saved."""
+    folder = tmp_path_factory.mktemp("one")
+    return pool.run(average, 1, LayoutCase("gpt2"), str(folder), "single", init_group=False)[0], folder
+
+
 @pytest.mark.parametrize(
     ("size", "options"),
     [(2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"pipeline": 2, "shard": 2}), (4, {"pipeline": 2, "tensor": 2})],
 )
-def test_averaged_weights(ranks, tmp_path, size, options):
-    case = LayoutCase("gpt2", {"shard": 1, **options})
-    for folder in ("one", "many"):
-        (tmp_path / folder).mkdir()
-    (alone,) = ranks(average, 1, case, str(tmp_path / "one"), "single", init_group=False)
-    results = ranks(average, size, case, str(tmp_path / "many"), timeout=120)
+def test_averaged_weights(ranks, averaged_alone, tmp_path, size, options):
+    alone, one_folder = averaged_alone
+    results = ranks(average, size, LayoutCase("gpt2", {"shard": 1, **options}), str(tmp_path), timeout=120)
     for found in results:
         for (record, loss), (expected, expected_loss) in zip(found, alone, strict=True):
             assert loss == pytest.approx(expected_loss, rel=1e-5)
             for name, parameter in expected.parameters.items():
                 assert torch.allclose(record.parameters[name], parameter, atol=1e-5), name
-    files = [tmp_path / folder / f"step={SAVED_AT}.ckpt" for folder in ("one", "many")]
+    files = [folder / f"step={SAVED_AT}.ckpt" for folder in (one_folder, tmp_path)]
     one, many = (materialised(RunState.open(str(file)).tree) for file in files)
     for key in ("state_dict", "current_model_state"):
         assert list(many[key]) == list(one[key])

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from tests.parity.harness import QUIET, Record, differences, make_trainer
 from tests.parity.layout_modules import make_module
-from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference, run
+from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, run
+from tests.parity.layouts import reference as bare_loop
 from trainwright.strategies.pipeline.schedules import CHOICES
 
 EVEN = {"length": 8}  # a Hugging Face model reads all it is given; 8 positions divide by 4 and by 2 x 2
@@ -120,10 +121,10 @@ def run_at(precision: str, case: LayoutCase) -> Record:
         ("gpt-untied", 2, {"context": 2, "shard": 1}),
     ],
 )
-def test_precisions(ranks, precision, network, world_size, options):
+def test_precisions(ranks, reference, precision, network, world_size, options):
     """Within rounding of one process at the same precision; the fp16 scaler skips the same steps on every rank."""
     case = LayoutCase(network, options, clip=0.5)
-    (alone,) = ranks(run_at, 1, precision, replace(case, strategy="single", options={}), init_group=False)
+    alone = reference(run_at, precision, replace(case, strategy="single", options={}), init_group=False)
     results = ranks(run_at, world_size, precision, case)
     for record in results:
         assert record.losses == pytest.approx(alone.losses, rel=2e-2)
@@ -198,8 +199,8 @@ def evaluate(network: str, options: dict[str, Any] | None) -> tuple[dict[str, fl
         ("llama", 4, {"pipeline": 2, "tensor": 2, "shard": 1}),
     ],
 )
-def test_validation_and_prediction(ranks, network, world_size, options):
-    (alone,) = ranks(evaluate, 1, network, None, init_group=False)
+def test_validation_and_prediction(ranks, reference, network, world_size, options):
+    alone = reference(evaluate, network, None, init_group=False)
     for found in ranks(evaluate, world_size, network, options):
         for ours, theirs in zip(found[:2], alone[:2], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
@@ -213,8 +214,8 @@ def predict(options: dict[str, Any] | None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}])
-def test_samples_that_ranks_share_are_predicted_once(ranks, options):
-    (alone,) = ranks(predict, 1, None, init_group=False)
+def test_samples_that_ranks_share_are_predicted_once(ranks, reference, options):
+    alone = reference(predict, None, init_group=False)
     assert ranks(predict, 4, options) == [alone] * 4
 
 
@@ -241,4 +242,4 @@ def train_with_lightning(case: LayoutCase) -> Any:
 def test_layouts_work_in_lightnings_own_trainer(ranks, accumulation):
     case = LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=accumulation)
     for record in ranks(train_with_lightning, 4, case):
-        assert not differences(record, reference(case))
+        assert not differences(record, bare_loop(case))

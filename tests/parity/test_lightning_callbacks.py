@@ -73,8 +73,10 @@ def tune(strategy: str, options: dict[str, Any], name: str) -> tuple[float, list
     [("zero2", {}, 2), ("hybrid", {"pipeline": 2, "shard": 2}, 4)],
 )
 @pytest.mark.parametrize("name", ["fine", "backbone"])
-def test_finetuning(ranks: Any, name: str, strategy: str, options: dict[str, Any], world_size: int) -> None:
-    ((_, expected),) = ranks(tune, 1, "single", {}, name, init_group=False)
+def test_finetuning(
+    ranks: Any, reference: Any, name: str, strategy: str, options: dict[str, Any], world_size: int
+) -> None:
+    _, expected = reference(tune, "single", {}, name, init_group=False)
     for _, weights in ranks(tune, world_size, strategy, options, name, timeout=60):
         assert weights == pytest.approx(expected, rel=1e-5)
 

@@ -231,7 +231,7 @@ def test_resumed_under_other_layouts(ranks: Ranks, tmp_path: Path, optimizer: st
     """Whole states of owners, and states that are not shaped as their parameter, go from layout to layout."""
     case = LayoutCase("gpt-small", optimizer=optimizer, steps=4, samples=32)
     expected = reference(case)
-    expected.losses[:2] = []
+    expected = replace(expected, losses=expected.losses[2:])
     first, second = str(tmp_path / "zero2"), str(tmp_path / "tensor")
     ranks(_fit, 2, "zero2", {}, optimizer, first, False)
     ranks(_fit, 2, "tensor", {"tensor": 2, "shard": 1}, optimizer, second, False)

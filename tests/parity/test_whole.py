@@ -122,17 +122,10 @@ def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str,
     return record, module.seen, state
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    return {}
-
-
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_hooks(ranks, layout, references):
+def test_hooks(ranks, reference, layout):
     network = "mixtral" if layout == "expert" else "gpt"
-    if network not in references:
-        references[network] = ranks(use_hooks, 1, "single", network, timeout=200)[0]
-    expected, shown, state = references[network]
+    expected, shown, state = reference(use_hooks, "single", network, timeout=200)
     for record, seen, after in ranks(use_hooks, LAYOUTS[layout][0], layout, network, timeout=200):
         assert differences(record, expected) == []
         assert seen == pytest.approx(shown, rel=1e-4)
@@ -234,8 +227,8 @@ def run(layout: str, kind: type[LanguageModel]) -> Record:
 
 
 @pytest.mark.parametrize(("layout", "kind"), EQUAL)
-def test_in_the_step(ranks, layout, kind):
-    expected = ranks(run, 1, "single", kind)[0]
+def test_in_the_step(ranks, reference, layout, kind):
+    expected = reference(run, "single", kind)
     for found in ranks(run, LAYOUTS[layout][0], layout, kind):
         assert differences(found, expected) == []
 

@@ -15,9 +15,10 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.command.project import ended, environment
+from tests.command.project import environment
 from tests.parity.harness import make_trainer
 from tests.parity.modules import Tokens, make_module
+from tests.warm import warm_run
 from trainwright.callbacks.end.preemption import Preemption
 from trainwright.trainer.signals import Pace
 
@@ -163,9 +164,9 @@ trainer.fit(module, points())
 """
 
 
-def test_a_script_that_hangs_ends_in_time(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    done = ended([sys.executable, "-c", SCRIPT], env=environment() | {"PYTHONPATH": f"{root}/src:{root}"})
+def test_a_script_that_hangs_ends_in_time(ranks, tmp_path: Path) -> None:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment()}
+    done = warm_run([sys.executable, "-c", SCRIPT], timeout=120, **options)
     assert done.returncode == 143, done.stdout
     said = "was not saved within 0.5 s (preemption.deadline_seconds). The last good checkpoint is "
     assert f"{said}{tmp_path / 'states' / 'step=2'}." in done.stdout
