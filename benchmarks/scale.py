@@ -55,7 +55,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.messages import RUN_TOKEN, seal
 from trainwright.core.text.sizes import size_text
-from trainwright.launch.engines.torchrun import external, handed_over
+from trainwright.launch.engines.torchrun import external
 from trainwright.planning.search.search import plan
 from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.communication.costs import least_bytes
@@ -183,7 +183,7 @@ def started(rank: int) -> Callable[[Layout], Cost]:
         for machine in range(machines):
             store.store.set(f"{external._AGENT}/{machine}", "0123456789abcdef")
         if rank != 0:
-            store.store.set(handed_over._KEY, seal(_SECRET, OmegaConf.to_yaml(cfg, resolve=True)))
+            store.store.set(external._KEY, seal(_SECRET, OmegaConf.to_yaml(cfg, resolve=True)))
         told = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": str(machines), "LOCAL_RANK": "1"}
         told[RUN_TOKEN] = _SECRET
         launcher = Launcher("torchrun", rank, layout.world_size, _RANKS_OF_A_MACHINE)
