@@ -198,8 +198,14 @@ def _signal_handlers_put_back() -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
+    # A watch that is left hears the next SIGTERM of any test, and ends this process when the grace is over.
+    module = sys.modules.get("trainwright.core.processes.watch")
+    watch = None if module is None else module.ShutdownWatch.of_process()
+    if watch is not None:
+        watch.stop()
     for number, handler in before.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    assert watch is None, "The test left a watch of signals: a Trainer that was not torn down, or a command not ended"
 
 
 @pytest.fixture(autouse=True)

@@ -34,13 +34,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     wanted = ["this engine wants two"]
     module.problems = lambda cfg, verb: [] if cfg.nodes == 2 else wanted  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
-    monkeypatch.setitem(engines._ENGINES, "mine", engines._Entry(MODULE))
+    monkeypatch.setitem(engines._ENGINES, "ray", engines._Entry(MODULE))
     return asked
 
 
 def configured(tmp_path: Path, *overrides: str) -> DictConfig:
     folder = write_project(tmp_path)
-    words = ["strategy=ddp", "devices=2", "launch.kind=mine", f"run_dir={tmp_path / 'run'}", *overrides]
+    words = ["strategy=ddp", "devices=2", "launch.kind=ray", f"run_dir={tmp_path / 'run'}", *overrides]
     return compose("mine", words, folder)
 
 
@@ -70,9 +70,9 @@ def test_an_engine_that_is_refused_leaves_the_run_directory_free(tmp_path, calls
 
 @pytest.mark.parametrize(("override", "said"), [
     ("nodes=1", "this engine wants two"),
-    ("devices=auto", "devices=auto with launch=mine"),
-    ("launch.recovery=replicas", "launch.recovery=replicas with launch=mine"),
-    ("launch.min_devices=1", "launch.min_devices=1 with launch=mine"),
+    ("devices=auto", "devices=auto with launch=ray"),
+    ("launch.recovery=replicas", "launch.recovery=replicas with launch=ray"),
+    ("launch.min_devices=1", "launch.min_devices=1 with launch=ray"),
     ("launch.port=1234", "only launch=local reads it"),
 ])  # fmt: skip
 def test_what_an_engine_cannot_do_is_refused(tmp_path, calls, override, said):
@@ -83,7 +83,7 @@ def test_what_an_engine_cannot_do_is_refused(tmp_path, calls, override, said):
 
 
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engines._ENGINES, "mine", engines._Entry(MODULE, ("no_such_package",), "mine"))
+    monkeypatch.setitem(engines._ENGINES, "ray", engines._Entry(MODULE, ("no_such_package",), "mine"))
     with pytest.raises(ConfigError, match=r"needs no_such_package.*pip install 'trainwright\[mine\]'"):
         run(configured(tmp_path))
 

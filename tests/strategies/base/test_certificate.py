@@ -21,13 +21,13 @@ from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.context import attention as context_attention
 from trainwright.strategies.contract import cuts
+from trainwright.strategies.contract.collectives import differentiable
 from trainwright.strategies.data.sharding import reducer
 from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.expert import engine as expert_engine
 from trainwright.strategies.pipeline import stage
 from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.plan.proof.proof import Proof, ProofVerdict
-from trainwright.strategies.tensor import engine as tensor_engine
 
 ON = {"certificate": "refuse"}
 
@@ -76,8 +76,14 @@ def _stray_write(self: Any, count: int, _run: Any = PipelineEngine._run_schedule
 Fault = tuple[str, dict[str, Any], Any, str, Any]
 FAULTS: dict[str, Fault] = {
     "a wrong split": ("gpt", {"tensor": 2, "shard": 1}, cuts.Cut, "part", _other_part),
-    "a sum left out": ("gpt", {"tensor": 2, "shard": 1}, tensor_engine, "reduce_from", lambda x, group: x),
-    "a gradient's sum left out": ("gpt", {"tensor": 2, "shard": 1}, tensor_engine, "copy_to", lambda x, group: x),
+    "a sum left out": ("gpt", {"tensor": 2, "shard": 1}, differentiable, "reduce_from", lambda x, group: x),
+    "a gradient's sum left out": (
+        "gpt",
+        {"tensor": 2, "shard": 1},
+        tensor_engine.collectives,
+        "copy_to",
+        lambda x, group: x,
+    ),
     "a lost hook": ("gpt", {"stage": 2}, reducer.GradientReducer, "__init__", _lost_hook),
     "a wrong group": ("gpt", {"stage": 1}, reducer, "reduce_scatter", _own_part_alone),
     "a wrong activation": ("gpt", {"pipeline": 2, "shard": 1}, stage, "arrive", _half),
