@@ -77,13 +77,7 @@ Fault = tuple[str, dict[str, Any], Any, str, Any]
 FAULTS: dict[str, Fault] = {
     "a wrong split": ("gpt", {"tensor": 2, "shard": 1}, cuts.Cut, "part", _other_part),
     "a sum left out": ("gpt", {"tensor": 2, "shard": 1}, differentiable, "reduce_from", lambda x, group: x),
-    "a gradient's sum left out": (
-        "gpt",
-        {"tensor": 2, "shard": 1},
-        tensor_engine.collectives,
-        "copy_to",
-        lambda x, group: x,
-    ),
+    "a gradient's sum left out": ("gpt", {"tensor": 2, "shard": 1}, differentiable, "copy_to", lambda x, group: x),
     "a lost hook": ("gpt", {"stage": 2}, reducer.GradientReducer, "__init__", _lost_hook),
     "a wrong group": ("gpt", {"stage": 1}, reducer, "reduce_scatter", _own_part_alone),
     "a wrong activation": ("gpt", {"pipeline": 2, "shard": 1}, stage, "arrive", _half),
