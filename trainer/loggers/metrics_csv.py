@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,14 @@ class MetricsCSV(MaskedParameters, CSVLogger):
             os.makedirs(self._root_dir, exist_ok=True)
             self._experiment = _Writer(self.log_dir)
         return self._experiment  # type: ignore[return-value]
+
+    def finalize(self, status: str) -> None:
+        """Write what is left; of a run that has failed as far as that goes.
+
+        A second error would keep Lightning from tearing down the run that the first has ended.
+        """
+        with suppress(OSError) if status == "failed" else nullcontext():
+            super().finalize(status)
 
 
 class _Writer(ExperimentWriter):
