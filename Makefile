@@ -34,8 +34,10 @@ $(BIN)/python:
 # The stamp makes a second `make install` cost nothing until a dependency changes.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,recipes,huggingface]'
-	# It requires torchvision, whose builds on PyPI do not load beside a CPU torch; its models run without.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm
+	# They require torchvision, whose builds on PyPI do not load beside a CPU torch, or older versions of other
+	# packages than the rest does; what the tests use of them runs without.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm \
+		litdata mosaicml-streaming boto3 botocore jmespath s3transfer brotli catalogue cramjam python-snappy zstd
 	@touch $@
 
 train: install  ## Train the gpt recipe on two processes with DDP

@@ -22,6 +22,11 @@ expert              L times 4 A r: tokens and results in each direction, where r
 
 Context and expert ranks average gradients besides (here by zero1, 2 s P; of experts there is one copy). In hybrids each
 axis works on what the others leave. A pipeline with zero3 gathers parameters once a step: 2 s P of its stage.
+
+With ``bf16-mixed`` or ``16-mixed``, of that half as many bytes are sent: weight matrices of blocks where zero3 gathers
+them; all of tensor but the all-reduce after the embedding and the numbers for the loss; keys and values that go round.
+The rest is fp32: gradients, what zero1 and zero2 gather, hidden states between stages (sums of fp32 and 16 bit), tokens
+on their way to experts, and gradients of keys and values, which several ranks add to.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ from trainwright.trainer.trainer import Trainer
 
 MOST_ABOVE_FLOOR = 1.05
 _FLOAT = 4
+HALVES = ("bf16-mixed", "16-mixed")
 _OBSERVED_STEP = 3
 
 
@@ -74,11 +80,18 @@ class Work(NamedTuple):
     ranks: int
     remote: float
     """Other ranks that hold one of a token's experts, on average."""
+    computed: float
+    """Bytes of a number that is computed in the run's precision, as a part of those of fp32."""
 
     @property
     def dense(self) -> float:
         """Parameters but experts."""
         return self.matrices + self.vectors
+
+    @property
+    def rounded(self) -> float:
+        """Bytes that matrices of blocks have less in the precision in which products are computed."""
+        return (1 - self.computed) * (self.matrices - self.outside)
 
     @property
     def share(self) -> float:
@@ -88,12 +101,15 @@ class Work(NamedTuple):
 
 def _tensor(work: Work, ranks: int) -> float:
     share = (ranks - 1) / ranks
-    return 2 * share * (work.hidden * (4 * work.layers + 2) + 3 * _FLOAT * work.positions)
+    hidden = work.hidden * (1 + work.computed * (4 * work.layers + 1))
+    return 2 * share * (hidden + 3 * _FLOAT * work.positions)
 
 
 def _zero3(work: Work, ranks: int, tensor: int) -> float:
     # The one vector outside of the blocks is a norm's, too small to be told apart.
-    return (ranks - 1) / ranks * (3 * (work.matrices / tensor + work.vectors) - work.outside / tensor)
+    return (
+        (ranks - 1) / ranks * (3 * (work.matrices / tensor + work.vectors) - (work.outside + 2 * work.rounded) / tensor)
+    )
 
 
 def _tensor_and_zero3(work: Work) -> float:
@@ -103,7 +119,7 @@ def _tensor_and_zero3(work: Work) -> float:
 
 def _pipeline_and_zero3(work: Work) -> float:
     stages = work.ranks // 2
-    return 2 * (stages - 1) / stages * work.hidden + 2 / 2 * work.dense / stages
+    return 2 * (stages - 1) / stages * work.hidden + (2 * work.dense - work.rounded) / 2 / stages
 
 
 @dataclass(frozen=True)
@@ -138,17 +154,17 @@ AXES: dict[str, Axis] = {
     "context, ring": Axis(
         "context",
         {"attention": "ring", "stage": 1},
-        lambda w: w.share * (6 * w.layers * w.hidden + 2 * w.dense),
+        lambda w: w.share * ((2 + 4 * w.computed) * w.layers * w.hidden + 2 * w.dense),
     ),
     "context, ulysses": Axis(
         "context",
         {"attention": "ulysses", "stage": 1},
-        lambda w: w.share * (8 * w.layers * w.hidden / w.ranks + 2 * w.dense),
+        lambda w: w.share * (8 * w.computed * w.layers * w.hidden / w.ranks + 2 * w.dense),
     ),
     "context, gather": Axis(
         "context",
         {"attention": "gather", "stage": 1},
-        lambda w: w.share * (4 * w.layers * w.hidden + 2 * w.dense),
+        lambda w: w.share * ((2 + 2 * w.computed) * w.layers * w.hidden + 2 * w.dense),
     ),
     "expert": Axis(
         "expert",
@@ -171,7 +187,7 @@ def module_of(axis: Axis, config: GPTConfig) -> GPTModule:
     return MoEModule(MoEConfig(**sizes, experts=8), schedule_steps=10)
 
 
-def work_of(module: GPTModule, samples: int, ranks: int) -> Work:
+def work_of(module: GPTModule, samples: int, ranks: int, precision: str = "32") -> Work:
     """What the formulas need to know; ``samples`` are those of one data rank."""
     config = module.config
     named = dict(module.named_parameters())
@@ -191,13 +207,16 @@ def work_of(module: GPTModule, samples: int, ranks: int) -> Work:
         layers=config.layers,
         ranks=ranks,
         remote=remote,
+        computed=0.5 if precision in HALVES else 1.0,
     )
 
 
-def train(axis: Axis, module: GPTModule, samples: int, steps: int, observe: pl.Callback) -> None:
+def train(axis: Axis, module: GPTModule, samples: int, steps: int, observe: pl.Callback, precision: Any = "32") -> None:
     """Train on this rank, so many samples of a data rank a step, while ``observe`` looks on."""
     ranks = dist.get_world_size()
-    options: dict[str, Any] = {**PLAIN_TRAINER, "accelerator": "cpu", "devices": ranks, "max_steps": steps}
+    options: dict[str, Any] = {
+        **PLAIN_TRAINER, "accelerator": "cpu", "devices": ranks, "max_steps": steps, "precision": precision
+    }  # fmt: skip
     trainer = Trainer(strategy=make_strategy(axis.strategy, **axis.options), callbacks=[observe], **options)
     rows = Ids(axis.data_ranks(ranks) * samples * steps, module.config.seq_len + 1)
     trainer.fit(module, DataLoader(rows, batch_size=samples))

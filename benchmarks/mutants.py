@@ -126,7 +126,8 @@ def noticed_by(tree: Path, mutant: Mutant, seconds: float, workers: int) -> str 
     lines[mutant.line - 1] = lines[mutant.line - 1].replace(mutant.before, mutant.after)
     file.write_text("".join(lines))
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree}", "OMP_NUM_THREADS": "1"}
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-n", str(workers), "--dist", "loadfile", "-o", "timeout=60"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-n", str(workers), "--dist", "loadfile"]
+    options += ["-o", f"timeout={seconds / 4}"]
     try:
         for tests in tests_of(tree, mutant):
             command = [sys.executable, "-m", "pytest", *options, *tests]

@@ -3,6 +3,7 @@
     trainwright <verb> [Hydra overrides] [options]
     trainwright checkpoint <verb> PATH [options]
     trainwright import-deepspeed ds_config.json [Hydra overrides] [options]
+    trainwright generate RUN prompt=TEXT [Hydra overrides] [options]
     trainwright report RUN_DIR [RUN_DIR ...] [options]
     trainwright watch RUN_DIR [options]
     trainwright doctor|profile [key=value ...] [options]
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb in _ALONE:
             return int(tool(verb)(words))
         _make_cwd_importable()
-        if verb == "import-deepspeed":  # reads a recipe of the user's, which may name modules beside it
+        if verb in ("import-deepspeed", "generate"):  # a configuration of the user's may name modules beside it
             return int(tool(verb)(words))
         if _wants_several_processes(words) and detect_launcher() is None:
             # What the ranks of `verify` print must not mix with its report.

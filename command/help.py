@@ -25,6 +25,7 @@ _VERBS = {
     "validate": "measure a module on its validation data",
     "test": "measure a module on its test data",
     "predict": "write a module's predictions to predictions.pt in the run directory",
+    "generate": "continue prompts with the model of a run, on any layout: `trainwright generate --help`",
     "verify": "check that a layout trains as one process does: a few steps of both, compared",
     "layout": "show which rank would do and hold what, in bytes; no process is started",
     "import-deepspeed": "show what a DeepSpeed JSON is in native configuration: `trainwright import-deepspeed --help`",

@@ -33,6 +33,7 @@ VERIFY, LAYOUT, PLAN = "verify", "layout", "plan"
 _FIRST = {
     "checkpoint": "<verb> PATH [options]",
     "import-deepspeed": "ds_config.json [options]",
+    "generate": "RUN prompt=TEXT [key=value ...] [--json]",
     "report": "RUN_DIR [options]",
     "watch": "RUN_DIR [options]",
     "doctor": "[key=value ...] [--json]",

@@ -7,12 +7,16 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn as _auto_ad
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _init_dist_connection as _init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as _set_num_threads_if_needed
+from lightning.fabric.utilities.logger import _convert_params as _convert_params
+from lightning.fabric.utilities.logger import _flatten_dict as _flatten_dict
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import _get_rank as _get_rank
 from lightning.pytorch.core.optimizer import _configure_optimizers as _configure_optimizers
 from lightning.pytorch.core.optimizer import _MockOptimizer as _MockOptimizer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as _DataFetcher
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as _FitLoop
 from lightning.pytorch.loops.loop import _Loop as _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as _AutomaticOptimization
@@ -22,7 +26,9 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as _T
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior as _block_parallel_sync_behavior
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as _IndexBatchSamplerWrapper
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as _register_ddp_comm_hook
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as _WorkerOutput
 from lightning.pytorch.trainer.connectors.accelerator_connector import (
     _select_auto_accelerator as _select_auto_accelerator,
 )
@@ -35,6 +41,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HANDLER as _H
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as _SignalConnector
 from lightning.pytorch.utilities.argparse import _parse_env_variables as _parse_env_variables
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES as _SUPPORTED_MODES
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle as _MaxSizeCycle
 from lightning.pytorch.utilities.data import (
     _get_dataloader_init_args_and_kwargs as _get_dataloader_init_args_and_kwargs,
 )

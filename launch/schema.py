@@ -215,8 +215,8 @@ class RunConfig:
     devices: int | str = number(1, least=1, most=4096)
     # Number of machines.
     nodes: int = number(1, least=1, most=65536)
-    # auto (GPUs when there are any), cpu or gpu.
-    accelerator: str = word("auto", "auto", "cpu", "gpu")
+    # auto (GPUs when there are any), cpu, gpu (CUDA), or mps (Apple's, with strategy=single).
+    accelerator: str = word("auto", "auto", "cpu", "gpu", "mps")
     # Seed of everything random: initial weights, order of samples, dropout.
     seed: int = number(0, most=2**32 - 1)
     # Optimizer steps to train; null = no limit.

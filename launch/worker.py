@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,7 +21,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
@@ -44,7 +44,9 @@ from trainwright.launch.watchdog.callback import Watchdog
 from trainwright.launch.watchdog.limits import AUTO
 from trainwright.strategies.averaging.compression.options import OFF
 from trainwright.strategies.compose.world import options_of
+from trainwright.trainer.loggers.lenient import lenient
 from trainwright.trainer.loggers.metrics_csv import MetricsCSV
+from trainwright.trainer.loggers.runs import LoggerRuns, in_same_run, runs_before
 from trainwright.trainer.loggers.tensorboard import HyperParameters, references_of
 from trainwright.trainer.resume import look_in
 from trainwright.trainer.trainer import Trainer
@@ -133,7 +135,7 @@ def _built(value: DictConfig, key: str, kind: type) -> Any:
     target = value.get("_target_")
     with refused_as(f"{key}: {target} cannot be built"):
         made = instantiate(value, _convert_="all")
-    if isinstance(getattr(made, "_orig_mod", made), kind):  # torch.compile wraps a module
+    if isinstance(made, kind) or isinstance(getattr(made, "_orig_mod", None), kind):  # torch.compile wraps a module
         return made
     raise ConfigError(
         [f"{key}._target_={target}: gives a {type(made).__name__}; type the path of a class of a {kind.__name__}"]
@@ -149,12 +151,13 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     callbacks += _watchdog(cfg, callbacks)
     # The guard looks at what the others may have changed.
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg, "guard"), *more_callbacks]
-    loggers = _loggers(cfg)
-    for logger in loggers:
+    known = runs_before(Path(cfg.run_dir), cfg.ckpt_path)
+    loggers = _loggers(cfg, known)
+    for logger in loggers.values():
         if isinstance(logger, MaskedParameters):
             logger.references = references_of(asked)
-    if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-        callbacks.append(HyperParameters(asked))
+    typed = HyperParameters(asked)
+    callbacks += [typed, LoggerRuns(loggers, Path(cfg.run_dir), known, typed.values, report=cfg.report)]
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
     begin: dict[str, Any] = {} if cfg.init_from is None else {"init_from": cfg.init_from}
@@ -169,7 +172,7 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
         accelerator=cfg.accelerator,
         precision=cfg.precision,
         callbacks=callbacks,
-        logger=loggers,
+        logger=list(loggers.values()),
         max_steps=-1 if cfg.max_steps is None else cfg.max_steps,
         # With neither limit Lightning would take 1000 epochs.
         max_epochs=cfg.max_epochs if has_end else -1,
@@ -250,15 +253,19 @@ def _was_restoring(error: Exception) -> bool:
 
 
 def _build_all(cfg: DictConfig, group: str) -> list[Any]:
-    kind = Logger if group == "logger" else Callback
-    return [_built(value, f"{group}.{name}", kind) for name, value in cfg[group].items() if value is not None]
+    return [_built(value, f"{group}.{name}", Callback) for name, value in cfg[group].items() if value is not None]
 
 
-def _loggers(cfg: DictConfig) -> list[Logger]:
-    """The loggers of the configuration; metrics.csv is always among them."""
-    loggers: list[Logger] = _build_all(cfg, "logger")
-    if not any(isinstance(logger, CSVLogger) for logger in loggers):
-        loggers.append(MetricsCSV(cfg.run_dir))
+def _loggers(cfg: DictConfig, known: Mapping[str, Mapping[str, str]]) -> dict[str, Logger]:
+    """The loggers of the configuration by name; metrics.csv is always among them, and only its errors end a run."""
+    loggers: dict[str, Logger] = {}
+    for name, value in cfg.logger.items():
+        if value is not None:
+            options = OmegaConf.create(in_same_run(value, known.get(name, {})))
+            made = _built(options, f"logger.{name}", Logger)
+            loggers[name] = made if isinstance(made, CSVLogger) else lenient(made)
+    if not any(isinstance(logger, CSVLogger) for logger in loggers.values()):
+        loggers["metrics.csv"] = MetricsCSV(cfg.run_dir)
     return loggers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-
-from trainwright.recipes.gpt.prompts import Prompt, continue_greedily, decode_bytes
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: float, final_factor: float) -> float:
@@ -42,12 +40,6 @@ def learning_rate_factor(step: int, warmup_steps: int, total_steps: float, final
 
 
 OptimizerFactory = Callable[[Any], Optimizer]
-
-
-class Prefix(NamedTuple):
-    """A batch that asks ``predict_step`` for the logits of the ids after ``ids_BT``, integer ``(B, T)``."""
-
-    ids_BT: Tensor  # noqa: N815
 
 
 class LanguageModule(LightningModule):
@@ -120,27 +112,16 @@ class LanguageModule(LightningModule):
         """Log ``test_loss`` and ``test_bpb``."""
         self._log_held_out("test", batch)
 
-    def predict_step(self, batch: Tensor | Prefix | Prompt, batch_idx: int) -> Tensor | list[str]:
-        """What the batch asks for.
-
-        Returns:
-            For windows ``(B, T + 1)`` the bits per token of each, float32 ``(B,)``; for a
-            :class:`~trainwright.recipes.gpt.prompts.Prompt` each text with its most likely continuation; for a
-            :class:`Prefix` the logits, ``(B, T, V)``.
-        """
-        if isinstance(batch, Prompt):
-            new = continue_greedily(self, batch).tolist()
-            return [text + self._decode(ids) for text, ids in zip(batch.text, new, strict=True)]
-        if isinstance(batch, Prefix):
-            logits_BTV: Tensor = self(batch.ids_BT)  # noqa: N806
-            return logits_BTV
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Bits per token of windows ``(B, T + 1)``, float32 ``(B,)``."""
         return self._losses(batch).mean(dim=1) / math.log(2)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer with weight decay on matrices only, and a learning rate schedule that steps every step."""
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
-        optimizer = self.optimizer_factory([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = self.optimizer_factory([group for group in groups if group["params"]])
         steps = self.trainer.estimated_stepping_batches if self.schedule_steps is None else self.schedule_steps
         factor = partial(
             learning_rate_factor,
@@ -149,12 +130,6 @@ class LanguageModule(LightningModule):
             final_factor=self.final_lr_factor,
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
-
-    def _decode(self, ids: list[int]) -> str:
-        # The data know how text became ids; on their own, ids are bytes.
-        data = getattr(self.trainer, "datamodule", None)
-        text: str = getattr(data, "decode", decode_bytes)(ids)
-        return text
 
     def _losses(self, windows: Tensor) -> Tensor:
         """Nats per token, float32 ``(B, T)``, of windows ``(B, T + 1)``."""

@@ -75,6 +75,7 @@ LIGHT = {
     "trainwright.command.cli": {"torch", "lightning", "jinja2", "rich"},
     "trainwright.tools.report.page": {"torch", "lightning", "omegaconf"},
     "trainwright.tools.report.watch": {"torch", "lightning", "omegaconf"},
+    "trainwright.launch.worker": {"wandb", "mlflow"},
 }
 
 

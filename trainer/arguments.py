@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
+from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
+from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import AutocastPrecision
 from trainwright.strategies.contract.registry import is_strategy, make_strategy, strategy_options
 from trainwright.trainer.data.partition import PARTITIONS
@@ -96,26 +96,12 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
         count = _device_count(kwargs)
         if count is None:
             return strategy
-        # A notebook's module is in no script that other processes could run.
-        forks = accelerator_connector._IS_INTERACTIVE and int(kwargs.get("num_nodes", 1)) == 1
-        options = {"start_method": "fork"} if count > 1 and forks else {}
-        return make_strategy("single" if count == 1 else "ddp", **options)  # type: ignore[no-any-return]
+        return make_strategy("single" if count == 1 else "ddp")  # type: ignore[no-any-return]
     if is_strategy(strategy):
-        _refuse_in_notebook(strategy, kwargs)
         return make_strategy(strategy)  # type: ignore[no-any-return]
     if strategy not in StrategyRegistry.available_strategies():
         strategy_options(strategy)  # raises, naming what there is
     return strategy
-
-
-def _refuse_in_notebook(strategy: str, kwargs: dict[str, Any]) -> None:
-    """Raise where ranks would be started by running the script again, and there is none."""
-    if accelerator_connector._IS_INTERACTIVE and (_device_count(kwargs) or 1) > 1:
-        raise MisconfigurationException(
-            f"`Trainer(strategy={strategy!r})` is not compatible with an interactive environment on several devices: "
-            "its ranks are started by running the script again, and a notebook is none. Use strategy='auto' (DDP on "
-            "forked processes) or devices=1, or start a script or the command trainwright."
-        )
 
 
 def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,10 +119,35 @@ def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**taken, **given}
 
 
+def accelerator_for(strategy: str | Strategy, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``accelerator`` of the Trainer on a machine with an Apple GPU: the CPU for strategies that need collectives.
+
+    Args:
+        strategy: resolved.
+        kwargs: arguments for Lightning.
+
+    Raises:
+        ValueError: if the Apple GPU is asked for with such a strategy.
+    """
+    options = getattr(strategy, "options", None)
+    if not isinstance(options, StrategyOptions) or options.takes_mps or _accelerator_name(kwargs) != "mps":
+        return {}
+    name = type(strategy).__name__
+    if kwargs.get("accelerator", "auto") != "auto":
+        raise ValueError(
+            f"accelerator={kwargs['accelerator']!r} with {name}: an Apple GPU is trained on with "
+            "strategy='single' alone, for it has no collectives. Use that, or accelerator='cpu'."
+        )
+    rank_zero_info(f"Training on the CPU: {name} needs collectives, which the Apple GPU here does not have.")
+    return {"accelerator": "cpu"}
+
+
 def _accelerator_name(kwargs: dict[str, Any]) -> str | None:
     accelerator = kwargs.get("accelerator", "auto")
     if accelerator == "auto":
         return _select_auto_accelerator()
+    if accelerator == "gpu" and not CUDAAccelerator.is_available() and MPSAccelerator.is_available():
+        return "mps"
     return accelerator if isinstance(accelerator, str) else None
 
 
@@ -144,7 +155,7 @@ def _device_count(kwargs: dict[str, Any]) -> int | None:
     """Number of devices of the run; ``None`` where Lightning is to choose (accelerators that we know nothing of)."""
     name = _accelerator_name(kwargs)
     name = "cuda" if name == "gpu" and CUDAAccelerator.is_available() else name
-    if name not in ("cpu", "cuda"):
+    if name not in ("cpu", "cuda", "mps"):
         return None
     accelerator = AcceleratorRegistry[name]["accelerator"]
     devices = kwargs.get("devices", "auto")
@@ -152,6 +163,9 @@ def _device_count(kwargs: dict[str, Any]) -> int | None:
         devices = 1 if name == "cuda" and accelerator_connector._IS_INTERACTIVE else accelerator.auto_device_count()
     if devices in ([], 0, "0"):
         return None  # Lightning's own error
+    if name == "mps":  # there is one; of several, those are the CPU's
+        name = "mps" if devices in (1, "1", [0], -1, "-1") else "cpu"
+        accelerator = AcceleratorRegistry[name]["accelerator"]
     parsed = accelerator.parse_devices(devices)
     return len(accelerator.get_parallel_devices(parsed)) * int(kwargs.get("num_nodes", 1))
 

@@ -44,6 +44,7 @@ from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.precision import set_loss_scale
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.arguments import (
+    accelerator_for,
     check_batch_options,
     check_partition,
     fp16_on_cpu,
@@ -131,6 +132,8 @@ class Trainer(RunTrainer):
     if not TYPE_CHECKING:  # Lightning's own, read twenty times a step, without a frame of Python for each
         strategy = property(attrgetter("_accelerator_connector.strategy"))
         lightning_module = property(attrgetter("_accelerator_connector.strategy.lightning_module"))
+        # Lightning compares the names of stages as lower-case text.
+        training = property(lambda self: self.state.stage is RunningStage.TRAINING, LightningTrainer.training.fset)
         current_epoch = property(attrgetter("fit_loop.epoch_progress.current.completed"))
 
     @_with_environment
@@ -160,8 +163,10 @@ class Trainer(RunTrainer):
         check_batch_options(global_batch_size, kwargs)
         check_partition(data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))
+        strategy = resolve_strategy(strategy, kwargs)
+        kwargs.update(accelerator_for(strategy, kwargs))
         # Without reading the environment again, where it would take our arguments for its own.
-        LightningTrainer.__init__.__wrapped__(self, strategy=resolve_strategy(strategy, kwargs), **kwargs)  # type: ignore[attr-defined]
+        LightningTrainer.__init__.__wrapped__(self, strategy=strategy, **kwargs)  # type: ignore[attr-defined]
         self.global_batch_size = global_batch_size
         self.uneven_steps = uneven_steps
         self.global_batch = self.settled_accumulation = None

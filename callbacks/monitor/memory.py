@@ -62,6 +62,11 @@ def _held(trainer: Any) -> dict[str, int]:
             "peak": torch.cuda.max_memory_allocated(device),
         }
         torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "mps":
+        found |= {
+            "allocated": torch.mps.current_allocated_memory(),
+            "reserved": torch.mps.driver_allocated_memory(),
+        }
     measures = getattr(trainer.strategy, "measures", None)
     if measures is not None:
         held = measures.held_bytes()

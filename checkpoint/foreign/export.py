@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as a file of another tool: safetensors, Hugging Face, Lightning, torch.
+"""A checkpoint of any layout as a file of another tool: safetensors, Hugging Face, peft, Lightning, torch.
 
 One tensor at a time is read and written, so a model larger than this machine's memory is exported too.
 """
@@ -6,6 +6,7 @@ One tensor at a time is read and written, so a model larger than this machine's 
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.foreign.adapters import Adapter
 from trainwright.checkpoint.foreign.lightning_file import as_lightning
+from trainwright.checkpoint.foreign.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, check_torch_file, write_torch_file
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
@@ -25,8 +28,9 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import understood
 from trainwright.core.text.sizes import size_text
 
-Format = Literal["safetensors", "hf", "lightning", "torch"]
-FORMATS: tuple[str, ...] = ("safetensors", "hf", "lightning", "torch")
+Format = Literal["safetensors", "hf", "peft", "lightning", "torch"]
+FORMATS: tuple[str, ...] = ("safetensors", "hf", "peft", "lightning", "torch")
+_ONE_FILE = ("peft", "lightning", "torch")
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file of a folder, unless said otherwise."""
@@ -41,6 +45,12 @@ _DTYPES = {
     }.items()
     for name in names
 }
+# What wrappers of peft add to the names of the weights that an adapter is merged into.
+_OF_WRAPPERS = re.compile(r"\.(base_layer|original_module)\.")
+_OLD = (
+    "or was written by a version that kept nothing of adapters (resume it with this one and save it again), so no "
+    "adapter is known"
+)
 # What an adapter adds to the names of the model that it was put into.
 _ADAPTERS = (".lora_", ".base_layer.", ".modules_to_save.", ".ia3_")
 
@@ -54,6 +64,8 @@ class _Order:
     dtype: torch.dtype | None
     overwrite: bool
     model: str | None
+    merge: bool
+    tokenizer: str | Path | None
 
 
 def export(
@@ -65,6 +77,8 @@ def export(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     model: str | None = None,
+    merge: bool = False,
+    tokenizer: str | Path | None = None,
 ) -> Path:
     """Write the checkpoint at ``path`` in another format. It is verified first, and stays as it is.
 
@@ -73,14 +87,19 @@ def export(
         to: where to; a path of this machine.
         format: ``"safetensors"``: the weights under the module's names, as one file (``to`` ends in ``.safetensors``)
             or a folder of shards with an index. ``"hf"``: a folder that ``from_pretrained`` reads, of the Hugging Face
-            model in the module. ``"lightning"``: a ``.ckpt`` file that ``load_from_checkpoint`` and Lightning's own
+            model in the module. ``"peft"``: a folder that ``PeftModel.from_pretrained`` reads, of the active adapter in
+            the module; needs peft. ``"lightning"``: a ``.ckpt`` file that ``load_from_checkpoint`` and Lightning's own
             Trainer read. ``"torch"``: a file with ``{name: tensor}``.
         max_shard_bytes: bytes of tensors in one file at most, unless a single tensor is larger; ``None``: 5 GB in a
             folder, no limit for one file. Only for ``"safetensors"`` and ``"hf"``.
         dtype: convert floating-point weights to it (``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"``);
             ``None``: as they are. Not for ``"lightning"``, whose optimizer states belong to the weights as they are.
         overwrite: replace an earlier export; off: refuse if ``to`` exists.
-        model: for ``"hf"`` and modules with several Hugging Face models, the attribute path of the one to export.
+        model: for ``"hf"`` and ``"peft"`` and modules with several such models, the attribute path of the one to
+            export.
+        merge: for ``"hf"``, merge the model's active adapter (LoRA, DoRA or IA3 of peft) into the weights; needs peft.
+        tokenizer: for ``"hf"`` and ``"peft"``, a folder with the tokenizer's files, which are copied beside the
+            weights; ``None``: the ``tokenizer/`` of the run directory in which the checkpoint lies, if there is one.
 
     Returns:
         The file or folder that was written.
@@ -90,7 +109,7 @@ def export(
             for the format, or if ``to`` cannot be written; nothing is left there then.
         DamagedCheckpoint: if the checkpoint is damaged.
     """
-    order = _Order(_target(to), max_shard_bytes, _dtype(dtype), overwrite, model)
+    order = _Order(_target(to), max_shard_bytes, _dtype(dtype), overwrite, model, merge, tokenizer)
     _refuse_contradictions(order, format)
     state = RunState.open(path)
     _WRITERS[format](state, order)
@@ -118,7 +137,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def _refuse_contradictions(order: _Order, format: str) -> None:
     if format not in FORMATS:
         raise CheckpointError(f"format={format!r} is not known; give one of {', '.join(FORMATS)}.")
-    if order.max_shard_bytes is not None and format in ("lightning", "torch"):
+    if order.max_shard_bytes is not None and format in _ONE_FILE:
         raise CheckpointError(f"max_shard_bytes (--max-shard-size) has no meaning for format={format}: it is one file.")
     if order.max_shard_bytes is not None and order.max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes={order.max_shard_bytes} must be at least 1.")
@@ -127,14 +146,19 @@ def _refuse_contradictions(order: _Order, format: str) -> None:
             "dtype has no meaning for format=lightning, whose optimizer states belong to the weights as they are; "
             "export the weights alone with format=torch or format=safetensors."
         )
-    if order.model is not None and format != "hf":
-        raise CheckpointError(f"model={order.model!r} has a meaning for format=hf only, not for format={format}.")
+    for name, given, formats in (
+        ("model", order.model, ("hf", "peft")), ("tokenizer", order.tokenizer, ("hf", "peft")),
+        ("merge", order.merge or None, ("hf",)),
+    ):  # fmt: skip
+        if given is not None and format not in formats:
+            only = " and format=".join(formats)
+            raise CheckpointError(f"{name}={given!r} has a meaning for format={only} only, not for format={format}.")
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def _weights(state: RunState, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+def _weights(state: RunState) -> dict[str, LazyTensor]:
     """The module's ``state_dict`` without what is no tensor, in its order; tied ones share a key."""
     saved = state.tree.get("state_dict")
     if not isinstance(saved, Mapping):
@@ -145,13 +169,17 @@ def _weights(state: RunState, dtype: torch.dtype | None) -> dict[str, LazyTensor
             f"{', '.join(others)}: the module's extra state is no tensor and is left out; format=lightning keeps it.",
             stacklevel=2,
         )
-    return {name: _converted(name, _lazy(name, saved[name]), dtype) for name in saved if name not in others}
+    return {name: _lazy(name, saved[name]) for name in saved if name not in others}
 
 
 def _lazy(name: str, value: StoredTensor | Tensor) -> LazyTensor:
     if isinstance(value, StoredTensor):
         return LazyTensor(value.key, tuple(value.shape), value.dtype, value.whole)
     return LazyTensor(f"value of {name}", tuple(value.shape), value.dtype, lambda: value)
+
+
+def _all_converted(weights: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    return {name: _converted(name, lazy, dtype) for name, lazy in weights.items()}
 
 
 def _converted(name: str, lazy: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
@@ -184,7 +212,7 @@ def _written_once(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTens
 
 def _safetensors(state: RunState, order: _Order) -> None:
     with understood(state.path):
-        weights, tied = _written_once(_weights(state, order.dtype))
+        weights, tied = _written_once(_all_converted(_weights(state), order.dtype))
     # Tied names as the safetensors package writes them: what is left out, and what to take instead.
     metadata = {"format": "pt", **tied}
     if order.target.suffix != ".safetensors":
@@ -204,46 +232,93 @@ def _safetensors(state: RunState, order: _Order) -> None:
 def _hugging_face(state: RunState, order: _Order) -> None:
     with understood(state.path):
         kept, files = _hugging_face_content(state, order)
-    _write_folder(order, kept, {"format": "pt"}, files)
+    _write_folder(order, _all_converted(kept, order.dtype), {"format": "pt"}, files)
 
 
 def _hugging_face_content(state: RunState, order: _Order) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-    """The weights of a Hugging Face model, and the JSON files beside them."""
-    facts = _facts(state, order.model)
+    """The weights of a Hugging Face model, and the files beside them."""
+    facts = _hugging_face_facts(state, order.model)
+    inside = _merged(state, facts) if order.merge else _unadapted(state, facts)
+    names = [[_OF_WRAPPERS.sub(".", name) for name in group] for group in facts["tied"]]
+    first = {name: position for group in names for position, name in enumerate(group)}
+    kept, _ = _written_once(dict(sorted(inside.items(), key=lambda item: first.get(item[0], 0))))
+    kept = {name: lazy for name, lazy in inside.items() if name in kept}
+    dtypes = [order.dtype or lazy.dtype for lazy in kept.values() if lazy.dtype.is_floating_point]
+    config = {**facts["config"], "dtype": str(dtypes[0]).removeprefix("torch.") if dtypes else facts["dtype"]}
+    if order.merge and any(len({inside[name].key for name in group if name in inside}) > 1 for group in names):
+        # The adapter has changed one of them alone.
+        config["tie_word_embeddings"], kept = False, inside
+    return kept, {"config.json": config, **_files_beside(state, order, facts)}
+
+
+def _unadapted(state: RunState, facts: Mapping[str, Any]) -> dict[str, LazyTensor]:
     prefix = f"{facts['prefix']}." if facts["prefix"] else ""
-    weights = _weights(state, order.dtype)
-    inside = {name.removeprefix(prefix): lazy for name, lazy in weights.items() if name.startswith(prefix)}
+    inside = {name.removeprefix(prefix): lazy for name, lazy in _weights(state).items() if name.startswith(prefix)}
     adapters = [name for name in inside if any(mark in name for mark in _ADAPTERS)]
     if adapters:
         raise CheckpointError(
-            f"{facts['class']} has adapters in it ({adapters[0]}, ...), which from_pretrained would not find. Merge "
-            "them in Python and save the model (merge_and_unload() of peft), or give format=safetensors."
+            f"{facts['class']} has adapters in it ({adapters[0]}, ...), which from_pretrained would not find. Give "
+            "merge=True (--merge) to merge them into the weights, format=peft to export the adapter alone, or "
+            "format=safetensors for all tensors as they are."
         )
-    first = {name: position for group in facts["tied"] for position, name in enumerate(group)}
-    kept, _ = _written_once(dict(sorted(inside.items(), key=lambda item: first.get(item[0], 0))))
-    kept = {name: lazy for name, lazy in inside.items() if name in kept}
-    dtypes = [str(lazy.dtype).removeprefix("torch.") for lazy in kept.values() if lazy.dtype.is_floating_point]
-    files = {"config.json": {**facts["config"], "dtype": dtypes[0] if dtypes else facts["dtype"]}}
-    if facts["generation_config"] is not None:
-        files["generation_config.json"] = facts["generation_config"]
-    return kept, files
+    return inside
 
 
-def _facts(state: RunState, model: str | None) -> dict[str, Any]:
-    found: Sequence[dict[str, Any]] = state.about.get("hugging_face") or []
-    if not found:
+def _merged(state: RunState, facts: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    around = [f for f in state.about.get("peft") or () if facts["prefix"].startswith(_under(f["prefix"]))]
+    if not around:
         raise CheckpointError(
-            f"{state.path} was not made from a module with a Hugging Face model, so there is no config.json to write. "
-            "Give format=safetensors."
+            f"{facts['class']} of {state.path} lies in no PeftModel, {_OLD}. Leave out merge, or give "
+            "format=safetensors."
         )
+    return _adapter(state, around[0]).merged()
+
+
+def _peft(state: RunState, order: _Order) -> None:
+    with understood(state.path):
+        adapter = _adapter(state, _peft_facts(state, order.model))
+        files = {"adapter_config.json": adapter.config, **_files_beside(state, order, adapter.base)}
+        weights = adapter.own()
+    _write_folder(order, _all_converted(weights, order.dtype), {"format": "pt"}, files, "adapter_model")
+
+
+def _adapter(state: RunState, facts: Mapping[str, Any]) -> Adapter:
+    trained = (state.tree.get("trainwright") or {}).get("trained", ())
+    models = state.about.get("hugging_face") or []
+    return Adapter.of(facts, models, _weights(state), trained, state.about.get("init_from"))
+
+
+def _files_beside(state: RunState, order: _Order, facts: Mapping[str, Any]) -> dict[str, Any]:
+    generation = facts["generation_config"]
+    files = {} if generation is None else {"generation_config.json": generation}
+    return {**files, **tokenizer_files(state.path, order.tokenizer)}
+
+
+def _under(prefix: str) -> str:
+    return f"{prefix}." if prefix else ""
+
+
+def _hugging_face_facts(state: RunState, model: str | None) -> dict[str, Any]:
+    found = state.about.get("hugging_face") or []
+    return _chosen(found, model, state.path, "Hugging Face model", "so there is no config.json to write")
+
+
+def _peft_facts(state: RunState, model: str | None) -> dict[str, Any]:
+    return _chosen(state.about.get("peft") or [], model, state.path, "PeftModel", _OLD)
+
+
+def _chosen(found: Sequence[dict[str, Any]], model: str | None, path: str, kind: str, without: str) -> dict[str, Any]:
+    """Facts of the one that was asked for."""
+    if not found:
+        raise CheckpointError(f"{path} was made from a module without a {kind}, {without}. Give format=safetensors.")
     prefixes = [facts["prefix"] for facts in found]
     if model is None and len(found) == 1:
         return found[0]
     if model not in prefixes:
         given = "it was not said which" if model is None else f"there is no {model!r}"
         raise CheckpointError(
-            f"{state.path} has Hugging Face models at {', '.join(map(repr, prefixes))}, and {given}. Give model=<one "
-            "of these> in Python, or format=safetensors for all weights."
+            f"{path} has {kind}s at {', '.join(map(repr, prefixes))}, and {given}. Give model=<one of these> "
+            "(--model), or format=safetensors for all weights."
         )
     return found[prefixes.index(model)]
 
@@ -261,13 +336,14 @@ def _lightning(state: RunState, order: _Order) -> None:
 
 def _torch(state: RunState, order: _Order) -> None:
     with understood(state.path):
-        weights = _weights(state, order.dtype)
+        weights = _all_converted(_weights(state), order.dtype)
     _write_torch(order, weights, _num_bytes(_written_once(weights)[0].values()))
 
 
 _WRITERS: dict[str, Callable[[RunState, _Order], None]] = {
     "safetensors": _safetensors,
     "hf": _hugging_face,
+    "peft": _peft,
     "lightning": _lightning,
     "torch": _torch,
 }
@@ -285,17 +361,22 @@ def _write_torch(order: _Order, tree: Any, needed: int) -> None:
 
 
 def _write_folder(
-    order: _Order, weights: Mapping[str, LazyTensor], metadata: Mapping[str, str], others: Mapping[str, Any]
+    order: _Order,
+    weights: Mapping[str, LazyTensor],
+    metadata: Mapping[str, str],
+    others: Mapping[str, Any],
+    name: str = "model",
 ) -> None:
-    """A folder of shards, with an index if there are several, and JSON files beside them."""
+    """A folder of shards, with an index if there are several, and other files (bytes, or JSON) beside them."""
     refuse_full(order.target, _num_bytes(weights.values()))
-    shards = _shards(weights, order.max_shard_bytes or DEFAULT_SHARD_BYTES)
+    limit = order.max_shard_bytes or DEFAULT_SHARD_BYTES
+    shards = _shards(weights, limit if name == "model" else None)  # peft reads one file
     total = len(shards)
-    names = [f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)]
-    names = names if total > 1 else ["model.safetensors"]
+    names = [f"{name}-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)]
+    names = names if total > 1 else [f"{name}.safetensors"]
     files = dict(others)
     if total > 1:
-        files["model.safetensors.index.json"] = {
+        files[f"{name}.safetensors.index.json"] = {
             "metadata": {"total_size": _num_bytes(weights.values())},
             "weight_map": {key: file for file, keys in zip(names, shards, strict=True) for key in keys},
         }
@@ -304,7 +385,8 @@ def _write_folder(
         for file, keys in zip(names, shards, strict=True):
             _write_file(pending / file, weights, keys, metadata)
         for file, content in files.items():
-            (pending / file).write_text(json.dumps(content, indent=2) + "\n")
+            plain = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
+            (pending / file).write_bytes(plain)
 
 
 def _write_file(
@@ -340,6 +422,8 @@ def _is_export(name: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json")) or name in (
         "config.json",
         "generation_config.json",
+        "adapter_config.json",
+        *TOKENIZER_FILES,
     )
 
 

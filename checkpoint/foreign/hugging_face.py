@@ -1,17 +1,22 @@
 """What must be known of Hugging Face models within a module to write them as ``from_pretrained`` reads them.
 
-``transformers`` is never imported: a model that is one brings everything along.
+The same of adapters of peft. Neither package is imported: a model that is of one brings everything along.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from trainwright.checkpoint.format.names import tied_names
+from trainwright.checkpoint.format.names import ADAPTED, tied_names
+from trainwright.core.errors import CheckpointError
+
+LAYER_ADAPTERS = ("LORA", "ADALORA", "IA3", "VERA", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "FOURIERFT")
+"""Kinds of adapters that lie in the layers of a model, and begin with values that do not depend on its weights."""
 
 
 def hugging_face_facts(module: nn.Module) -> list[dict[str, Any]]:
@@ -60,6 +65,83 @@ def _source_first(names: Sequence[str], model: nn.Module) -> list[str]:
     return sorted(names, key=lambda name: name in followers)
 
 
+def peft_facts(module: nn.Module) -> list[dict[str, Any]]:
+    """What an export needs to know of the adapters of each ``PeftModel`` in ``module``.
+
+    Returns:
+        One JSON value per model, none if there are no such models::
+
+            {"prefix": "model",                 # where it stands; "" if the module itself is one
+             "adapters": {"default": {...}},    # by name, what adapter_config.json holds
+             "active": ["default"]}
+    """
+    models: list[tuple[str, Any]] = [(name, sub) for name, sub in module.named_modules() if is_peft_model(sub)]
+    return [
+        {
+            "prefix": name,
+            "adapters": {adapter: _plain(config.to_dict()) for adapter, config in model.peft_config.items()},
+            "active": list(model.active_adapters),
+        }
+        for name, model in models
+    ]
+
+
+def adapter_tensors(module: nn.Module) -> dict[str, str]:
+    """The tensors that adapters of peft have put into ``module``.
+
+    Returns:
+        Name in ``module.state_dict()`` -> name of the tensor of the base model that it begins as a copy of
+        (``modules_to_save``), or an empty text if it begins with a value of its own.
+    """
+    found: dict[str, str] = {}
+    outer = ""
+    for prefix, layer in module.named_modules():
+        if not hasattr(layer, "adapter_layer_names") or (outer and prefix.startswith(outer)):
+            continue
+        outer = f"{prefix}."
+        for name in layer.state_dict():
+            part, _, rest = name.partition(".")
+            if part == "modules_to_save":
+                found[outer + name] = f"{outer}original_module.{rest.partition('.')[2]}"
+            elif part not in ADAPTED:
+                found[outer + name] = ""
+    return found
+
+
+def refuse_late_weights(module: nn.Module, where: str) -> None:
+    """Refuse to read the base weights of adapters that have made their initial values from other ones.
+
+    Raises:
+        CheckpointError: if there are such adapters in ``module``; ``where`` says what is read.
+    """
+    configs = (config for facts in peft_facts(module) for config in facts["adapters"].values())
+    reasons = [reason for config in configs for reason in _made_from_weights(config)]
+    if reasons:
+        raise CheckpointError(
+            f"The adapter of the module ({', '.join(reasons)}) has made its initial values from the weights that the "
+            f"module was built with, and {where} holds other ones and no adapter. Build the module with these weights "
+            "(from_pretrained) and leave out init_from, or begin from a checkpoint with the adapter in it."
+        )
+
+
+def _made_from_weights(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("peft_type") not in LAYER_ADAPTERS:
+        yield f"peft_type={config.get('peft_type')}"
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        yield f"init_lora_weights={config['init_lora_weights']}"
+    yield from (f"{name}={config[name]}" for name in ("use_dora", "trainable_token_indices") if config.get(name))
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """As ``adapter_config.json`` has it: sets are lists, paths are texts, that of a folder is absolute."""
+    base = config.get("base_model_name_or_path")
+    config = {**config, "base_model_name_or_path": os.path.abspath(base) if base and os.path.isdir(base) else base}
+    plain: dict[str, Any] = json.loads(
+        json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    )
+    return plain
+
+
 def outermost_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Hugging Face models that lie in no other one, by fully qualified name."""
     found: list[str] = []
@@ -72,6 +154,13 @@ def outermost_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_pretrained_model(module: nn.Module) -> bool:
     """Whether ``module`` is a ``transformers.PreTrainedModel``."""
-    return any(
-        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(module).__mro__
-    )
+    return _is_of(module, "PreTrainedModel", "transformers.")
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``peft.PeftModel``."""
+    return _is_of(module, "PeftModel", "peft.")
+
+
+def _is_of(module: nn.Module, name: str, package: str) -> bool:
+    return any(c.__name__ == name and c.__module__.startswith(package) for c in type(module).__mro__)

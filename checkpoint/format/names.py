@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -15,6 +16,8 @@ Shape = tuple[int, ...]
 
 # Parts of names that wrappers add and that name no module of the user's.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
+# What wrappers of peft add to the names of the weights that an adapter leaves as they are.
+ADAPTED = frozenset({"base_layer", "original_module"})
 # Names from which the prefixes are guessed, and prefixes that are then tried on all names.
 _SAMPLE = 64
 _TRIED = 16
@@ -27,6 +30,7 @@ def match_names(
     source: TensorSource,
     *,
     tied: Iterable[Collection[str]] = (),
+    adapters: Mapping[str, str] = MappingProxyType({}),
     strict: bool = True,
     where: str = "the file",
     say: Callable[[str], object] | None = None,
@@ -35,12 +39,14 @@ def match_names(
 
     Names agree exactly, or after one prefix on either side that is the same for all: ``model.`` before the names of a
     Hugging Face file, ``module.`` before those of a file that another tool wrote. What compilers and wrappers add to
-    names (``_orig_mod.`` and the like) does not count.
+    names (``_orig_mod.`` and the like) does not count, and what peft adds does not where there are adapters.
 
     Args:
         module_names: name -> shape of each tensor of the module.
         source: where the tensors are.
         tied: groups of names that are one tensor. A group is complete when the source has any of its names.
+        adapters: tensors of adapters in the module -> the tensor that they are a copy of where the source has none of
+            their own, or an empty text: they may keep their values where the source has no adapter.
         strict: whether every tensor must find its other half. ``False`` leaves out what does not.
         where: the source in words, for messages.
         say: is told what ``strict=False`` left out on either side; ``None``: nobody.
@@ -52,12 +58,12 @@ def match_names(
         CheckpointError: if two prefixes fit equally well, if two keys fit one name, if no name fits at all, or
             (``strict``) if something is missing, unexpected or of another shape.
     """
-    match = _Match.best(module_names, source, where)
-    pairs = match.pairs()
-    _add_tied(pairs, module_names, tied)
+    pairs = _Match.best(module_names, source, where, _WRAPPERS | (ADAPTED if adapters else set())).pairs()
+    added = set() if any(name in pairs for name in adapters) else {name for name, of in adapters.items() if not of}
+    _add_tied(pairs, module_names, [*tied, *((name, of) for name, of in adapters.items() if of)])
     found = {name: pairs[name] for name in module_names if name in pairs}
     wrong = [name for name, key in found.items() if tuple(source.shape(key)) != tuple(module_names[name])]
-    missing = [name for name in module_names if name not in found]
+    missing = [name for name in module_names if name not in found and name not in added]
     unexpected = [key for key in source.keys() if key not in set(found.values())]  # noqa: SIM118 - a source is no dict
     shapes = [f"{n}: {tuple(module_names[n])}, in the file {tuple(source.shape(found[n]))}" for n in wrong]
     left = _leftovers(missing, unexpected, shapes)
@@ -95,8 +101,10 @@ class _Match:
     key_prefix: str
 
     @classmethod
-    def best(cls, module_names: Mapping[str, Shape], source: TensorSource, where: str) -> _Match:
-        names, keys = _plain(module_names, "the module"), _plain(source.keys(), where)
+    def best(
+        cls, module_names: Mapping[str, Shape], source: TensorSource, where: str, wrappers: Collection[str]
+    ) -> _Match:
+        names, keys = _plain(module_names, "the module", wrappers), _plain(source.keys(), where, wrappers)
         candidates = [cls(names, keys, *prefixes) for prefixes in _prefixes(list(names), list(keys))]
         ranked = sorted((m for m in candidates if m.is_plausible), key=lambda m: m._rank(module_names, source))
         if not ranked:
@@ -135,11 +143,11 @@ class _Match:
         return -fitting, bool(self.name_prefix) + bool(self.key_prefix)
 
 
-def _plain(names: Iterable[str], where: str) -> dict[str, str]:
+def _plain(names: Iterable[str], where: str, wrappers: Collection[str]) -> dict[str, str]:
     """Name without what wrappers added -> name."""
     plain: dict[str, str] = {}
     for name in names:
-        short = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        short = ".".join(part for part in name.split(".") if part not in wrappers)
         if short in plain:
             raise CheckpointError(f"{plain[short]} and {name} of {where} are the same but for wrappers; keep one.")
         plain[short] = name

@@ -41,6 +41,13 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def has_mps() -> bool:
+    """Whether torch can use an Apple GPU here."""
+    import torch
+
+    return torch.backends.mps.is_available()
+
+
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -6,6 +6,7 @@ runs/<name>/<date>_<time>/
     plan.json          what `auto` was decided to be and what it was predicted to need; measured, once it has run
     metrics.csv        everything logged, one row per logged step
     summary.json       how it ended
+    loggers.json       which runs of other services its loggers write to
     events.out.*       the same for TensorBoard
     checkpoints/       written by the checkpoint group; one folder per checkpoint
     logs/rank_<n>.log  what rank n had to say (rank 0 also speaks to the terminal)

@@ -1,6 +1,8 @@
-"""Keys by themselves, the devices of this machine, whoever starts ranks on them, and the directory of a run."""
+"""Keys by themselves, loggers, the devices of this machine, what starts ranks on them, and the directory of a run."""
 
+import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -9,11 +11,17 @@ from trainwright.checkpoint.read.candidates import AUTO
 from trainwright.core.processes import machine
 from trainwright.core.run.run_directory import holds_run
 from trainwright.launch.engines import engines
-from trainwright.strategies.compose.world import Surroundings, has_world_size
+from trainwright.strategies.compose.world import Surroundings, has_world_size, options_of
+
+# What classes of loggers need beyond this package; each is an extra of it too.
+_PACKAGES = {"Wandb": "wandb", "WandbLogger": "wandb", "MLFlow": "mlflow", "MLFlowLogger": "mlflow"}
+_WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
 def device_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    """More GPUs than this machine has."""
+    """More GPUs than this machine has, or one that the strategy or what starts the ranks cannot use."""
+    if cfg.accelerator == "mps":
+        return list(_mps_problems(cfg))
     if surroundings.world_size is not None or cfg.accelerator not in ("auto", "gpu") or engines.uses_engine(cfg):
         return []
     gpus = machine.num_gpus()
@@ -25,6 +33,19 @@ def device_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         return []
     counted = "one GPU" if gpus == 1 else f"{gpus} GPUs"
     return [f"devices={cfg.devices} on a machine with {counted}; type devices={gpus}, or accelerator=cpu"]
+
+
+def _mps_problems(cfg: DictConfig) -> Iterator[str]:
+    options = options_of(cfg.strategy)
+    if options is not None and not options.takes_mps:
+        yield (
+            "accelerator=mps: an Apple GPU is trained on with strategy=single alone, for it has no collectives; type "
+            "strategy=single devices=1, or accelerator=cpu"
+        )
+    elif engines.uses_engine(cfg):
+        yield f"accelerator=mps with launch={cfg.launch.kind}: is for this machine alone; type launch=local"
+    elif not machine.has_mps():
+        yield "accelerator=mps: torch finds no Apple GPU on this machine; type accelerator=cpu"
 
 
 def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -104,6 +125,23 @@ def callback_problems(cfg: DictConfig) -> list[str]:
         for name, value in cfg[group].items()
         if value is not None and not (isinstance(value, DictConfig) and "_target_" in value)
     ]
+
+
+def logger_problems(cfg: DictConfig) -> list[str]:
+    """Loggers whose package is not installed, and a mode that wandb does not have."""
+    problems = []
+    for name, value in cfg.logger.items():
+        target = str(value.get("_target_")).rpartition(".")[2] if isinstance(value, DictConfig) else ""
+        package = _PACKAGES.get(target)
+        if package is not None and importlib.util.find_spec(package) is None:
+            problems.append(
+                f"logger.{name}: needs the package {package}, which is not installed. Type: pip install "
+                f'"trainwright[{package}]", or leave {name} out of logger=[...]'
+            )
+        mode = value.get("mode") if package == "wandb" else None
+        if mode is not None and mode not in _WANDB_MODES:
+            problems.append(f"logger.{name}.mode={mode}: allowed are {', '.join(_WANDB_MODES)}")
+    return problems
 
 
 def number_problems(cfg: DictConfig) -> list[str]:

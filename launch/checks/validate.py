@@ -23,6 +23,7 @@ from trainwright.launch.checks.check_run import (
     device_problems,
     end_problems,
     launch_problems,
+    logger_problems,
     module_problems,
     number_problems,
     run_dir_problems,
@@ -142,6 +143,7 @@ def _checks(
     return [
         lambda: module_problems(cfg),
         lambda: callback_problems(cfg),
+        lambda: logger_problems(cfg),
         lambda: number_problems(cfg),
         lambda: device_problems(cfg, surroundings),
         lambda: profile_problems(cfg),

@@ -216,27 +216,12 @@ def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
         num_data_ranks: ranks that read different samples.
     """
     data = config["data"]
-    problems = problems_of_prompts(data)
     try:
         corpus = find_corpus(data.get("path"), data.get("pattern", "*"))
     except CorpusError as error:
-        return [*problems, str(error)]
+        return [str(error)]
     held_out = float(data.get("held_out", 0.05))
-    return problems + problems_of_size(corpus.num_bytes, int(data["seq_len"]), held_out, num_data_ranks)
-
-
-def problems_of_prompts(data: Mapping[str, Any]) -> list[str]:
-    """Why ``prompts`` and ``generate`` of a recipe's data cannot be used; empty when they can."""
-    prompts, new = data.get("prompts") or [], data.get("generate", 1)
-    problems = []
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) and prompt for prompt in prompts):
-        problems.append(
-            f"data.prompts={prompts} (allowed: a list of texts of at least one character). "
-            'Type for example \'data.prompts=["def ","import "]\''
-        )
-    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-        problems.append(f"data.generate={new} (allowed: 1 or more). Type for example data.generate=100")
-    return problems
+    return problems_of_size(corpus.num_bytes, int(data["seq_len"]), held_out, num_data_ranks)
 
 
 def _walk(root: Path, skip: Iterable[str] = ()) -> list[Path]:

@@ -22,7 +22,6 @@ from trainwright.recipes.data.corpus import (
     problems_of_size,
     split_by_position,
 )
-from trainwright.recipes.gpt.prompts import Prompt, PromptSet, decode_bytes
 
 
 class TextWindows(Dataset[Tensor]):
@@ -78,8 +77,6 @@ class TextCorpus(LightningDataModule):
         pattern: shell-style pattern of the names of a folder's files.
         cache_dir: where a folder's joined text is kept; ``None``: ``~/.cache/trainwright/corpora``.
         num_workers: processes per rank that read ahead; 0: the rank itself reads (mapped text is quick).
-        prompts: texts that ``predict`` goes on from, instead of reading the test windows; none is off.
-        generate: bytes that it adds to each.
 
     Raises:
         ValueError: (in ``setup``) if the path is missing, empty, not text, or too short.
@@ -94,8 +91,6 @@ class TextCorpus(LightningDataModule):
         pattern: str = "*",
         cache_dir: str | os.PathLike[str] | None = None,
         num_workers: int = 0,
-        prompts: Sequence[str] = (),
-        generate: int = 100,
     ) -> None:
         super().__init__()
         self.path = path
@@ -105,8 +100,6 @@ class TextCorpus(LightningDataModule):
         self.pattern = pattern
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.num_workers = num_workers
-        self.prompts = tuple(prompts)
-        self.generate = generate
         self.train: TextWindows | None = None
         self.validation: TextWindows | None = None
         self.test: TextWindows | None = None
@@ -120,7 +113,7 @@ class TextCorpus(LightningDataModule):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of symbols; what is not UTF-8 becomes ``\\xff`` and the like."""
-        return decode_bytes(ids)
+        return bytes(ids).decode(errors="backslashreplace")
 
     def file(self) -> Path:
         """The file of symbols, made if it is not there."""
@@ -160,12 +153,9 @@ class TextCorpus(LightningDataModule):
         """Test windows, in order."""
         return self._loader(self.test)
 
-    def predict_dataloader(self) -> DataLoader[Tensor] | DataLoader[Prompt]:
-        """The prompts if there are any, else the test windows, in order."""
-        if not self.prompts:
-            return self._loader(self.test)
-        prompts = PromptSet(self.prompts, self.seq_len, self.generate, self.encode)
-        return DataLoader(prompts, batch_size=self.batch_size)
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        """Test windows, in order."""
+        return self._loader(self.test)
 
     def _loader(self, windows: TextWindows | None, shuffle: bool = False) -> DataLoader[Tensor]:
         assert windows is not None, "setup has not run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainwright.recipes.gpt.model import GPT, GPTConfig
-from trainwright.recipes.language_model import LanguageModule, OptimizerFactory, Prefix
+from trainwright.recipes.language_model import LanguageModule, OptimizerFactory
 
 
 class GPTModule(LanguageModule):
@@ -52,4 +52,4 @@ class GPTModule(LanguageModule):
         return logits_BTV
 
 
-__all__ = ["GPTModule", "OptimizerFactory", "Prefix"]
+__all__ = ["GPTModule", "OptimizerFactory"]

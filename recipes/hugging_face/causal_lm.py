@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainwright.recipes.hugging_face.chunked_logits import logits_in_chunks
+from trainwright.recipes.hugging_face.folders import covers, model_folder, tensor_names
 from trainwright.recipes.language_model import LanguageModule, OptimizerFactory
 
 ATTENTION = "sdpa"
@@ -25,15 +26,21 @@ class HuggingFaceModule(LanguageModule):
     Args:
         config: ``model_type`` (such as ``llama``) and sizes by the names of that model's configuration; with
             ``pretrained``: values that take the place of those in the folder, without ``model_type``.
-        pretrained: a folder that ``save_pretrained`` has written; ``None``: random initial weights.
+        pretrained: a folder that ``save_pretrained`` has written, or with ``allow_download`` the id of a model on the
+            Hugging Face Hub; ``None``: random initial weights.
         seq_len: tokens that a window trains.
         optimizer, warmup_steps, schedule_steps, final_lr_factor: see
             :class:`~trainwright.recipes.language_model.LanguageModule`.
         meta: build the model in ``configure_model`` without memory, for a strategy that fills it in piece by piece;
-            not with ``pretrained``, whose weights every rank reads whole.
+            with ``pretrained`` each rank then reads the parts of the weights that it holds. ``"auto"``: wherever the
+            folder has the weights under the names of the model; without ``pretrained`` off.
+        allow_download: whether an id is looked up on the Hub.
+        loss_chunk: positions whose logits exist at once while a loss is computed; in backward they are computed once
+            more. 0: those of all positions.
 
     Raises:
         ModuleNotFoundError: if ``transformers`` is not installed.
+        FileNotFoundError: if there is no folder ``pretrained``.
         ValueError: if the arguments contradict each other, or ``transformers`` has no such causal language model.
     """
 
@@ -46,33 +53,59 @@ class HuggingFaceModule(LanguageModule):
         warmup_steps: int = 20,
         schedule_steps: int | None = None,
         final_lr_factor: float = 0.1,
-        meta: bool = False,
+        meta: bool | str = False,
+        allow_download: bool = False,
+        loss_chunk: int = 0,
     ) -> None:
         super().__init__(seq_len, optimizer, warmup_steps, schedule_steps, final_lr_factor)
+        if loss_chunk < 0:
+            raise ValueError(f"loss_chunk={loss_chunk} (allowed: 0 = off, or positions). Type module.loss_chunk=512")
+        self.loss_chunk = loss_chunk
         self.config = dict(config or {})
-        self.pretrained = None if pretrained is None else Path(pretrained).expanduser()
-        if meta and self.pretrained is not None:
-            raise ValueError(f"meta=True and pretrained={pretrained}: weights that are loaded are no initial weights.")
-        if ("model_type" in self.config) == (self.pretrained is not None):
+        if ("model_type" in self.config) == (pretrained is not None):
             raise ValueError(
                 f"config={self.config} and pretrained={pretrained} (allowed: a config with model_type, or a folder)."
             )
-        self.model: nn.Module | None = None if meta else self.build()
+        self.pretrained = None if pretrained is None else model_folder(pretrained, allow_download)
+        self.deferred = self._can_defer() if meta == "auto" else bool(meta)
+        # Strategies read their parts of these weights, unless a checkpoint is loaded.
+        self.initial_weights = self.pretrained if self.deferred else None
+        self.model: nn.Module | None = None if self.deferred else self.build()
 
     def build(self) -> nn.Module:
-        """A new network with random weights, or that of the folder, in float32."""
+        """A new network in float32 with random weights, or with those of the folder."""
         import transformers
 
-        sizes: dict[str, Any] = {**self.config, "use_cache": False}
-        if self.pretrained is not None:
-            return self._load(sizes)
-        config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-        made: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION, trust_remote_code=False
+        sizes = dict(self.config)
+        auto = transformers.AutoConfig
+        if self.pretrained is None:
+            config = auto.for_model(sizes.pop("model_type"), **sizes)
+        else:
+            config = auto.from_pretrained(self.pretrained, local_files_only=True, trust_remote_code=False, **sizes)
+        found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        attention = ATTENTION if getattr(found, "_supports_sdpa", True) else None  # a state space model has none
+        if self.pretrained is not None and not self.deferred:
+            return self._load(config, attention)
+        made: Any = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, trust_remote_code=False, dtype=torch.float32
         )
-        return made
+        if self.pretrained is not None and (self.pretrained / "generation_config.json").is_file():
+            made.generation_config = transformers.GenerationConfig.from_pretrained(self.pretrained)
+        network: nn.Module = made
+        return network
 
-    def _load(self, sizes: dict[str, Any]) -> nn.Module:
+    def _can_defer(self) -> bool:
+        """Whether the tensors of the folder are those of the model: some architectures fuse them when they load."""
+        self.deferred = True
+        if self.pretrained is None:
+            return False
+        with torch.device("meta"):
+            model: Any = HuggingFaceModule.build(self)
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        wanted = [name for name, _ in model.named_parameters() if name not in tied]
+        return covers(tensor_names(self.pretrained), wanted, f"{model.base_model_prefix}.")
+
+    def _load(self, config: Any, attention: str | None) -> nn.Module:
         import transformers
         from transformers.utils import logging
 
@@ -88,10 +121,10 @@ class HuggingFaceModule(LanguageModule):
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
-                attn_implementation=ATTENTION,
+                config=config,
+                attn_implementation=attention,
                 dtype=torch.float32,
                 output_loading_info=True,
-                **sizes,
             )
         finally:
             if had_bar:
@@ -110,3 +143,8 @@ class HuggingFaceModule(LanguageModule):
         assert self.model is not None, "configure_model has not run"
         logits_BTV: Tensor = self.model(input_ids=tokens_BT, use_cache=False).logits  # noqa: N806
         return logits_BTV
+
+    def _logits_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.model is not None, "configure_model has not run"
+        with logits_in_chunks(self.model, self.loss_chunk):
+            return super()._logits_and_targets(windows)

@@ -37,8 +37,8 @@ def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
     """
     problems = [] if (importlib.util.find_spec("transformers") is not None) else [MISSING.format(recipe=config["name"])]
     problems += _of_source(config["module"])
+    problems += problems_of_sizes(config["module"])
     sizes, where = _sizes(config["module"])
-    problems += _of_sizes(sizes, where, int(config["module"]["seq_len"]))
     problems += _of_symbols(config["data"].get("tokenizer"), sizes.get("vocab_size"), where)
     return problems + corpus.check(config, num_data_ranks)
 
@@ -48,16 +48,11 @@ def _of_source(module: Mapping[str, Any]) -> list[str]:
     config, folder = module.get("config") or {}, module.get("pretrained")
     if folder is None:
         return _of_model_type(config.get("model_type"))
-    problems = list(_of_folder(Path(str(folder)).expanduser(), str(folder)))
+    problems = list(problems_of_folder(Path(str(folder)).expanduser(), str(folder)))
     if "model_type" in config:
         problems.append(
             f"module.pretrained={folder} and module.config.model_type={config['model_type']}: the folder says what the "
             f"model is. Type model=pretrained module.pretrained={folder}"
-        )
-    if module.get("meta"):
-        problems.append(
-            f"module.meta=true and module.pretrained={folder}: weights that are loaded are no initial weights. Type "
-            "module.meta=false"
         )
     return problems
 
@@ -92,7 +87,7 @@ def _known_model_types() -> list[str]:
     return re.findall(r'\(\s*"([^"]+)"\s*,', table[1]) if table else []
 
 
-def _of_folder(folder: Path, given: str) -> Iterator[str]:
+def problems_of_folder(folder: Path, given: str) -> Iterator[str]:
     """Problems of a folder with a model in it."""
     if not folder.is_dir():
         yield (
@@ -119,6 +114,15 @@ def _sizes(module: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError):
         return config, "module.config."
     return {**saved, **config}, f"{folder}/config.json: "
+
+
+def problems_of_sizes(module: Mapping[str, Any]) -> list[str]:
+    """Problems of the sizes of the model that a module's configuration describes, and of its chunks."""
+    sizes, where = _sizes(module)
+    chunk = module.get("loss_chunk", 0)
+    is_count = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk >= 0
+    problems = [] if is_count else [f"module.loss_chunk={chunk} (allowed: 0 = off, or positions, such as 512)"]
+    return problems + _of_sizes(sizes, where, int(module["seq_len"]))
 
 
 def _of_sizes(sizes: Mapping[str, Any], where: str, seq_len: int) -> list[str]:

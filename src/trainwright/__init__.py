@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
     from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
     from trainwright.strategies.plan.model_plan import ModelPlan
-    from trainwright.trainer.data.stream import DealtStream
+    from trainwright.trainer.data.streams.dealt import DealtStream
+    from trainwright.trainer.data.streams.sharded import ShardedStream
     from trainwright.trainer.trainer import Trainer
 
     __version__: str
@@ -66,7 +67,8 @@ _LOCATIONS = {
     "RunStateCheckpoint": "trainwright.callbacks.save.run_state",
     "CheckpointError": "trainwright.core.errors",
     "DamagedCheckpoint": "trainwright.core.errors",
-    "DealtStream": "trainwright.trainer.data.stream",
+    "DealtStream": "trainwright.trainer.data.streams.dealt",
+    "ShardedStream": "trainwright.trainer.data.streams.sharded",
     "Watchdog": "trainwright.launch.watchdog.callback",
     "compose": "trainwright.command.schema.compose",
     "options_of": "trainwright.strategies.compose.world",
@@ -95,6 +97,7 @@ __all__ = [
     "Preempted",
     "Preemption",
     "RunStateCheckpoint",
+    "ShardedStream",
     "SingleDeviceStrategy",
     "StrategyOptions",
     "TensorParallelStrategy",

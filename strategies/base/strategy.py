@@ -35,6 +35,7 @@ from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.former_names import read_former_name, refuse_former_names
 from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.meeting import meeting
+from trainwright.strategies.base.notebook import fork_in_notebook
 from trainwright.strategies.base.whole.view import end_view
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
 from trainwright.strategies.contract.collectives.ranks import Ranks
@@ -104,8 +105,7 @@ class LayoutStrategy(Strategy):
         self._blocks = Blocks(self.options)
         self._restores_late: bool | None = None
         self._frozen: list[nn.Parameter] = []
-        # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
-        self.loss_factor = 1.0
+        self.loss_factor = 1.0  # in manual optimization; the Trainer sets it where ranks have unequal batches
         # Set by the Trainer where `backward_in_step`, else it divides the loss itself. None: accumulated micro-batches.
         self.loss_divisor: float | None = None
 
@@ -139,10 +139,7 @@ class LayoutStrategy(Strategy):
         return self.replicas.boxes(boxes)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.
-
-        Valid between backward and the next ``zero_grad``.
-        """
+        """Name and averaged gradient (a DTensor if sharded) of each parameter that has one, until ``zero_grad``."""
         for name, parameter in self.lightning_module.named_parameters():
             if parameter.grad is not None:
                 yield name, parameter.grad
@@ -161,7 +158,7 @@ class LayoutStrategy(Strategy):
             tensors: names of parameters and, for each, it or its averaged gradient, as this rank holds it.
 
         Returns:
-            float64 of shape ``(blocks + 1,)``, the rest last, on this rank's device.
+            float64 (``widest``) of shape ``(blocks + 1,)``, the rest last, on this rank's device.
         """
         return squares_by_block(tensors, self.block_names, self._parts_of, self.root_device)
 
@@ -214,8 +211,7 @@ class LayoutStrategy(Strategy):
     @property
     def precision_plugin(self) -> Precision:
         """The precision plugin; Lightning's own are exchanged for those that know of sharded gradients."""
-        plugin = self._precision_plugin
-        return super().precision_plugin if plugin is None else plugin
+        return super().precision_plugin if self._precision_plugin is None else self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -232,15 +228,14 @@ class LayoutStrategy(Strategy):
         """Backward of one micro-batch, weighted by ``loss_factor``; ``on_after_backward`` sees averaged gradients."""
         if self.loss_factor != 1:
             closure_loss = closure_loss * self.loss_factor
-        if not self.averaging.runs:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
         plugin, module = self.precision_plugin, self.lightning_module
         # As Lightning's, with the average in between.
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._complete_gradients()
-        self.averaging.average()
+        if self.averaging.runs:
+            self._complete_gradients()
+            self.averaging.average()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -376,6 +371,10 @@ class LayoutStrategy(Strategy):
     @property
     def _rank(self) -> int:
         return int(getattr(self, "global_rank", 0))
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = fork_in_notebook(self, self._launcher)
 
     def teardown(self) -> None:
         """Let go of what belongs to this run."""

@@ -88,7 +88,7 @@ def squares_by_block(
         device: of the result.
 
     Returns:
-        float64 of shape ``(blocks + 1,)``; the last is of what is in no block.
+        :func:`widest` of shape ``(blocks + 1,)``; the last is of what is in no block.
     """
     by_weight: dict[tuple[int, torch.device], list[tuple[int, Tensor]]] = defaultdict(list)
     place = {name: index for index, name in enumerate(blocks)}
@@ -97,15 +97,20 @@ def squares_by_block(
         if parts and local.numel():
             values = local.coalesce().values() if local.is_sparse else local
             by_weight[parts, local.device].append((_block_of(name, place), values))
-    total = torch.zeros(len(blocks) + 1, dtype=torch.float64, device=device)
+    total = torch.zeros(len(blocks) + 1, dtype=widest(device), device=device)
     world = dist.get_world_size() if dist.is_initialized() else 1
     for (parts, where), found in by_weight.items():
         norms = torch.stack(torch._foreach_norm([each for _, each in found], 2.0, dtype=torch.float32))
         index = torch.tensor([block for block, _ in found], device=where)
-        squares = torch.zeros(len(total), dtype=torch.float64, device=where)
-        squares.index_add_(0, index, norms.double().square())
+        squares = torch.zeros(len(total), dtype=widest(where), device=where)
+        squares.index_add_(0, index, norms.to(squares.dtype).square())
         total += squares.to(device) * (parts / world)
     return total
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype of sums on a device: float64; float32 on Apple GPUs, which have no other and count to 2**24."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _parts_on_mesh(tensor: Tensor) -> int:

@@ -91,6 +91,8 @@ class StrategyOptions:
     averages_gradients: ClassVar[bool] = False
     # Whether its name says nothing of the stage of ZeRO that it has.
     has_any_stage: ClassVar[bool] = False
+    # Whether it trains on an Apple GPU (accelerator=mps), which has no collectives and no float64.
+    takes_mps: ClassVar[bool] = False
 
     @classmethod
     def take(cls, given: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:

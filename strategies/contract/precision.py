@@ -21,6 +21,10 @@ from trainwright.strategies.contract.gradients import (
     local_tensor,
 )
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What autocast computes matrix products in, by precision."""
+
 
 class AgreedGradScaler(torch.amp.GradScaler):
     """A ``GradScaler`` whose decision to skip a step is the same on all ranks.
@@ -175,8 +179,7 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
 
     def autocast_context_manager(self) -> torch.autocast:
         """Autocast to half precision that keeps no copies of weights."""
-        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.half
-        return torch.autocast(self.device, dtype=dtype, cache_enabled=False)
+        return torch.autocast(self.device, dtype=AUTOCAST_DTYPES[self.precision], cache_enabled=False)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then call ``on_before_backward``."""
@@ -212,6 +215,16 @@ def adapt_precision(plugin: Precision | None) -> Precision | None:
     if type(plugin) is MixedPrecision:
         return AutocastPrecision(plugin.precision, plugin.device, _agreed(plugin.scaler, plugin.device))
     return plugin
+
+
+def named_dtype(name: str | None) -> torch.dtype | None:
+    """What options call ``fp32``, ``bf16`` and ``fp16``; ``None`` stays ``None``."""
+    return None if name is None else _DTYPES[name]
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """What a plugin has matrix products computed in by autocast; ``None``: it is not known to use autocast."""
+    return AUTOCAST_DTYPES[plugin.precision] if isinstance(plugin, AutocastPrecision) else None
 
 
 def takes_before_update(plugin: Precision) -> bool:

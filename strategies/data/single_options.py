@@ -16,6 +16,7 @@ class SingleOptions(StrategyOptions):
 
     # There is one replica, which the checks of `compression` refuse.
     averages_gradients = True
+    takes_mps = True
 
     def layout(self) -> Layout:
         """One rank."""

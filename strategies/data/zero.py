@@ -99,7 +99,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._in_training_step = False
         self._failed = False
         self._set_aside: dict[Tensor, Tensor | None] = {}
-        self._exchanges = Exchanges(self._bucket_bytes, options.find_unused_parameters)
+        self._exchanges = Exchanges(self._bucket_bytes, options)
         self._splitter = Splitter(self)
         self._sharing = SharedOptimizers(self)
 
@@ -160,6 +160,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Split the model, then build the optimizers upon what this rank holds."""
         assert self.accelerator is not None
+        refuse(self.options.precision_problems(str(self.precision_plugin.precision)))
         self.accelerator.setup(trainer)
         self._failed = False
         self.tables.find(trainer)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from trainwright.core.config.options import is_whole
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.options import AveragedOptions
-from trainwright.strategies.contract.options import number, unknown_word
+from trainwright.strategies.contract.options import PlannedRun, number, unknown_word
 
 STAGES = (1, 2, 3)
+DTYPES = ("fp32", "bf16", "fp16")
+_AUTOCAST = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 OFFLOADS = ("none", "optimizer", "parameters")
 
 
@@ -37,6 +39,12 @@ class ZeroOptions(AveragedOptions):
     # Blocks whose parameters are gathered ahead of the one that computes (stage 3), each in memory of its own; 0 =
     # none, null = as FSDP2 does (1 on CUDA, 0 on the CPU), or what communication=auto finds.
     prefetch: int | None = None
+    # What stage 3 gathers matrices of blocks in with precision=bf16-mixed or 16-mixed: fp32, or its bf16 or fp16; null
+    # = that for matrices which autocast rounds anyway, so that results stay the same.
+    param_dtype: str | None = None
+    # What gradients are added up in along the shard axis (and over replicas by stage 3): fp32, bf16 or fp16; null = as
+    # they are stored.
+    reduce_dtype: str | None = None
 
     @property
     def planned_as(self) -> str | None:
@@ -64,6 +72,30 @@ class ZeroOptions(AveragedOptions):
                 "sends once a step; leave it out, or type strategy.stage=2 (or strategy=zero2)"
             )
         yield from self._prefetch_problems()
+        for name in ("param_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                yield from unknown_word(name, getattr(self, name), DTYPES)
+        if self.param_dtype is not None and self.stage != 3:
+            yield (
+                f"strategy.param_dtype={self.param_dtype} with stage {self.stage}: stages 1 and 2 keep fp32 parameters "
+                "whole on every rank. Leave it out, or type strategy.stage=3 (or strategy=zero3)"
+            )
+
+    def precision_problems(self, precision: str) -> Iterator[str]:
+        """What is wrong with the values under a precision of the group of that name."""
+        computed = _AUTOCAST.get(precision)
+        if self.param_dtype not in (None, "fp32", computed):
+            allowed = f"fp32 or {computed}" if computed else "fp32"
+            yield (
+                f"strategy.param_dtype={self.param_dtype} with precision={precision}: parameters are exchanged as "
+                f"stored or in what autocast computes in. Allowed: {allowed}; leave it out, or type "
+                f"precision={'16-mixed' if self.param_dtype == 'fp16' else 'bf16-mixed'}"
+            )
+
+    def run_problems(self, run: PlannedRun) -> Iterator[str]:
+        """See the base class."""
+        yield from super().run_problems(run)
+        yield from self.precision_problems(str(run.cfg.precision))
 
     def _prefetch_problems(self) -> Iterator[str]:
         given = f"strategy.prefetch={self.prefetch}"
@@ -78,11 +110,18 @@ class ZeroOptions(AveragedOptions):
     def layout_problems(self, layout: Layout) -> Iterator[str]:
         """See the base class."""
         yield from super().layout_problems(layout)
-        is_whole_on_ranks = layout.shard == layout.context == 1 and layout != Layout()
-        if self.prefetch is not None and self.stage == 3 and is_whole_on_ranks:
+        if layout.shard != 1 or layout.context != 1 or layout == Layout():
+            return
+        for option in ("prefetch", "param_dtype"):
+            if getattr(self, option) is not None and self.stage == 3:
+                yield (
+                    f"strategy.{option}={getattr(self, option)} with shard=1 has no effect: every rank holds whole "
+                    "parameters, so none are gathered. Leave it out, or type strategy.shard=2"
+                )
+        if self.reduce_dtype is not None and self.stage != 3:
             yield (
-                f"strategy.prefetch={self.prefetch} with shard=1 has no effect: every rank holds whole parameters, so "
-                "none are gathered. Leave it out, or type strategy.shard=2"
+                f"strategy.reduce_dtype={self.reduce_dtype} with shard=1 has no effect: gradients are averaged over "
+                "replicas alone. Type compression=bf16 to send these in 16 bit, or strategy.shard=2"
             )
 
 

@@ -105,10 +105,20 @@ class OuterReplicas(LocalReplicas):
         super()._let_go()
         self._launched = {}
         self._outer = None
+        self._background_group = None
+
+    def end(self) -> None:
+        """See the base class; averages that are on their way are waited for."""
+        super().end()
+        if self._outer is not None:
+            self._outer.land()
+
+    def close(self) -> None:
+        """See the base class."""
+        super().close()
         if self._background is not None:
             self._background.close()
             self._background = None
-        self._background_group = None
 
     def _begin(self) -> None:
         if self._outer is not None:

@@ -94,7 +94,7 @@ class LocalReplicas(Replicas):
         """See the base class."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._refuse_beside(self._strategy.lightning_module, trainer)
-        self._let_go()
+            self._let_go()
 
     def set_up(self, trainer: Trainer) -> None:
         """See the base class."""
@@ -134,8 +134,9 @@ class LocalReplicas(Replicas):
         self._is_alike = True
 
     def close(self) -> None:
-        """See the base class; each replica keeps the weights that it shows."""
-        self._let_go()
+        """See the base class; each replica keeps the weights that it shows, and a state can still be saved."""
+        if self._aside is not None:
+            self._aside, self._is_alike = None, True
         self._source = None
 
     # ---- what replicas have of their own ----------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import torch
+
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.first_step import block_values
 from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, Places
@@ -15,6 +17,8 @@ from trainwright.strategies.pipeline.first_step.step_randomness import StepRando
 from trainwright.strategies.pipeline.first_step.survey import Survey
 from trainwright.strategies.pipeline.form import Carrier, Form, take_apart
 from trainwright.strategies.pipeline.gates import order_message
+from trainwright.strategies.plan.arguments import arguments, first_tensor
+from trainwright.strategies.plan.hugging_face import caches_every_layer, layer_of
 
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
@@ -59,6 +63,7 @@ class RelayPass:
         self._held: Any = None
         self._in_gap = False
         self._caches: dict[int, tuple[int, Any]] = {}
+        self._new_positions = torch.empty(0)
         self._positions = [_cache_positions(type(block).forward) for block in cut.blocks]
 
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,8 +74,10 @@ class RelayPass:
             self.passes += 1
         if index != self._next:
             raise RuntimeError(order_message(self._cut.names, index, self._next))
-        self._refuse_reused_cache(index, args, kwargs)
+        self._follow_cache(index, args, kwargs)
         self._next += 1
+        if index == 0 and not self._cut.owns_block(0):
+            block_values.enter_skipped(self._cut.blocks[0], args, kwargs, self._cut.engine_hooks)
         if self.survey is not None:
             self.survey.enter_block(index, args, kwargs)
         if self._everything:
@@ -152,18 +159,35 @@ class RelayPass:
             return self._carrier.receive(self._ranks[coming[0] - 1])
         return self._carrier.broadcast(self._ranks[-1])
 
-    def _refuse_reused_cache(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _follow_cache(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a key-value cache count the positions of a block that runs on another rank, or refuse it if it cannot."""
         for name in _CACHES:
             held = kwargs.get(name)
             position = self._positions[index].get(name)
             if held is None and position is not None and position < len(args):
                 held = args[position]
-            if held is None:
+            if held is None or self._counts(index, held, args, kwargs):
                 continue
             # Kept alive, so that its id is not another's later.
             first, _ = self._caches.setdefault(id(held), (self.passes, held))
             if first != self.passes:
                 raise RuntimeError(
-                    f"The block {self._cut.names[index]!r} is given a key-value cache ({name}) of an earlier pass. "
-                    f"Under a pipeline each stage would hold only its own blocks' part of it: set use_cache=False."
+                    f"The block {self._cut.names[index]!r} is given a key-value cache ({name}, {type(held).__name__}) "
+                    f"of an earlier pass. Under a pipeline each stage holds its own blocks' part of it, which only the "
+                    f"caches of Hugging Face transformers with keys and values for every layer support: set "
+                    f"use_cache=False."
                 )
+
+    def _counts(self, index: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a cache counts all positions; those of a block that runs on another rank are added here."""
+        layer = layer_of(self._cut.blocks[index])
+        if layer is None or not caches_every_layer(cache):
+            return False
+        if index == 0:  # later ones may be called with parts of the sequence
+            given = arguments(args, kwargs)
+            states = given[first_tensor(given, "A block was called without a tensor.")]
+            # One head of width 1: code outside of the blocks asks for lengths alone.
+            self._new_positions = states.new_zeros(1).expand(states.size(0), 1, states.size(1), 1)
+        if not self._cut.owns_block(index):
+            cache.update(self._new_positions, self._new_positions, layer)
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -62,3 +63,16 @@ def _expanded(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, 
         # A model's plan covers variants that this one may not have (dense layers of a mixture of experts).
         for name in matching(names, pattern):
             yield name, style
+
+
+def layer_of(block: nn.Module) -> int | None:
+    """Return the index of a block in a cache of keys and values; ``None`` if nothing in it uses one."""
+    return next((index for sub in block.modules() if isinstance(index := getattr(sub, "layer_idx", None), int)), None)
+
+
+def caches_every_layer(cache: Any) -> bool:
+    """Return whether a cache has keys and values for each layer, and no other states (of linear attention)."""
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list) or not callable(getattr(cache, "update", None)):
+        return False
+    return all(hasattr(layer, "keys") and not hasattr(layer, "conv_states") for layer in layers)

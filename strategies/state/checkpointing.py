@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -16,11 +17,16 @@ from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.checkpoint.exchange.distinct import any_of_ranks, of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.exchange.groups import WorldGroup
-from trainwright.checkpoint.foreign.hugging_face import hugging_face_facts
+from trainwright.checkpoint.foreign.hugging_face import (
+    adapter_tensors,
+    hugging_face_facts,
+    peft_facts,
+    refuse_late_weights,
+)
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.format.manifest import read_manifest, verify
@@ -28,6 +34,7 @@ from trainwright.checkpoint.format.names import match_names, tied_names
 from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.memory.held import HeldSource, HeldState
 from trainwright.checkpoint.read.run_state import RunState, SavedWeights, StoredTensor, holds_run_state, materialised
+from trainwright.checkpoint.store.paths import normal_path
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.contract.collectives.ranks import Ranks
@@ -111,6 +118,8 @@ class RunStates:
     def __init__(self, strategy: Kept, init_from: str | Path | None = None) -> None:
         self._strategy = strategy
         self.init_from = None if init_from is None else str(init_from)
+        # The module that has had its initial weights: what is trained since stays as it is.
+        self._begun: weakref.ref[nn.Module] | None = None
         self._checkpoint_group = WorldGroup()
         # What to put back when training begins, while that has not been done.
         self.pending: dict[str, Tensor] | None = None
@@ -187,6 +196,8 @@ class RunStates:
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "hugging_face": hugging_face_facts(module),
+            "peft": peft_facts(module),
+            "init_from": None if self.init_from is None else normal_path(self.init_from),
             "versions": {
                 **{name: _version(name) for name in ("trainwright", "torch", "lightning")},
                 "python": platform.python_version(),
@@ -370,9 +381,20 @@ class RunStates:
     # ---- weights from elsewhere -------------------------------------------------------------------------------------
 
     def begin_from_weights(self) -> None:
-        """Read the weights of ``init_from``, unless a checkpoint is to be loaded; at the end of setup."""
+        """Read the weights of ``init_from``, unless a checkpoint is to be loaded; at the end of a module's first setup.
+
+        Without ``init_from``, the attribute ``initial_weights`` of a module says where its weights are; it becomes
+        ``None`` once they are there. A method ``weights_as_held(source)`` of a module gives the tensors of a file,
+        a ``TensorSource``, in the form in which the module holds them.
+        """
         module = self._strategy.lightning_module
-        if self.init_from is None or module.trainer.ckpt_path is not None:
+        own = getattr(module, "initial_weights", None)
+        if own is not None:
+            self.init_from = self.init_from or str(own)
+            module.initial_weights = None  # type: ignore[assignment]
+        is_first = self._begun is None or self._begun() is not module
+        self._begun = weakref.ref(module)
+        if self.init_from is None or not is_first or module.trainer.ckpt_path is not None:
             return
         source: TensorSource
         if holds_run_state(self.init_from):
@@ -380,6 +402,8 @@ class RunStates:
             source = SavedWeights(self.open(self.init_from))
         else:
             source = SafetensorsFolder(self.init_from)
+            converted: Any = getattr(module, "weights_as_held", None)
+            source = source if converted is None else converted(source)
         self.load_weights(source, {}, strict=bool(module.strict_loading))
 
     def load_weights(self, source: TensorSource, names: Mapping[str, str], strict: bool = True) -> None:
@@ -399,7 +423,11 @@ class RunStates:
         expected = self._strategy._whole_keys()
         if not names:
             shapes, tied = self._whole_shapes(), tied_names(module)
-            names = match_names(shapes, source, tied=tied, strict=strict, where=where, say=rank_zero_warn)
+            adapters = self._strategy.placement.united(adapter_tensors(module))
+            options: Any = {"strict": strict, "where": where, "say": rank_zero_warn}
+            names = match_names(shapes, source, tied=tied, adapters=adapters, **options)
+            if any(name not in names for name in adapters):
+                refuse_late_weights(module, where)
             # What is left out was told; a module's extra state, which is no tensor, was not.
             expected = [*names, *(key for key in expected if key not in shapes)]
         state = {name: StoredTensor(source, key) for name, key in names.items()}

@@ -98,7 +98,8 @@ class ParameterShard:
 
     def add_gradient(self, piece: Tensor) -> None:
         """Add this rank's rows of a gradient, or the parts of a scalar's by rank, to what the optimizer will see."""
-        piece = (piece if self.is_split else piece.sum()).to(self.optimized_part.device)
+        piece = piece.to(self.optimized_part)
+        piece = piece if self.is_split else piece.sum()
         if self.optimized.grad is None:
             # Laid out like the part itself; DTensor.from_local would work that out anew, at seven times the cost.
             self.optimized.grad = DTensor(piece, self.optimized._spec, requires_grad=False)  # type: ignore[attr-defined]
@@ -140,18 +141,23 @@ def gradient_problems(
 
 
 class ShardBucket:
-    """Shards that travel together, as ``(count, numel)``: row r is what belongs to rank r of the shard axis."""
+    """Shards that travel together, as ``(count, numel)``: row r is what belongs to rank r of the shard axis.
 
-    def __init__(self, shards: list[ParameterShard]) -> None:
+    Args:
+        shards: of parameters of one dtype.
+        dtype: that they travel in; ``None``: as they are stored.
+    """
+
+    def __init__(self, shards: list[ParameterShard], dtype: torch.dtype | None = None) -> None:
         self.shards = shards
         self.count = shards[0].count
+        self.dtype = shards[0].parameter.dtype if dtype is None or self.count == 1 else dtype
         self.numel = sum(shard.chunk_numel for shard in shards)
         self.is_offloaded = shards[0].is_offloaded
 
     def pack_whole(self, tensors: Iterable[Tensor | None]) -> Tensor:
         """Whole tensors, one per shard and ``None`` for zeros, as one buffer ``(count, numel)``."""
-        first = self.shards[0].parameter
-        buffer = torch.zeros(self.count, self.numel, dtype=first.dtype, device=first.device)
+        buffer = torch.zeros(self.count, self.numel, dtype=self.dtype, device=self.shards[0].parameter.device)
         offset = 0
         for shard, tensor in zip(self.shards, tensors, strict=True):
             part = buffer[:, offset : offset + shard.chunk_numel]
@@ -165,8 +171,7 @@ class ShardBucket:
 
     def pack_own(self) -> Tensor:
         """This rank's rows of all shards as one buffer ``(numel,)``."""
-        first = self.shards[0].parameter
-        buffer = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+        buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.shards[0].parameter.device)
         for shard, piece in self.pieces(buffer):
             piece.copy_(shard.optimized_part)
         return buffer
@@ -210,8 +215,13 @@ def _gather_rows(parameter: Tensor, source: Tensor) -> None:
         flat[full * source.shape[1] :].copy_(source[full, :rest])
 
 
-def make_buckets(shards: Iterable[ParameterShard], bucket_bytes: int) -> list[ShardBucket]:
-    """Group shards, in the order given, into buckets of at most ``bucket_bytes`` (one shard at least) and one dtype."""
+def make_buckets(
+    shards: Iterable[ParameterShard], bucket_bytes: int, dtype: torch.dtype | None = None
+) -> list[ShardBucket]:
+    """Group shards, in the order given, into buckets of at most ``bucket_bytes`` (one shard at least) and one dtype.
+
+    ``dtype`` is what they travel in, as :class:`ShardBucket` takes it.
+    """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[ParameterShard]] = defaultdict(list)
     filled: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     buckets = []
@@ -219,8 +229,8 @@ def make_buckets(shards: Iterable[ParameterShard], bucket_bytes: int) -> list[Sh
         parameter = shard.parameter
         kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
         if open_buckets[kind] and filled[kind] + size > bucket_bytes:
-            buckets.append(ShardBucket(open_buckets.pop(kind)))
+            buckets.append(ShardBucket(open_buckets.pop(kind), dtype))
             filled[kind] = 0
         open_buckets[kind].append(shard)
         filled[kind] += size
-    return buckets + [ShardBucket(rest) for rest in open_buckets.values() if rest]
+    return buckets + [ShardBucket(rest, dtype) for rest in open_buckets.values() if rest]

@@ -170,7 +170,7 @@ class TensorParallel:
             x = site.given(x)
             if in_blocks and self.slices_sequence:
                 if takes_slices:
-                    x = site.share(x, self._gather)
+                    x = site.share(x, self._gather_input)
             else:
                 x = site.share(x, self._copy)
             site.begin(x.device)
@@ -180,10 +180,10 @@ class TensorParallel:
         return forward
 
     def _copy(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if x.is_floating_point() and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))  # the projection would; so its gradient travels in that dtype
-        return collectives.copy_to(x, self._group)
+        return collectives.copy_to(_as_multiplied(x), self._group)
+
+    def _gather_input(self, x: Tensor) -> Tensor:
+        return self._gather(_as_multiplied(x))
 
     def _rowwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part, with_bias=False)
@@ -248,7 +248,7 @@ class TensorParallel:
                     entered[id(x)] = x
                 else:  # a memory of another length is not sliced: the region slices one sequence
                     is_slice = i == 0 or x.shape[_SEQUENCE] == inputs[0].shape[_SEQUENCE]
-                    entered[id(x)] = self._gather(x) if is_slice else self._copy(x)
+                    entered[id(x)] = self._gather_input(x) if is_slice else self._copy(x)
             return tuple(entered[id(x)] for x in inputs)
 
         def forward(
@@ -455,6 +455,13 @@ def _projection(part: nn.Module, with_bias: bool = True) -> _Forward:
 def _transposed_projection(part: nn.Module, with_bias: bool, x: Tensor) -> Tensor:
     weight = cast(Tensor, part.weight)
     return F.linear(x, weight.t(), cast(Tensor, part.bias) if with_bias else None)
+
+
+def _as_multiplied(x: Tensor) -> Tensor:
+    """The input of a projection in the dtype that autocast gives it, so that it and its gradient travel in that."""
+    kind = x.device.type
+    autocast = x.is_floating_point() and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if autocast else x
 
 
 def _look_up(part: nn.Embedding, group: dist.ProcessGroup, ids: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def problems(conf: Path, *overrides: str, verb: str = "fit", launcher: Launcher 
 
 
 # Groups that belong to a recipe.
-RECIPE_WITH = {"model": "hf_causal_lm"}
+RECIPE_WITH = {"adapter": "finetune", "objective": "finetune", "model": "hf_causal_lm"}
 
 
 def test_every_choice_of_every_group_composes() -> None:
@@ -261,7 +261,9 @@ def test_nothing_is_guessed_where_nothing_is_near(conf: Path) -> None:
 
 
 def test_without_a_recipe() -> None:
-    with pytest.raises(ConfigError, match="no recipe was given; type recipe=<name>, recipes: digits, diloco_gpt, gpt"):
+    with pytest.raises(
+        ConfigError, match="no recipe was given; type recipe=<name>, recipes: digits, diloco_gpt, finetune"
+    ):
         compose(overrides=["devices=2"])
 
 

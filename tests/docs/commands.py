@@ -36,6 +36,7 @@ from trainwright.tools.checkpoints import command as checkpoint_command
 from trainwright.tools.deepspeed import command as import_command
 from trainwright.tools.doctor.command import VERBS as OF_THE_MACHINE
 from trainwright.tools.doctor.command import parse as parse_doctor
+from trainwright.tools.generate import command as generate_command
 from trainwright.tools.report.command import parse as parse_report
 from trainwright.tools.verify.verify import problems_of as problems_of_verify
 
@@ -100,6 +101,9 @@ def trainwright(words: Sequence[str], launcher: Launcher | None = None) -> list[
     if first in OF_THE_MACHINE:
         parse_doctor(str(first), [word for word in words if word != first], launcher)
         return []
+    if first == generate_command.VERB:
+        typed = generate_command.parse([word for word in words if word != first]).typed
+        return compose_checked(["recipe=gpt", *typed]).problems
     if first == import_command.VERB:
         return _import_deepspeed([word for word in words if word != first])
     return _composed(words, launcher)

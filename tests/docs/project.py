@@ -77,6 +77,8 @@ def write_project(folder: Path, files: dict[str, str]) -> None:
         "my_package/checks.py": CHECKS,
         "my_conf/recipe/mine.yaml": RECIPE,
         "ds_config.json": json.dumps(DEEPSPEED),
+        "chats.jsonl": '{"prompt": "Who?", "completion": "I."}\n' * 40,
+        "pairs.jsonl": '{"prompt": "Who?", "chosen": "I.", "rejected": "You."}\n' * 40,
         "my_texts/one.txt": "Some text of a reader's own.\n" * 4000,
     }
     for name, text in {**own, **files}.items():

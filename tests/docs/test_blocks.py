@@ -65,6 +65,10 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
         write_runs(tmp_path)
         if any(MODEL in block.text for block in blocks_of(page)):
             write_language_model(tmp_path / MODEL, tmp_path / "my_texts" / "one.txt")
+        if "make_data.py" in files:  # what this file and the commands behind it make
+            for name in ("tokenizer", "base"):
+                write_language_model(tmp_path / name, tmp_path / "my_texts" / "one.txt")
+            shutil.copy(tmp_path / "chats.jsonl", tmp_path / "chat.jsonl")
         return tmp_path
 
     return follow

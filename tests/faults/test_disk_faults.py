@@ -360,7 +360,7 @@ def is_of_run(call: SystemCall) -> bool:
 
 
 def test_faults_at_calls_of_a_whole_run(tmp_path: Path, met: Met) -> None:
-    """Of about 370 calls on other files than checkpoints, every 61st fails."""
+    """Of about 240 calls on other files than checkpoints, every 37th fails."""
     for name in ("command.verbs", "trainer.trainer", "launch.worker", "tools.report.page"):  # else each fork would
         import_module(f"trainwright.{name}")
     call, last = 0, False
@@ -376,5 +376,5 @@ def test_faults_at_calls_of_a_whole_run(tmp_path: Path, met: Met) -> None:
             last = not ended.failed
             met.add(ended)
             check_command(run_dir, ended)
-        call += 1 if ALL else 61
+        call += 1 if ALL else 37
     assert met.num(0) > 1

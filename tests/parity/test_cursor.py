@@ -21,8 +21,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.parity.harness import make_trainer, world_size
-from trainwright import DealtStream
+from trainwright import DealtStream, ShardedStream
 from trainwright.trainer.data.reading import dealer_of
+from trainwright.trainer.data.streams.sources import IndexedShards
 
 GLOBAL_BATCH = 12
 SAMPLES = 43  # three steps of twelve samples and one of seven
@@ -395,6 +396,9 @@ def test_what_cannot_be_read_together_is_refused():
         run(Leg(), None, None, loaders=loaders)
     with pytest.raises(ValueError, match='does not support the `CombinedLoader\\(mode="sequential"\\)`'):
         run(Leg(), None, None, loaders=CombinedLoader([DataLoader(Numbers(24), batch_size=4)], "sequential"))
+    shards = DataLoader(ShardedStream(IndexedShards(Numbers(24), [12, 12]), shuffle=False), batch_size=4)
+    with pytest.raises(ValueError, match="which is read once in an epoch. Allowed: max_size, min_size"):
+        run(Leg(), None, None, loaders={"a": loaders["a"], "b": shards})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from torchmetrics import SumMetric
 from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import LENGTH, LanguageModel
 from tests.parity.layouts import Texts
+from trainwright import ShardedStream
+from trainwright.trainer.data.streams.sources import IndexedShards
 
 ON_TWO: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -53,6 +55,13 @@ class RandomStream(Stream):
         yield from (self.texts[index] for index in range(2))
         while True:
             yield self.texts[int(torch.randint(25, (), generator=generator))]
+
+
+def sharded(splits: bool, samples: int) -> ShardedStream:
+    """The texts in shards of three, in order."""
+    texts = Texts(samples)
+    sizes = [min(3, samples - first) for first in range(0, samples, 3)]
+    return ShardedStream(IndexedShards(texts, sizes), shuffle=False)
 
 
 class Reads(LanguageModel):
@@ -118,6 +127,25 @@ def test_a_stream_that_all_ranks_read_is_trained_on_once(ranks: Any, reference: 
     data_ranks = 2 if strategy == "ddp" else 1
     alone = reference(read, "single", {}, Stream, False, 4, 0, init_group=False)
     _check(ranks(read, 2, strategy, ON_TWO[strategy], Stream, False, 4 // data_ranks, 0), alone)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+def test_ranks_that_share_samples_read_the_same_shards(ranks: Any, reference: Any, strategy: str) -> None:
+    alone = reference(read, "single", {}, sharded, False, 4, 0, init_group=False)
+    assert alone["read"] == TEXTS
+    _check(ranks(read, 2, strategy, ON_TWO[strategy], sharded, False, 4, 0), alone)
+
+
+def test_shards_under_a_hybrid(ranks: Any, reference: Any) -> None:
+    alone = reference(read, "single", {}, sharded, False, 4, 0, init_group=False)
+    results = ranks(read, 4, "hybrid", ON_FOUR, sharded, False, 2, 0)
+    read_by = {result["data_rank"]: result["read"] for result in results}
+    assert all(result["read"] == read_by[result["data_rank"]] for result in results)
+    # Each data rank has its part; the one that has less repeats its last batch as padding.
+    assert read_by == {0: TEXTS[:12] + TEXTS[10:12], 1: TEXTS[12:]}
+    for result in results:
+        assert result["counted"] == 9
+        assert result["predicted"] == alone["predicted"]
 
 
 @pytest.mark.parametrize(("splits", "workers"), [(False, 2), (True, 0)])

@@ -19,9 +19,12 @@ from tests.callbacks.modules import Regression, loader
 from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.generation.generate import generate
+from trainwright.recipes.generation.sampling import Sampling
+from trainwright.recipes.gpt import sample_text
 from trainwright.recipes.gpt.model import GPTConfig
-from trainwright.recipes.gpt.module import GPTModule, Prefix
-from trainwright.recipes.gpt.sample_text import SampleText, generate
+from trainwright.recipes.gpt.module import GPTModule
+from trainwright.recipes.gpt.sample_text import SampleText
 
 SMALL = GPTConfig(layers=2, dim=32, heads=2, seq_len=16)
 
@@ -101,51 +104,30 @@ def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], stra
 # ---- the sample
 
 
-def test_sample_continues_the_prompt_and_repeats(text: Path) -> None:
+def test_sample_repeats_and_leaves_random_numbers_alone() -> None:
     torch.manual_seed(0)
-    module = GPTModule(SMALL)
+    module, prompt = GPTModule(SMALL), [list(b"the quick brown fox")]
     state = torch.random.get_rng_state()
-    sample = generate(module.predict_step, "the quick brown fox", 30, window=16, temperature=0.8, seed=1)
-    assert sample.startswith("the quick brown fox")
-    assert sample == generate(module.predict_step, "the quick brown fox", 30, window=16, temperature=0.8, seed=1)
-    assert sample != generate(module.predict_step, "the quick brown fox", 30, window=16, temperature=0.8, seed=2)
+    sampling = Sampling(30, temperature=0.8, seed=1)
+    assert generate(module, prompt, sampling) == generate(module, prompt, sampling)
+    assert generate(module, prompt, sampling) != generate(module, prompt, sampling._replace(seed=2))
     assert torch.equal(state, torch.random.get_rng_state())
-    assert module.training
 
 
-def test_padding_behind_the_text_changes_nothing() -> None:
-    """Most likely bytes from padded windows are those that growing, unpadded inputs give."""
-    torch.manual_seed(0)
-    module = GPTModule(GPTConfig(layers=2, dim=32, heads=2, seq_len=16, init_std=0.5)).eval()
-    ids = list(b"ab")
-    for _ in range(10):
-        ids.append(int(module(torch.tensor([ids]))[0, -1].argmax()))
-    asked: list[Prefix] = []
-
-    def next_logits(prefix: Prefix, batch_idx: int) -> torch.Tensor:
-        asked.append(prefix)
-        return module.predict_step(prefix, batch_idx)
-
-    with torch.no_grad():
-        generate(next_logits, "ab", 11, window=16, temperature=1e-4, seed=0)
-    assert asked[-1].ids_BT[0].tolist() == [*ids, 0, 0, 0, 0]
-
-
-def test_what_a_terminal_would_obey_is_not_printed() -> None:
-    wanted = b"a\x1b[2J\xff\n\tb"
-
-    def next_logits(prefix: Prefix, _: int) -> torch.Tensor:
-        position = int((prefix.ids_BT[0] != 0).sum()) - 1
-        logits = torch.zeros(1, 16, 256)
-        logits[0, position, wanted[position]] = 100.0
-        return logits
-
-    assert generate(next_logits, ">", len(wanted), 16, 1.0, seed=0) == ">a\ufffd[2J\ufffd\n\tb"
+def test_what_a_terminal_would_obey_is_not_printed(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_text, "continued", lambda *_: [list(b"a\x1b[2J\xff\n\tb")])
+    trainer = LightningTrainer(
+        max_steps=1, devices=1, default_root_dir=tmp_path, callbacks=[SampleText(prompt=">")], **QUIET
+    )
+    trainer.fit(GPTModule(SMALL), TextCorpus(text, seq_len=16, batch_size=8))
+    assert ">a\ufffd[2J\\xff\n\tb\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [({"length": -1}, "length=-1"), ({"temperature": 0}, "temperature=0"), ({"prompt": ""}, "prompt=''")],
+    [({"length": -1}, "length=-1"), ({"temperature": -1}, "temperature=-1"), ({"prompt": ""}, "prompt=''")],
 )
 def test_impossible_sample(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="Impossible sample") as error:

@@ -14,6 +14,9 @@ from safetensors.torch import save_file
 from tests.recipes.test_gpt import QUIET, write_text
 from trainwright import Trainer, compose
 from trainwright.recipes.data.token_corpus import TokenCorpus
+from trainwright.recipes.generation.generate import generate
+from trainwright.recipes.generation.prompts import ContinuePrompts, PromptData
+from trainwright.recipes.generation.sampling import Sampling
 from trainwright.recipes.hugging_face import checks as hf_checks
 from trainwright.recipes.hugging_face.causal_lm import HuggingFaceModule
 
@@ -73,6 +76,7 @@ def test_a_folder_gives_its_weights_and_sizes(tmp_path: Path) -> None:
     wanted = HuggingFaceModule(SMALL)
     assert module.model.training
     assert module.model.config.attention_dropout == 0.25
+    assert module.model.config.use_cache  # an export is to generate as the folder does
     assert module.model.config._attn_implementation == "sdpa"
     for (name, found), value in zip(module.named_parameters(), wanted.parameters(), strict=True):
         assert found.dtype == torch.float32
@@ -97,18 +101,19 @@ def test_weights_none_of_which_fit_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    {}, {"config": SMALL, "pretrained": "x"}, {"pretrained": "x", "meta": True}, {"config": {"hidden_size": 8}},
+    {}, {"config": SMALL, "pretrained": "x"}, {"config": {"hidden_size": 8}},
 ])  # fmt: skip
 def test_contradictions(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pretrained="):
         HuggingFaceModule(**arguments)
 
 
-def fitted(folder: str, strategy: str, meta: bool) -> float:
-    seed_everything(0)
+def fitted(folder: str, strategy: str, meta: bool, pretrained: str | None = None) -> float:
     trainer = Trainer(strategy=strategy, devices=2, max_steps=6, global_batch_size=16, **QUIET)
     data = TokenCorpus(path=Path(folder) / "text.txt", seq_len=16, batch_size=4)
-    module = HuggingFaceModule(SMALL, seq_len=16, meta=meta)
+    seed_everything(0)
+    module = HuggingFaceModule(None if pretrained else SMALL, pretrained, seq_len=16, meta=meta)
+    seed_everything(0)
     trainer.fit(module, data)
     return float(torch.cat(trainer.predict(module, data)).mean())
 
@@ -119,6 +124,16 @@ def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], stra
     deferred = ranks(fitted, 2, str(text.parent), strategy, True)
     assert deferred[0] == deferred[1]
     assert deferred[0] == pytest.approx(ordinary[0], rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pipeline"])
+def test_ranks_that_read_their_parts_train_as_those_that_read_the_whole_folder(
+    tmp_path: Path, text: Path, ranks: Callable[..., list[Any]], strategy: str
+) -> None:
+    folder = str(saved(tmp_path / "saved"))
+    assert HuggingFaceModule(pretrained=folder, meta="auto").model is None
+    whole, parts = (ranks(fitted, 2, str(text.parent), strategy, meta, folder) for meta in (False, "auto"))
+    assert whole == parts
 
 
 def test_tokens_give_the_text_back(tmp_path: Path, text: Path) -> None:
@@ -147,15 +162,16 @@ def test_changed_text_gets_new_tokens(tmp_path: Path, text: Path) -> None:
     assert not [file for file in cache.iterdir() if file.suffix == ".unfinished"]
 
 
-def test_predict_goes_on_in_words(tmp_path: Path, text: Path) -> None:
+def test_prompts_are_continued_in_words(tmp_path: Path, text: Path) -> None:
     folder = make_tokenizer(tmp_path / "tokenizer", text)
-    data = TokenCorpus(
-        tokenizer=folder, path=text, seq_len=16, prompts=["the quick"], generate=3, cache_dir=tmp_path / "cache"
-    )
-    trainer = LightningTrainer(devices=1, **QUIET)
-    ((said,),) = trainer.predict(HuggingFaceModule({**SMALL, "vocab_size": 300}, seq_len=16), data)
-    assert said.startswith("the quick")
-    assert len(said) > len("the quick")
+    data = PromptData(["the quick"], TokenCorpus(tokenizer=folder, path=text), Sampling(3))
+    trainer = LightningTrainer(devices=1, callbacks=[ContinuePrompts()], **QUIET)
+    module = HuggingFaceModule({**SMALL, "vocab_size": 300}, seq_len=16)
+    (said,) = trainer.predict(module, data)
+    words = data.encode("the quick")
+    assert len(words) < len("the quick")
+    assert said["new"] == [data.decode(ids) for ids in generate(module, [words], Sampling(3))]
+    assert said["tokens"] == [3]
 
 
 def problems(*overrides: str) -> str:
@@ -179,8 +195,6 @@ def test_defaults_of_every_model_pass() -> None:
     (["module.pretrained=/nowhere"], "Type model=pretrained module.pretrained=/nowhere"),
     (["model=pretrained", "module.pretrained=/nowhere"], "there is no such folder"),
     (["data.tokenizer=/nowhere"], "tokenizer.json cannot be read (FileNotFoundError)"),
-    (["data.prompts=[a,'']"], "data.prompts=['a', ''] (allowed: a list of texts"),
-    (["data.generate=0"], "data.generate=0 (allowed: 1 or more)"),
 ])  # fmt: skip
 def test_impossible_configurations(overrides: list[str], said: str) -> None:
     assert said in problems(*overrides)
@@ -190,7 +204,7 @@ def test_folders_are_looked_at(tmp_path: Path, text: Path) -> None:
     folder = saved(tmp_path / "saved")
     given = ["model=pretrained", f"module.pretrained={folder}"]
     assert problems(*given) == ""
-    assert "weights that are loaded are no initial weights" in problems(*given, "module.meta=true")
+    assert problems(*given, "module.meta=true") == ""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", text)
     assert f"{folder}/config.json: vocab_size=256, but there are 300 tokens" in problems(
         *given, f"data.tokenizer={tokenizer}"

@@ -74,3 +74,7 @@ def test_too_short_is_a_value_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(ValueError, match="The training text has 5 bytes"):
         TextCorpus(tmp_path / "a.txt").setup("fit")
+
+
+def test_bytes_that_are_no_text_are_shown() -> None:
+    assert TextCorpus().decode([104, 105, 255, 10]) == "hi\\xff\n"

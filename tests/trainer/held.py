@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from tests.parity.harness import QUIET, world_size
-from trainwright import DealtStream, Trainer
+from trainwright import DealtStream, ShardedStream, Trainer
 from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.snapshots import Snapshots
 from trainwright.strategies.contract.registry import make_strategy
+from trainwright.trainer.data.streams.sources import IndexedShards
 
 WIDTH = 8
 # Strategy, its options, number of ranks.
@@ -187,7 +188,8 @@ def make_loader(samples: int = 60, batch_size: int = 2, kind: str = "map", **opt
 
     Args:
         samples, batch_size: of the data.
-        kind: ``"map"`` (shuffled), ``"stream"``, ``"stateful"`` or ``"batches"`` (a batch sampler of its own).
+        kind: ``"map"`` (shuffled), ``"stream"``, ``"shards"``, ``"stateful"`` or ``"batches"`` (a batch sampler of its
+            own).
         **options: of the loader.
     """
     data = Numbered(samples)
@@ -195,7 +197,10 @@ def make_loader(samples: int = 60, batch_size: int = 2, kind: str = "map", **opt
         return DataLoader(data, batch_sampler=InPairs(RandomSampler(data), batch_size, drop_last=False), **options)
     if kind == "map":
         return DataLoader(data, batch_size=batch_size, shuffle=True, **options)
-    stream = DealtStream([data[index] for index in range(samples)]) if kind == "stream" else Stateful(data)
+    if kind == "shards":
+        stream: Any = ShardedStream(IndexedShards(data, [samples - 4, 4]), buffer=16, shards_at_once=2)
+    else:
+        stream = DealtStream([data[index] for index in range(samples)]) if kind == "stream" else Stateful(data)
     return DataLoader(stream, batch_size=batch_size, **options)
 
 

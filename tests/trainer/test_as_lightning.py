@@ -1,5 +1,8 @@
 """What scripts written for Lightning's Trainer rely on."""
 
+import multiprocessing
+import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,15 +10,26 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.multiprocessing as mp
+from lightning.fabric.accelerators.mps import MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from trainwright import Trainer
+from trainwright.checkpoint.read.run_state import RunState, materialised
+from trainwright.command import run
+from trainwright.command.schema.compose import compose_checked
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.contract import gradients
+from trainwright.strategies.contract.gradients import widest
 from trainwright.strategies.data.ddp import DDPStrategy
+from trainwright.strategies.data.single import SingleDeviceStrategy
+from trainwright.trainer.loop import loss_weighting
 
 
 def trainer_of(**kwargs: Any) -> Trainer:
@@ -56,18 +70,105 @@ def test_arguments_from_the_environment(monkeypatch):
     assert Trainer(accelerator="cpu", devices=1, logger=False, max_steps=42).max_steps == 42
 
 
-def test_a_notebook_forks(monkeypatch, tmp_path):
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    monkeypatch.setenv("MASTER_PORT", "")  # Lightning leaves the one that it finds
-    monkeypatch.delenv("MASTER_PORT")
-    module = BoringModel()
-    before = module.layer.weight.detach().clone()
+
+
+class Late(Module):
+    """Of no parameters before ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layer
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layer"):
+            self.layer = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize("strategy", [None, "zero3", "tensor", "pipeline", "local_sgd", "diloco", "parameter_server"])
+def test_a_notebook_forks(notebook: None, tmp_path: Path, strategy: str | None) -> None:
+    """Its process has computed in several threads before, and gets what its ranks have trained, under each layout."""
+    torch.set_num_threads(2)
+    before = {**os.environ}
+    module = Late()
+    ones = torch.ones(300, 300)
+    (ones @ ones).exp_()
     saver = ModelCheckpoint(tmp_path, save_last=True)
-    trainer_of(devices=2, callbacks=[saver], enable_checkpointing=True).fit(module)
-    assert not torch.equal(module.layer.weight, before)  # what the ranks have trained is here
-    assert torch.equal(torch.load(tmp_path / "last.ckpt")["state_dict"]["layer.weight"], module.layer.weight)
-    with pytest.raises(MisconfigurationException, match=r"strategy='zero3'.*interactive.*strategy='auto'"):
-        trainer_of(devices=2, strategy="zero3")
+    kwargs = {} if strategy is None else {"strategy": strategy}
+    trainer_of(devices=2, callbacks=[saver], enable_checkpointing=True, **kwargs).fit(module)
+    saved = materialised(RunState.open(saver.last_model_path or str(next(tmp_path.glob("last*")))).tree)
+    for name, value in module.state_dict().items():
+        assert torch.equal(saved["state_dict"][name], value), name
+    assert trainer_of(devices=2, **kwargs).validate(module, verbose=False)
+    assert dict(os.environ) == before
+    assert not list(Path(tempfile.gettempdir()).glob("trainwright-*/weights"))
+
+
+def test_an_error_in_a_fork_of_a_notebook(notebook: None) -> None:
+    class Raises(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank == 1:
+                raise ValueError("this batch is bad")
+            return super().training_step(batch, batch_idx)
+
+    before = set(multiprocessing.active_children())
+    with pytest.raises(mp.ProcessRaisedException, match="this batch is bad"):
+        trainer_of(devices=2).fit(Raises())
+    assert set(multiprocessing.active_children()) == before
+    with pytest.raises(MisconfigurationException, match=r"num_nodes=2.*Set num_nodes=1"):
+        trainer_of(devices=2, num_nodes=2)
+
+
+def test_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained on by ``single``; what needs collectives trains on the CPU where the accelerator is open."""
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    for kwargs in ({}, {"strategy": "single"}, {"accelerator": "mps"}, {"accelerator": "gpu"}, {"devices": "auto"}):
+        trainer = trainer_of(**{"accelerator": "auto", **kwargs})
+        assert isinstance(trainer.strategy, SingleDeviceStrategy)
+        assert trainer.strategy.root_device == torch.device("mps", 0)
+    for kwargs in ({"devices": 2}, {"strategy": "zero3"}, {"strategy": DDPStrategy()}):
+        assert trainer_of(**{"accelerator": "auto", **kwargs}).strategy.root_device == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"accelerator='mps' with ZeroStrategy.*accelerator='cpu'"):
+        trainer_of(accelerator="mps", strategy="zero3")
+    monkeypatch.undo()
+    assert "no Apple GPU" in problem_of("accelerator=mps")
+    assert "type strategy=single devices=1, or accelerator=cpu" in problem_of("strategy=ddp", "accelerator=mps")
+
+
+def problem_of(*words: str) -> str:
+    cfg = compose_checked(["recipe=digits", *words]).cfg
+    assert cfg is not None
+    return run.plan(cfg, "fit", None)[1][0]
+
+
+class Narrow(TorchDispatchMode):
+    """Refuses float64, as an Apple GPU does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+            raise TypeError(f"{func}: no float64 here")
+        return found
+
+
+def test_sums_on_an_apple_gpu_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gradients, loss_weighting):
+        monkeypatch.setattr(module, "widest", lambda device: widest(torch.device("mps")))
+    strategy, norms = SingleDeviceStrategy(), []
+
+    class Classifier(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.layer(batch), torch.tensor([batch_idx % 2]))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(strategy.squares_by_block(self.named_parameters()))
+
+    with Narrow():
+        trainer_of(strategy=strategy, loss_weighting="tokens", accumulate_grad_batches=2).fit(Classifier())
+    assert len(norms) == 3
+    assert all(each.dtype == torch.float32 for each in norms)
 
 
 class Without(BoringModel):

@@ -112,7 +112,9 @@ def test_with(ranks, options):
 
 
 @pytest.mark.parametrize(("count", "loader"), [
-    (2, {"kind": "stream", "num_workers": 1}), (2, {"kind": "batches"}), (1, {"kind": "stateful"}),
+    (2, {"kind": "stream", "num_workers": 1}), (2, {"kind": "shards", "num_workers": 2}),
+    (2, {"kind": "shards", "num_workers": 1, "persistent_workers": True}),
+    (2, {"kind": "batches"}), (1, {"kind": "stateful"}),
 ])  # fmt: skip
 def test_loaders(ranks, count, loader):
     for result in ranks(go_back, count, "ddp" if count == 2 else "single", 3, 7, loader=loader):

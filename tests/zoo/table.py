@@ -24,6 +24,7 @@ THEMES: dict[str, str] = {
     "collectives": "Collectives and metrics",
     "streams": "Streams and batches",
     "documented": "What documentations show",
+    "finetuned": "Fine-tuning",
     "families": "Families of transformers",
     "pictures": "Families of timm",
 }

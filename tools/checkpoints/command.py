@@ -18,9 +18,9 @@ from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.text.printable import printable
 
 OK, DAMAGED, REFUSED = 0, 1, 2
-FORMATS = ("safetensors", "hf", "lightning", "torch")
+FORMATS = ("safetensors", "hf", "peft", "lightning", "torch")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_SUFFIX = {"safetensors": "-safetensors", "hf": "-hf", "lightning": ".ckpt", "torch": ".pt"}
+_SUFFIX = {"safetensors": "-safetensors", "hf": "-hf", "peft": "-peft", "lightning": ".ckpt", "torch": ".pt"}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 HELP = """trainwright checkpoint: look at, check and convert checkpoints. No process is started.
@@ -37,12 +37,14 @@ verbs:
       --deep        read every byte of each, not sizes alone
       --json        as one JSON document
   export PATH     write the weights (or, for lightning, all of the state) for other tools
-      --format      safetensors, hf (a folder for transformers' from_pretrained), lightning (a .ckpt) or torch
-                    ({name: tensor})
+      --format      safetensors, hf (a folder for transformers' from_pretrained), peft (the adapter alone, for
+                    PeftModel.from_pretrained), lightning (a .ckpt) or torch ({name: tensor})
+      --merge       hf: merge the adapter into the weights
       --to DEST     where; default: named after the checkpoint, in the current directory
       --max-shard-size SIZE   of a safetensors file, like 500MB (default 5GB in a folder)
       --dtype       float32, bfloat16, float16 or float64; default: as stored
-      --model       hf: the attribute that holds the model to export, where the module has several
+      --model       hf, peft: the attribute that holds the model to export, where the module has several
+      --tokenizer FOLDER      hf, peft: copy the tokenizer's files; default: tokenizer/ of the checkpoint's run
       --overwrite   replace an earlier export at DEST
   import SOURCE   make a checkpoint that ckpt_path= and init_from= take, of safetensors, a Hugging Face folder, a
                   Lightning .ckpt, a torch file of weights or a DeepSpeed folder
@@ -144,6 +146,7 @@ def _export(arguments: argparse.Namespace) -> int:
     to = arguments.to or name.removesuffix(".ckpt") + _SUFFIX[arguments.format]
     _say(f"reading {arguments.path}")
     from trainwright.checkpoint.foreign.export import export
+    from trainwright.checkpoint.foreign.tokenizer_files import TOKENIZER_FILES
 
     written = export(
         arguments.path,
@@ -153,7 +156,11 @@ def _export(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         model=arguments.model,
+        merge=arguments.merge,
+        tokenizer=arguments.tokenizer,
     )
+    if arguments.format in ("hf", "peft") and not any((written / name).exists() for name in TOKENIZER_FILES):
+        _say("without a tokenizer, of which the run kept none; give --tokenizer FOLDER to copy one")
     _say("done")
     print(written)
     return OK
@@ -196,6 +203,8 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], dict[str, dict[str,
             "--max-shard-size": {"type": size_in_bytes},
             "--dtype": {"choices": DTYPES},
             "--model": {},
+            "--merge": _FLAG,
+            "--tokenizer": {},
             "--overwrite": _FLAG,
         },
     ),

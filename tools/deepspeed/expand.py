@@ -26,8 +26,11 @@ from trainwright.tools.deepspeed.themes.precision import translate_precision
 from trainwright.tools.deepspeed.themes.scheduler import translate_scheduler
 from trainwright.tools.deepspeed.translation import Translation, Typed
 
-# Section -> class of lightning.pytorch.loggers, and the package that it needs.
-_LOGGERS = {"wandb": ("WandbLogger", "wandb"), "comet": ("CometLogger", "comet_ml")}
+# Section -> class of the logger, and the package that it needs.
+_LOGGERS = {
+    "wandb": ("trainwright.trainer.loggers.wandb.Wandb", "wandb"),
+    "comet": ("lightning.pytorch.loggers.CometLogger", "comet_ml"),
+}
 
 
 def translate_communication(t: Translation, chosen: Chosen, precision: str) -> None:
@@ -36,22 +39,19 @@ def translate_communication(t: Translation, chosen: Chosen, precision: str) -> N
     dtype = t.value(path)
     if dtype is None:
         return
-    if dtype == "fp32":
-        exact = precision != "bf16-true"
-        t.say(
-            path, MAPPED if exact else APPROXIMATED, f"Gradients are averaged in {'float32' if exact else 'bfloat16'}."
-        )
+    if dtype == "fp32" and precision != "bf16-true":
+        t.say(path, MAPPED, "Gradients are averaged in float32.")
     elif t.is_set("compression"):
         t.say(path, APPROXIMATED, "After the warm-up, signs of momentum are sent.")
     elif chosen.replicates:
-        t.set("compression", dtype, by=path)
+        if dtype == "fp32":
+            t.say(path, APPROXIMATED, "Gradients are averaged in bfloat16.")
+        else:
+            t.set("compression", dtype, by=path)
+    elif chosen.stage and chosen.data_ranks != 1:
+        t.set("strategy.reduce_dtype", dtype, by=path)
     else:
-        t.say(
-            path,
-            UNSUPPORTED,
-            "Within a shard group gradients are reduced as they are. For several copies, which average in "
-            f"{dtype}, type strategy.replicate=2 compression={dtype}.",
-        )
+        t.say(path, MAPPED, "One data rank averages nothing.")
 
 
 def translate_logging(t: Translation) -> None:
@@ -69,7 +69,7 @@ def translate_logging(t: Translation) -> None:
         if find_spec(package) is None:
             t.say(enabled, UNSUPPORTED, f"The package {package} is not installed: pip install {package}.")
             continue
-        t.set(f"logger.{section}._target_", f"lightning.pytorch.loggers.{cls}", by=enabled)
+        t.set(f"logger.{section}._target_", cls, by=enabled)
         _copy(t, section)
 
 

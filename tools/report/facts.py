@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from trainwright.core.charts.drawing import Mark, Tick, amount, duration, exact, marks, short, thinned
 from trainwright.core.text.printable import shortened
+from trainwright.tools.report.files import read_whole
 from trainwright.tools.report.plain import number_of, text_of, time_of
 from trainwright.tools.report.records import Event, RunRecord
 
@@ -43,6 +45,9 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     if faults or back:
         found.append(("faults, recoveries", f"{faults}, {back}"))
     found.append(("checkpoints kept", str(len(run.checkpoints))))
+    found += [(f"logged to {name}", at) for name, at in run.loggers.items()]
+    with suppress(OSError):  # only language models write one
+        found.append(("sample", text_of(read_whole(run.path / "sample.txt", 2**16).decode(errors="replace"))))
     return found
 
 

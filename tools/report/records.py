@@ -90,6 +90,7 @@ class RunRecord:
         events: in the order of time.
         checkpoints: in the order of steps.
         plan: plan.json; None if there is none.
+        loggers: name of a logger -> the run that it writes to.
         layout: None if it cannot be told.
         notes: what is missing, and what could not be read, a sentence each.
     """
@@ -105,6 +106,7 @@ class RunRecord:
     events: tuple[Event, ...]
     checkpoints: tuple[SavedRecord, ...]
     plan: Mapping[str, Any] | None
+    loggers: Mapping[str, str]
     layout: Layout | None
     notes: tuple[str, ...]
 
@@ -168,6 +170,7 @@ def read_run(path: Path, label: str) -> RunRecord:
         events=tuple(read_events(path, monitor.by_rank, checkpoints, notes)),
         checkpoints=tuple(checkpoints),
         plan=_document(path / "plan.json", notes, _MOST_OF_PLAN),
+        loggers=dict(_loggers(path, notes)),
         layout=layout_of(config, checkpoints),
         notes=tuple(notes),
     )
@@ -208,6 +211,14 @@ def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any] |
         notes.append(f"{path.name} is damaged and was left out.")
         return None
     return document if isinstance(document, dict) else None
+
+
+def _loggers(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
+    """Name of each logger that writes elsewhere, and its run in words, secrets masked."""
+    document = _document(path / "loggers.json", notes, _MOST_OF_COMMAND) or {}
+    for name, told in islice(document.items(), _SHOWN):
+        if isinstance(told, dict) and (at := text_of(told.get("at"))):
+            yield shortened(name), shortened(str(masked(at)))
 
 
 def read_checkpoints(path: Path, notes: list[str]) -> list[SavedRecord]:

@@ -20,8 +20,8 @@ class LoaderCursor:
 
     Args:
         kind: ``"samples"`` (dealt one by one), ``"batches"`` (a batch sampler of the user's, dealt whole), ``"stream"``
-            (``DealtStream``), ``"state"`` (it keeps a state of its own) or ``"other"``
-            (nobody can tell).
+            (``DealtStream``), ``"shards"`` (``ShardedStream``), ``"state"`` (it keeps a state of its own) or
+            ``"other"`` (it cannot be resumed).
         data: class, length and fingerprint of the data set, as far as it has them.
         seed: seed of the order; ``None`` if it is not shuffled or not ours.
         partition: how samples are dealt; ``None`` if not by us.
@@ -29,7 +29,7 @@ class LoaderCursor:
         global_batch_size: samples of one optimizer step; ``None`` if nobody can tell.
         batches_per_step: micro-batches of all data ranks in one optimizer step.
         position: what has been read of the epoch; see ``position`` of what reads.
-        states: with ``"state"``, the state of each data rank.
+        states: with ``"state"`` and ``"shards"``, the state of each data rank.
         workers: number of workers, if there is a state of each.
     """
 
@@ -162,6 +162,7 @@ _KINDS = {
     "samples": "one over a map-style data set",
     "batches": "one with a batch sampler of its own",
     "stream": "one over a DealtStream",
+    "shards": "one over a ShardedStream",
     "state": "one that keeps its state",
     "other": "one that cannot be resumed",
 }

@@ -37,7 +37,10 @@ from trainwright.trainer.data.partition import RangePartition, SamplePartition
 from trainwright.trainer.data.reading import hash_partition
 from trainwright.trainer.data.remembered_states import RememberedStates, state_source
 from trainwright.trainer.data.seeded_samples import seed_samples as draw_seeded
-from trainwright.trainer.data.stream import StreamLoader, uses_stream
+from trainwright.trainer.data.streams.dealt import DealtLoader, uses_stream
+from trainwright.trainer.data.streams.loader import StreamLoader
+from trainwright.trainer.data.streams.shard_loader import ShardLoader, ShardReader
+from trainwright.trainer.data.streams.sharded import uses_shards
 from trainwright.trainer.data.wrapped_loader import innermost
 from trainwright.trainer.leases.batches import LeasedBatchSampler, why_not_leased
 
@@ -83,7 +86,7 @@ class OrderedDataConnector(_DataConnector):
             self._refuse_undealt(dataloader)
             if self.trainer.leases is not None:
                 raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader=type(dataloader).__name__))
-        if ours and uses_stream(dataloader):
+        if ours and (uses_stream(dataloader) or uses_shards(dataloader)):
             return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
         loader = super()._prepare_dataloader(dataloader, shuffle, mode)
         if ours:
@@ -191,9 +194,38 @@ class OrderedDataConnector(_DataConnector):
         trainer = self.trainer
         assert loader.batch_size is not None
         group = trainer.settle_global_batch(loader.batch_size, ranks) if training else 1
-        dealt = StreamLoader(loader, rank, ranks, 1 if trainer.global_batch_size is None else group)
+        group = 1 if trainer.global_batch_size is None else group
+        dealt: StreamLoader
+        if uses_shards(loader):
+            self._check_shards(loader, ranks, training)
+            several = dist.is_initialized() and dist.get_world_size() > 1
+            agreement = self.trainer.agreement_group() if several else None
+            dealt = ShardLoader(loader, ShardReader(rank, ranks, trainer.data_seed, agreement), group)
+        else:
+            dealt = DealtLoader(loader, rank, ranks, group)
         _auto_add_worker_init_fn(dealt.loader, self._seed_rank)
         return dealt
+
+    def _check_shards(self, loader: DataLoader[Any], ranks: int, training: bool) -> None:
+        stream: Any = loader.dataset
+        if training:
+            self._refuse_unequal(loader)
+        if training and not stream.sizes_known and len(stream.shards.sizes) < ranks:
+            raise ValueError(
+                f"The training data are {len(stream.shards.sizes)} shard(s), fewer than the {ranks} data ranks, and "
+                "are dealt by whole shards, since it is not known how many samples each holds. Use at most "
+                f"devices={len(stream.shards.sizes)}, write more shards, or use trainwright.DealtStream, with which "
+                "every rank reads all shards."
+            )
+
+    def _refuse_unequal(self, loader: object) -> None:
+        """Ranks that step by themselves cannot ask each other who has a batch left."""
+        if not traits_of(self.trainer.strategy).steps_are_collective:
+            raise ValueError(
+                f"The training loader ({type(loader).__name__}) may give ranks unequal numbers of batches, so they "
+                f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
+                "is set they step by themselves. Use a DataLoader over a map-style data set, or a synchronous strategy."
+            )
 
     def _settle_other(self, loader: object, ranks: int, training: bool) -> None:
         """Global batch of a loader whose batches we do not cut."""
@@ -224,12 +256,8 @@ class OrderedDataConnector(_DataConnector):
         dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
         if smallest.item() == lengths.item() and not is_unknown and not has_iterable_dataset(loader):
             return loader
-        if training and not traits_of(self.trainer.strategy).steps_are_collective:
-            raise ValueError(
-                f"The training loader ({type(loader).__name__}) may give ranks unequal numbers of batches, so they "
-                f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
-                "is set they step by themselves. Use a DataLoader over a map-style data set, or a synchronous strategy."
-            )
+        if training:
+            self._refuse_unequal(loader)
         _auto_add_worker_init_fn(loader, self._seed_rank)
         return EvenLoader(loader, group, self._reader(ranks, training, drop_last))
 

@@ -28,12 +28,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.strategies.contract.batch_digest import batch_digest
 from trainwright.trainer.data.remembered_states import state_source
-from trainwright.trainer.data.stream import Tag
+from trainwright.trainer.data.streams.loader import Tag
 from trainwright.trainer.data.wrapped_loader import WrappedLoader, innermost
 
 _INSTEAD = (
-    "Type DataLoader(trainwright.DealtStream(dataset), ...), which deals single samples and resumes exactly; or split "
-    "the dataset by trainer.strategy.ranks.data_rank and trainer.strategy.ranks.num_data_ranks."
+    "Type DataLoader(trainwright.DealtStream(dataset), ...), which deals single samples and resumes exactly, or "
+    "trainwright.ShardedStream for data in shards; or split the dataset by "
+    "trainer.strategy.ranks.data_rank and trainer.strategy.ranks.num_data_ranks."
 )
 
 

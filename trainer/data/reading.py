@@ -22,7 +22,8 @@ from trainwright.trainer.data.partition import (
 )
 from trainwright.trainer.data.remembered_states import RememberedStates
 from trainwright.trainer.data.seeded_samples import SeededSamples
-from trainwright.trainer.data.stream import StreamLoader
+from trainwright.trainer.data.streams.loader import StreamLoader
+from trainwright.trainer.data.streams.shard_loader import ShardLoader
 from trainwright.trainer.data.wrapped_loader import WrappedLoader, innermost
 from trainwright.trainer.leases.batches import LeasedBatchSampler
 
@@ -31,6 +32,26 @@ def leased_batches(loaders: Sequence[object]) -> LeasedBatchSampler | None:
     """What leases the samples of the training loaders, if it is done so; then there is one loader."""
     dealer = dealer_of(loaders[0]) if len(loaders) == 1 else None
     return dealer if isinstance(dealer, LeasedBatchSampler) else None
+
+
+def refuse_cycled_shards(combined: Any) -> None:
+    """Refuse shards beside another loader where the shorter one begins again within an epoch.
+
+    A second pass would be counted as the first one: resumed, the run would repeat or skip samples.
+
+    Args:
+        combined: the training loaders, a ``CombinedLoader`` of Lightning.
+
+    Raises:
+        ValueError: if there are several loaders in mode ``max_size_cycle``, and one is of a ``ShardedStream``.
+    """
+    loaders, mode = combined.flattened, combined._mode
+    if mode == "max_size_cycle" and len(loaders) > 1 and any(isinstance(each, ShardLoader) for each in loaders):
+        raise ValueError(
+            f'{len(loaders)} training loaders in mode "{mode}" (the default of several), one of which reads '
+            "a trainwright.ShardedStream, which is read once in an epoch. Allowed: max_size, min_size. Return "
+            'CombinedLoader(loaders, "max_size") as the training loader.'
+        )
 
 
 Dealer = OrderedSampler | StreamLoader
@@ -84,6 +105,8 @@ def describe(loader: Any, data_ranks: int, accumulation: int) -> LoaderCursor:
         return LoaderCursor("samples", seed=seed, partition=name, key=key, **common)
     if isinstance(dealer, DealtBatchSampler):
         return LoaderCursor("batches", seed=dealer.seed, **common)
+    if isinstance(dealer, ShardLoader):
+        return LoaderCursor("shards", seed=dealer.seed, **common)
     if dealer is not None:
         return LoaderCursor("stream", **common)
     if keeper is not None:
@@ -186,6 +209,9 @@ def resume_samples(loader: Any, saved: LoaderCursor, now: LoaderCursor, epoch: i
         current, old = dealer.partition, saved.key
         dealer.partition_named = lambda name: _partition(name, current, old, now.key, loader)
     where = saved.position
+    if isinstance(dealer, ShardLoader):
+        dealer.resume(Resumed(epoch, first_batch, 0, seed=saved.seed), where, saved.states)
+        return
     history = tuple(Read.from_json(read) for read in where.get("history", ()))
     if isinstance(dealer, LeasedBatchSampler) and "trained" in where:
         dealer.trained_before = lambda: int(where["trained"])

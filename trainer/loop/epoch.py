@@ -26,12 +26,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 
 from trainwright.core.lightning_internals import _DataFetcher, _DataLoaderIterDataFetcher, _TrainingEpochLoop
 from trainwright.core.run.hooks import HookTable
@@ -39,15 +37,12 @@ from trainwright.core.run.peers import peers_of
 from trainwright.core.run.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
 from trainwright.trainer.data.reading import Dealer, Weigher, dealer_of, weigher_of
 from trainwright.trainer.loop.loss_weighting import refuse_impossible
-from trainwright.trainer.loop.optimization import LeanOptimization, LossDivisor, forget_scaled
+from trainwright.trainer.loop.optimization import LeanOptimization, LossDivisor, forget_scaled, is_there, reader_of
 from trainwright.trainer.loop.remembered_logs import Entry, RememberedLogs, collected, without_weight
 from trainwright.trainer.loop.results import LeanResults, RepeatedLog
 
 if TYPE_CHECKING:
     from trainwright.trainer.leases.batches import LeasedBatchSampler
-
-
-_UNWEIGHED = nullcontext()
 
 
 class LeanEpochLoop(_TrainingEpochLoop):
@@ -119,6 +114,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         )
         if self._lean:
             data_fetcher._start_profiler = data_fetcher._stop_profiler = lambda: None
+            self._next = reader_of(data_fetcher)
         self._go_on_with_random_numbers(data_fetcher, reads_anew)
         self.reading = True
 
@@ -167,7 +163,12 @@ class LeanEpochLoop(_TrainingEpochLoop):
     @property
     def _is_training_done(self) -> bool:
         # The samples of all workers count against max_steps, not the steps of this one.
-        return self._num_ready_batches_reached() if self._leased is not None else bool(super()._is_training_done)
+        counts = self._leased is None and self.max_steps != -1
+        return (counts and self.global_step >= self.max_steps) or bool(self._num_ready_batches_reached())
+
+    def _should_accumulate(self) -> bool:
+        accumulates = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches
+        return bool(accumulates) and bool(super()._should_accumulate())
 
     def _settle_leases(self) -> None:
         """After a micro-batch: tell what has been trained on, and read on if others leave something over.
@@ -233,13 +234,16 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if fit_loop.skipped and fit_loop.is_skipped:
             self._read_past(data_fetcher)
             return
-        if not self._lean:
+        if self._lean:
+            self._advance(data_fetcher)
+        else:
             super().advance(data_fetcher)
-            return
+
+    def _advance(self, data_fetcher: _DataFetcher) -> None:
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
         if self.val_loop.restarting:
             self.val_loop.restarting = False  # of all loops in it too, which takes a while
-        batch, _, _ = next(data_fetcher)
+        batch = self._next(data_fetcher)
         self.phases.begin(HOOKS)
         batch_idx = progress.current.ready
         progress.is_last_batch = data_fetcher.done
@@ -259,11 +263,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 self._end_epoch()
                 raise StopIteration
             progress.increment_started()
-            with self._weighed(batch_idx):
+            if self.automatic_optimization.loss_divisor.is_regular(batch_idx):  # type: ignore[union-attr]
                 outputs = self._optimize(batch, batch_idx)
+            else:
+                with self._weighed(batch_idx):
+                    outputs = self._optimize(batch, batch_idx)
         self.phases.begin(HOOKS)
         progress.increment_processed()
-        self._settle_leases()
+        if self._leased is not None:
+            self._settle_leases()
         if trainer.strategy.lr_scheduler_configs:
             self._step_schedulers()
         if "on_train_batch_end" in hooks.heard:
@@ -299,9 +307,6 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return validating and self._should_check_val_fx(data_fetcher)
 
     def _weighed(self, batch_idx: int) -> AbstractContextManager[None]:
-        loss_divisor = self.automatic_optimization.loss_divisor
-        if loss_divisor is None or loss_divisor.is_regular(batch_idx):
-            return _UNWEIGHED
         if self._is_padding(batch_idx):
             # It only keeps this rank in step with others and weighs nothing, also in what the user logs of it.
             return self._results.padding()
@@ -345,14 +350,17 @@ class LeanEpochLoop(_TrainingEpochLoop):
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def _record(self, connector: Any) -> None:
-        if self._results:
-            connector.on_batch_end()
-        else:
-            self._results.batch = self._results.batch_size = None
+        results = self._results
+        if results:  # as the connector's `on_batch_end`, which asks six times in which stage the Trainer is
+            found = results.metrics(True)
+            connector._progress_bar_metrics.update(found["pbar"])
+            connector._callback_metrics.update(found["callback"])
+            connector._logged_metrics.update(found["log"])
+        results.batch = results.batch_size = None
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self.trainer
-        if not self._moves_batch and _is_there(batch, trainer.strategy.root_device):
+        if not self._moves_batch and is_there(batch, trainer.strategy.root_device):
             return batch
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -489,11 +497,3 @@ class LeanEpochLoop(_TrainingEpochLoop):
         super().reset()
         self._in_batch = False
         self.trainer.fit_loop.begin_epoch()
-
-
-def _is_there(batch: Any, device: torch.device) -> bool:
-    """Whether ``batch`` is a tensor, or a plain list, tuple or dict of tensors, on ``device`` already."""
-    if isinstance(batch, Tensor):
-        return batch.device == device
-    items = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else ()
-    return bool(items) and all(isinstance(item, Tensor) and item.device == device for item in items)

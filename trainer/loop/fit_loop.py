@@ -25,12 +25,7 @@ from trainwright.core.lightning_internals import (
 )
 from trainwright.core.problems import ChangedDataError
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
-from trainwright.trainer.data.reading import (
-    describe,
-    leased_batches,
-    position,
-    resume_loaders,
-)
+from trainwright.trainer.data.reading import describe, leased_batches, position, refuse_cycled_shards, resume_loaders
 from trainwright.trainer.loop.counters import (
     accumulation_of,
     cursor_of_counters,
@@ -269,8 +264,8 @@ class ResumableFitLoop(_FitLoop):
         cycles = self._combined_loader._mode == "max_size_cycle"
         for index, loader in enumerate(self._combined_loader.flattened):
             where = position(loader, batches, finished, cycles)
-            said = {"states": self.data_ranks.gathered(where["state"])} if "state" in where else {"position": where}
-            found[index] = replace(found[index], **said)
+            states = self.data_ranks.gathered(where.pop("state")) if "state" in where else []
+            found[index] = replace(found[index], position=where, states=states)
         return found
 
     def _describe(self, accumulation: int) -> list[LoaderCursor]:
@@ -479,6 +474,7 @@ class ResumableFitLoop(_FitLoop):
             _set_sampler_epoch(loader, epoch)
 
     def _set_limits(self) -> bool:
+        refuse_cycled_shards(self._combined_loader)
         return measure_limits(self._combined_loader, self.trainer.limit_train_batches)
 
     def _lift_limits(self, leased: LeasedBatchSampler) -> None:

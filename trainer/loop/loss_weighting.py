@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from trainwright.core.config.targets import function_at
 from trainwright.core.torch_internals import legacy_get_string
 from trainwright.strategies.base.strategy import LayoutStrategy
-from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.gradients import local_tensor, widest
 from trainwright.strategies.contract.registry import strategy_names
 
 LossWeighting = Literal["micro_batch", "tokens"]
@@ -52,8 +52,8 @@ class Observation:
     """What one forward pass told of its valid tokens.
 
     Attributes:
-        count: float64 scalar on the device of the targets, ``None`` as long as no loss was seen. With class weights,
-            the sum of the weights of the valid targets.
+        count: scalar (of the ``widest`` dtype) on the device of the targets, ``None`` as long as no loss was seen. With
+            class weights, the sum of the weights of the valid targets.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class TokenWeights:
         if self._reference is None:
             self._reference = self._first_reference(count)
         one = torch.ones_like(count)
-        self._sums.append(torch.stack((count, count * loss.detach().double().reshape(()), one, self._reference)))
+        self._sums.append(torch.stack((count, count * loss.detach().to(count.dtype).reshape(()), one, self._reference)))
         dtype = torch.promote_types(loss.dtype, torch.float32)
         return loss * (count / self._reference).to(dtype)
 
@@ -194,7 +194,8 @@ class TokenWeights:
             # Of those two it is not how often, but whether and which.
             vector[2:] = parts[-1, 2:]
         else:
-            vector = torch.zeros(4, dtype=torch.float64, device=self.strategy.root_device)
+            device = self.strategy.root_device
+            vector = torch.zeros(4, dtype=widest(device), device=device)
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._pending = vector, dist.all_reduce(vector, async_op=True) if several else None
 
@@ -245,7 +246,8 @@ class TokenWeights:
     # ---- counting -------------------------------------------------------------------------------------------------
 
     def _as_count(self, given: Any) -> Tensor:
-        count = torch.as_tensor(given, dtype=torch.float64).to(self.strategy.root_device)
+        device = self.strategy.root_device
+        count = torch.as_tensor(given, dtype=widest(device), device=device)
         if count.numel() != 1:
             raise ValueError(
                 f"token_count returned a tensor of shape {tuple(count.shape)}; it must return one number, the valid "
@@ -315,8 +317,8 @@ def _valid_targets(arguments: dict[str, Any]) -> Tensor:
     ignored = arguments["ignore_index"]
     valid = target.ne(_IGNORED if ignored is None else ignored)
     if weight is None:
-        return valid.sum(dtype=torch.float64)
-    return (weight[target.masked_fill(~valid, 0)].double() * valid).sum()
+        return valid.sum(dtype=widest(target.device))
+    return (weight[target.masked_fill(~valid, 0)].to(widest(target.device)) * valid).sum()
 
 
 def _mean(original: Callable[..., Tensor], call: inspect.BoundArguments, count: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One micro-batch of training: forward, backward and, where it is due, the step of the optimizer."""
+"""One micro-batch of training: it is read, then forward, backward and, where it is due, the step of the optimizer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,56 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.guard.verdict import DropStep
-from trainwright.core.lightning_internals import _AutomaticOptimization, _block_parallel_sync_behavior
+from trainwright.core.lightning_internals import (
+    _AutomaticOptimization,
+    _block_parallel_sync_behavior,
+    _DataFetcher,
+    _MaxSizeCycle,
+    _PrefetchDataFetcher,
+)
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.pipeline.optimization import ZeroGradFirst
 from trainwright.trainer.data.reading import Weigher
 from trainwright.trainer.loop.loss_weighting import TokenWeights
+
+
+def reader_of(fetcher: _DataFetcher) -> Callable[[Any], Any]:
+    """A function that gives the next batch of ``fetcher``, which has been begun, or raises ``StopIteration``.
+
+    One loader of known length is read directly; in the way are four frames of Lightning that combine several.
+    """
+    combined: Any = fetcher.combined_loader
+    alone = combined.flattened == [combined.iterables] and type(combined._iterator) is _MaxSizeCycle
+    return _of_one if alone and type(fetcher) is _PrefetchDataFetcher and fetcher.length is not None else _of_any
+
+
+def _of_any(fetcher: Any) -> Any:
+    return next(fetcher)[0]
+
+
+def _of_one(fetcher: Any) -> Any:
+    if fetcher.done:
+        raise StopIteration
+    loaders = fetcher.combined_loader._iterator
+    try:
+        batch = next(loaders.iterators[0])
+    except StopIteration:
+        fetcher.done = True
+        raise
+    loaders._idx += 1
+    fetcher.fetched += 1
+    fetcher.done = fetcher.fetched >= fetcher.length
+    return batch
+
+
+def is_there(batch: Any, device: torch.device) -> bool:
+    """Whether ``batch`` is a tensor, or a plain list, tuple or dict of tensors, on ``device`` already."""
+    if isinstance(batch, Tensor):
+        return batch.device == device
+    items = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else ()
+    return bool(items) and all(isinstance(item, Tensor) and item.device == device for item in items)
 
 
 class LossDivisor:

@@ -198,7 +198,7 @@ class RepeatedLog:
             and not self._results._padding
             and type(value) is Tensor
             and value.dim() == 0
-            and self._trainer._results is self._results  # not while validating
+            and self._trainer.training  # not while validating
             and not (connector._current_fx != fx and connector._first_loop_iter in (None, True))
         )
 

@@ -39,8 +39,12 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 def torch_state(device: torch.device) -> dict[str, Tensor]:
     """State of the default generators of torch, of the CPU and of ``device``, by name."""
-    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"torch": torch.get_rng_state(), **on_device}
+    found = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        found["mps"] = torch.mps.get_rng_state()
+    return found
 
 
 def set_torch_state(state: Mapping[str, Tensor], device: torch.device) -> None:
@@ -48,6 +52,8 @@ def set_torch_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
 
 
 def seed_all(seed: int) -> None:

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainwright.strategies.contract.precision import named_dtype
 from trainwright.strategies.data.bucket_size import bucket_bytes_for
 from trainwright.strategies.data.sharding.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.state.shards import ParameterShard
 
 
@@ -18,7 +20,7 @@ class Exchanges:
 
     Args:
         bucket_bytes: bytes that are sent at once, at most.
-        find_unused: whether some parameters may have no part in the loss.
+        options: of the strategy: ``find_unused_parameters`` and ``reduce_dtype``.
 
     Attributes:
         named: parameters as optimized, by name; while a step runs, gathered ones stand in the module.
@@ -29,8 +31,8 @@ class Exchanges:
         publishers: of values, one for each mesh.
     """
 
-    def __init__(self, bucket_bytes: int, find_unused: bool) -> None:
-        self._bucket_bytes, self._find_unused = bucket_bytes, find_unused
+    def __init__(self, bucket_bytes: int, options: ZeroOptions) -> None:
+        self._bucket_bytes, self._options = bucket_bytes, options
         self.named: dict[str, nn.Parameter] = {}
         self.shards: dict[nn.Parameter, ParameterShard] = {}
         self.split: dict[nn.Parameter, ParameterShard] = {}
@@ -70,7 +72,8 @@ class Exchanges:
             shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
             size = sum(p.numel() * p.element_size() for p in shards)
             bucket_bytes = int(bucket_bytes_for(self._bucket_bytes, size))
-            self.reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused, averages))
+            find_unused, dtype = self._options.find_unused_parameters, named_dtype(self._options.reduce_dtype)
+            self.reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, find_unused, averages, dtype))
             self.publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
 
     def thaw(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -65,16 +65,16 @@ def fastest_depth(root: nn.Module, link: MeasuredLink, compute: float, reduces: 
     if not blocks:
         return None, ""
     device = next(root.parameters()).device
-    size = max(whole_bytes(block) for block in blocks)
+    size, gathered = max(whole_bytes(block) for block in blocks), max(gathered_bytes(block) for block in blocks)
     passes = compute / len(blocks)
     times = BlockTimes(
         blocks=len(blocks),
         forward=(1 - BACKWARD_SHARE) * passes,
         backward=BACKWARD_SHARE * passes,
-        gather=link.seconds("all_gather", size),
+        gather=link.seconds("all_gather", gathered),
         reduce=link.seconds("reduce_scatter", size) if reduces else 0.0,
     )
-    room = torch.tensor(1 + int(min(_free_bytes(device) / size, MOST_AHEAD)), device=device)
+    room = torch.tensor(1 + int(min(_free_bytes(device) / gathered, MOST_AHEAD)), device=device)
     dist.all_reduce(room, op=dist.ReduceOp.MIN)  # all ranks must gather in the same order
     depth = best_depth(times, int(room.item()))
     gather_ahead(root, depth)
@@ -106,8 +106,15 @@ def _split_within(block: FSDPModule) -> list[FSDPModule]:
     return [module for module in block.modules() if isinstance(module, FSDPModule)]
 
 
+def gathered_bytes(block: FSDPModule) -> int:
+    """Of the parameters of a block as FSDP2 gathers them, some in 16 bit; modules split within it included."""
+    assert isinstance(block, nn.Module)
+    parameters = [each for group in all_parameter_groups(block) for each in group.fsdp_params]
+    return sum(each._orig_size.numel() * (each.param_dtype or each.orig_dtype).itemsize for each in parameters)
+
+
 def whole_bytes(block: FSDPModule) -> int:
-    """Of the parameters of a block when they are gathered, those of modules that are split within it included."""
+    """Of the parameters of a block as they are stored, those of modules that are split within it included."""
     assert isinstance(block, nn.Module)
     return sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
 
@@ -116,14 +123,19 @@ def let_go_of_gathered(root: nn.Module) -> None:
     """Drop what was gathered ahead for blocks that then did not run: their weights may be about to change."""
     assert isinstance(root, FSDPModule)
     for group in all_parameter_groups(root):
-        gathered = group._all_gather_result
-        if gathered is None:
-            continue
-        if gathered.all_gather_event is not None:
-            group.device_handle.current_stream().wait_event(gathered.all_gather_event)
-        if isinstance(gathered.all_gather_work, dist.Work):
-            gathered.all_gather_work.wait()
-        group._all_gather_result = None
+        drop_gathered(group)
+
+
+def drop_gathered(group: Any) -> None:
+    """Drop what was gathered ahead for a parameter group of FSDP2, if anything was."""
+    gathered = group._all_gather_result
+    if gathered is None:
+        return
+    if gathered.all_gather_event is not None:
+        group.device_handle.current_stream().wait_event(gathered.all_gather_event)
+    if isinstance(gathered.all_gather_work, dist.Work):
+        gathered.all_gather_work.wait()
+    group._all_gather_result = None
 
 
 def all_parameter_groups(root: nn.Module) -> Iterator[Any]:

@@ -45,6 +45,7 @@ class GradientReducer:
         find_unused: agree on which parameters got a gradient anywhere before reducing (one more collective a
             backward, no overlap). Off: a parameter that gets none must get none on every rank.
         average_replicas: whether shards are averaged over the replicate axis here; ``False``: somebody else does.
+        dtype: that gradients are added up in over the shard axis; ``None``: their own.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class GradientReducer:
         bucket_bytes: int,
         find_unused: bool = False,
         average_replicas: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         ordered = [shard for shard in shards if shard.parameter.requires_grad]
         ordered.reverse()  # backward reaches the last parameters first
-        self._buckets = make_buckets(ordered, bucket_bytes)
+        self._buckets = make_buckets(ordered, bucket_bytes, dtype)
         self._bucket_of = {shard: i for i, bucket in enumerate(self._buckets) for shard in bucket.shards}
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._replicate_group = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None

@@ -11,13 +11,16 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from trainwright.strategies.contract.precision import autocast_dtype, named_dtype
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
 from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
+from trainwright.strategies.data.sharding.rounded import gather_rounded
 from trainwright.strategies.data.sharding.step import CallsOutside, Step, earlier_step
+from trainwright.strategies.plan.autocast_weights import exchanged_rounded
 from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.state.wholes import shard_weights_on_load
 
@@ -69,8 +72,7 @@ class Splitter:
             pieces = [piece for piece in pieces if not piece.overlaps(name)]
             _place(strategy, block)
             hooks = hooks_of(_whole_in(block))
-            self._split_within(block, options)
-            fully_shard(block, **options)
+            self._split_block(block, options)
             run_when_gathered(block, hooks)
         strategy._fill(pieces, seed, real)
         step = Step(module)
@@ -84,6 +86,21 @@ class Splitter:
         object.__setattr__(module, "_trainwright_step", step)
         return step
 
+    def _split_block(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        dtype = autocast_dtype(self._strategy.precision_plugin)
+        rounded = exchanged_rounded(block, self._strategy.options.param_dtype) if dtype else {}
+        if rounded:
+            # FSDP2 would reduce as each gradient is, and those of rounded weights are of 16 bit.
+            stored = next((p.dtype for p in block.parameters() if p.requires_grad), torch.float32)
+            options = {**options, "mp_policy": self._policy(stored)}
+        self._split_within(block, options)
+        fully_shard(block, **options)
+        if rounded and dtype:
+            gather_rounded(block, rounded, dtype)
+
+    def _policy(self, reduced_in: torch.dtype | None) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(reduce_dtype=named_dtype(self._strategy.options.reduce_dtype) or reduced_in)
+
     def _split_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
         """Split by itself what within ``block`` is split over other ranks than the rest: nothing, in plain ZeRO."""
 
@@ -91,6 +108,7 @@ class Splitter:
         offloads, tables = self._strategy.options.offload == "parameters", self._strategy.tables
         return {
             "mesh": self._splitting(self._strategy.mesh),
+            "mp_policy": self._policy(None),
             "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offloads else OffloadPolicy(),
             # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
             "ignored_params": {p for p in module.parameters() if p.dim() == 0 or tables.has(p)},
@@ -163,6 +181,11 @@ def explain(exception: BaseException) -> None:
             "ZeRO-3 keeps the parameters of a block split (as DTensors) except while the forward of that block "
             "runs, and all others except during a step or a call of the module; here one was used elsewhere. Use "
             "parameter.full_tensor() there, or take strategy=zero2, which keeps all parameters whole."
+        )
+    if isinstance(exception, RuntimeError) and any(name in str(exception) for name in ("BFloat16", "Half")):
+        exception.add_note(
+            "With bf16-mixed and 16-mixed, ZeRO-3 gathers weights of linear layers and convolutions in 16 bit, as "
+            "autocast rounds them. Where a block turns autocast off and uses them, type strategy.param_dtype=fp32."
         )
     if "FSDP does not support deepcopy" in str(exception):
         exception.add_note(

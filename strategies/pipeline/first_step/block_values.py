@@ -122,6 +122,13 @@ def _keep(records: list[tuple[str, Any, Any]], path: str, watch: Any) -> Callabl
     return keep
 
 
+def enter_skipped(block: nn.Module, args: Any, kwargs: Any, engines: HookRange) -> None:
+    """Run the engines' hooks in front of a block of another stage, which learn the length of a pass by them."""
+    for key in block._forward_pre_hooks.keys() - set(engines.users(block._forward_pre_hooks)):
+        hook: Call = block._forward_pre_hooks[key]
+        hook(block, args, *([kwargs] if key in block._forward_pre_hooks_with_kwargs else []))
+
+
 def replay(block: nn.Module, value: BlockValue, engines: HookRange) -> Any:
     """Leave in a skipped block what a call of it would have left, and return its output."""
     for (path, name), kept in value.attributes.items():

@@ -168,7 +168,7 @@ def test_converted_model_says_its_dtype(llama, tmp_path):
 
 def test_a_checkpoint_without_facts_is_refused(tmp_path):
     run_state(tmp_path / "run.ckpt", {"w": torch.ones(2)})
-    with pytest.raises(CheckpointError, match="not made from a module with a Hugging Face model.*format=safetensors"):
+    with pytest.raises(CheckpointError, match="made from a module without a Hugging Face model.*format=safetensors"):
         export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
 
 
@@ -186,7 +186,7 @@ def test_of_several_models_one_is_chosen(tmp_path):
 def test_adapters_are_refused(tmp_path):
     fact = {"prefix": "m", "class": "X", "config": {}, "generation_config": None, "tied": [], "dtype": "float32"}
     run_state(tmp_path / "run.ckpt", {"m.q.lora_A.default.weight": torch.ones(2)}, hugging_face=[fact])
-    with pytest.raises(CheckpointError, match=r"X has adapters in it.*merge_and_unload"):
+    with pytest.raises(CheckpointError, match=r"X has adapters in it.*--merge.*format=peft"):
         export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
 
 
@@ -342,12 +342,17 @@ def test_from_a_store(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"format": "onnx"}, "give one of safetensors, hf, lightning, torch"),
+    ({"format": "onnx"}, "give one of safetensors, hf, peft, lightning, torch"),
     ({"format": "torch", "max_shard_bytes": 5}, "one file"),
     ({"format": "safetensors", "max_shard_bytes": 0}, "at least 1"),
     ({"format": "lightning", "dtype": "bfloat16"}, "optimizer states belong"),
     ({"format": "torch", "dtype": "int8"}, "give float32, bfloat16"),
-    ({"format": "torch", "model": "x"}, "format=hf only"),
+    ({"format": "torch", "model": "x"}, "format=hf and format=peft only"),
+    ({"format": "torch", "tokenizer": "x"}, "format=hf and format=peft only"),
+    ({"format": "peft", "merge": True}, "format=hf only"),
+    ({"format": "hf", "merge": True}, "LlamaForCausalLM of .* lies in no PeftModel"),
+    ({"format": "peft"}, "without a PeftModel.*resume it"),
+    ({"format": "hf", "tokenizer": "."}, "no folder of a tokenizer: it has none of tokenizer.json"),
     ({"format": "torch", "to": "s3://bucket/x"}, "written to this machine"),
     ({"format": "safetensors", "to": "m.safetensors", "max_shard_bytes": 10}, "Give a folder instead"),
 ])  # fmt: skip
@@ -357,7 +362,7 @@ def test_what_makes_no_sense_is_refused(llama, arguments, message):
     assert os.listdir(".") == []
 
 
-def run_state(path, weights, **about):
-    tree = {"state_dict": {name: {"~": "tensor", "key": f"weights/{name}"} for name in weights}}
+def run_state(path, weights, more=None, **about):
+    tree = {"state_dict": {name: {"~": "tensor", "key": f"weights/{name}"} for name in weights}, **(more or {})}
     tensors = {f"weights/{name}": TensorParts.whole(value) for name, value in weights.items()}
     write(Content(tree, tensors, about), str(path))

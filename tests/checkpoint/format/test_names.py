@@ -47,6 +47,37 @@ def test_wrappers_within_a_name_do_not_count():
     assert match_names(module, Source(source)) == dict(zip(module, source, strict=True))
 
 
+ADAPTED = {
+    "m.base_model.model.q.base_layer.weight": (4, 4), "m.base_model.model.q.lora_A.default.weight": (2, 4),
+    "m.base_model.model.head.original_module.weight": (5, 4),
+    "m.base_model.model.head.modules_to_save.default.weight": (5, 4),
+}  # fmt: skip
+COPIES = {
+    "m.base_model.model.q.lora_A.default.weight": "",
+    "m.base_model.model.head.modules_to_save.default.weight": "m.base_model.model.head.original_module.weight",
+}
+
+
+def test_wrappers_of_adapters_do_not_count():
+    source = {"q.weight": (4, 4), "head.weight": (5, 4)}
+    base, adapter, head, copy = ADAPTED
+    expected = {base: "q.weight", head: "head.weight", copy: "head.weight"}
+    assert match_names(ADAPTED, Source(source), adapters=COPIES) == expected
+    with pytest.raises(CheckpointError, match=rf"missing \(1\): {base}"):
+        match_names(ADAPTED, Source({"head.weight": (5, 4)}), adapters=COPIES)
+    with pytest.raises(CheckpointError, match="No tensor fits|missing"):  # without adapters these are names
+        match_names(ADAPTED, Source(source))
+
+
+def test_adapters_of_the_file_are_all_needed():
+    names = {name.removeprefix("m."): shape for name, shape in ADAPTED.items()}
+    more = {"m.base_model.model.q.lora_B.default.weight": (4, 2)}
+    found = match_names(ADAPTED, Source(names), adapters=COPIES)
+    assert found == {name: name.removeprefix("m.") for name in ADAPTED}
+    with pytest.raises(CheckpointError, match=r"missing \(1\): .*lora_B"):
+        match_names(ADAPTED | more, Source(names), adapters=COPIES | dict.fromkeys(more, ""))
+
+
 def test_tied_names_that_the_file_lacks():
     module = {"model.embed.weight": (5, 4), "model.norm.weight": (4,), "model.head.weight": (5, 4)}
     source = Source({"embed.weight": (5, 4), "norm.weight": (4,)})

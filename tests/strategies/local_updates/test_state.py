@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.strategies.local_updates.cases import Seen, difference, fit, mean_of
+from trainwright.checkpoint.read.run_state import RunState
 
 SAVED = 5
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -64,6 +65,36 @@ def test_going_on_between_two_synchronisations_is_exact(ranks: Any, tmp_path: Pa
             assert all(torch.equal(own[name], again[name]) for name in own)
         assert all(torch.equal(one.final[name], other.final[name]) for name in one.final)
         assert not [text for text in told if "was written with" in text or "Going on from" in text]
+
+
+class SavingTwice(pl.Callback):
+    """Saves where the last hook of training is, and once the Trainer has let go of the run."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(f"{self.path}/end")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called after the strategy's own teardown."""
+        trainer.save_checkpoint(f"{self.path}/after")
+
+
+def train_and_save(path: str, strategy: str, options: dict[str, Any]) -> None:
+    fit(strategy, options, steps=SAVED, optimizer="adamw", callbacks=[SavingTwice(path)])
+
+
+@pytest.mark.parametrize("case", ["local_sgd", "streaming zero3"])
+def test_a_state_is_saved_after_the_run(ranks: Any, tmp_path: Path, case: str) -> None:
+    """As ``trainer.fit(...)`` and then ``trainer.save_checkpoint(...)`` of a script; replicas go on from the means."""
+    world, strategy, options = CASES[case]
+    ranks(train_and_save, world, str(tmp_path), strategy, options)
+    end, after = (RunState.open(str(tmp_path / name)) for name in ("end", "after"))
+    assert set(end.keys()) == set(after.keys())
+    for key in end.keys():  # noqa: SIM118 - a source is no dict
+        if "/weights/" not in key:  # of a replica's own
+            assert torch.equal(end.read(key), after.read(key)), key
 
 
 MOVES: dict[str, tuple[tuple[int, str, dict[str, Any]], tuple[int, str, dict[str, Any]], str]] = {

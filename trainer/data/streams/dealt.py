@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from trainwright.trainer.data.data_order import Resumed
-from trainwright.trainer.data.loaders import rebuild
-from trainwright.trainer.data.wrapped_loader import WrappedLoader
+from trainwright.trainer.data.streams.loader import StreamLoader, Tag
 
 
 class DealtStream(IterableDataset[Any]):
@@ -44,20 +42,6 @@ class DealtStream(IterableDataset[Any]):
         if skipped and callable(getattr(self.samples, "skip", None)):
             return iter(self.samples.skip(skipped))  # type: ignore[attr-defined]
         return itertools.islice(iter(self.samples), skipped, None)
-
-
-class Tag(NamedTuple):
-    """What a rank must know of a micro-batch to weigh it.
-
-    Args:
-        own: samples of this rank.
-        wave: samples of all ranks in the wave.
-        step: samples of all ranks in the optimizer step.
-    """
-
-    own: int
-    wave: int
-    step: int
 
 
 class DealtBatches(IterableDataset[Any]):
@@ -121,19 +105,8 @@ class DealtBatches(IterableDataset[Any]):
             yield samples[-own:] if own else samples[:1], Tag(own, in_wave, total)
 
 
-class _CollateTagged:
-    """Collates the samples of a micro-batch and leaves its tag alone."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, tagged: tuple[list[Any], Tag]) -> tuple[Any, list[int]]:
-        samples, tag = tagged
-        return self._collate(samples), list(tag)
-
-
-class StreamLoader(WrappedLoader):
-    """The loader of a :class:`DealtStream` on one data rank; it knows how many samples each of its batches stands for.
+class DealtLoader(StreamLoader):
+    """The loader of a :class:`DealtStream` on one data rank.
 
     Args:
         loader: the user's loader over the stream.
@@ -142,96 +115,33 @@ class StreamLoader(WrappedLoader):
         group: waves of one optimizer step; 1 if none is defined, or outside of training.
     """
 
-    # Batches are read ahead by two at most; the loop asks for those of the present optimizer step too.
-    _REMEMBERED = 8
-
     def __init__(self, loader: DataLoader[Any], data_rank: int, data_ranks: int, group: int) -> None:
         stream, micro = loader.dataset, loader.batch_size
         assert isinstance(stream, DealtStream)
         assert micro is not None
         self._batches = DealtBatches(stream, micro, data_rank, data_ranks, group, loader.drop_last)
-        super().__init__(
-            rebuild(
-                loader,
-                dataset=self._batches,
-                batch_size=None,
-                batch_sampler=None,
-                sampler=None,
-                shuffle=False,
-                drop_last=False,
-                collate_fn=_CollateTagged(loader.collate_fn),
-            )
-        )
-        self.stream = stream
-        self.batch_size = micro
-        self.data_ranks = data_ranks
-        self.epoch = 0
-        self._remembered = max(group, 1) + self._REMEMBERED
-        self._resumed: Resumed | None = None
-        self._tags: dict[int, Tag] = {}
+        super().__init__(loader, self._batches, data_ranks, group)
         self._samples: dict[int, int] = {}
 
-    @property
-    def dataset(self) -> DealtStream:
-        """The stream."""
-        return self.stream
-
-    @property
-    def sampler(self) -> StreamLoader:
-        """By this name Lightning finds ``set_epoch``."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next."""
-        self.epoch = epoch
-
-    @property
-    def _of_this_epoch(self) -> Resumed:
-        resumed = self._resumed
-        return resumed if resumed is not None and resumed.epoch == self.epoch else Resumed(self.epoch, 0, 0)
-
-    @property
-    def first_batch(self) -> int:
-        """Index in the epoch of the first batch that is read now."""
-        return self._of_this_epoch.first_batch
-
-    regular_waves = 0  # none is known beforehand
-    whole_step = False  # only if a global batch is set, as for data of known length
-
-    def resume(self, resumed: Resumed) -> None:
-        """Go on within an epoch when the next iteration of it begins."""
-        self._resumed = resumed
-
-    def __iter__(self) -> Iterator[Any]:
+    def _begin(self) -> None:
+        super()._begin()
         resumed = self._of_this_epoch
         self._batches.prepare(self.epoch, resumed.samples)
-        self._tags, self._samples = {}, {resumed.first_batch: resumed.samples}
-        for index, (batch, numbers) in enumerate(self.loader, start=resumed.first_batch):
-            self._remember(index, Tag(*numbers))
-            yield batch
+        self._samples = {resumed.first_batch: resumed.samples}
 
-    def _remember(self, index: int, tag: Tag) -> None:
-        self._tags[index] = tag
-        self._samples[index + 1] = self._samples[index] + tag.wave
-        self._tags.pop(index - self._remembered, None)
-        self._samples.pop(index - self._remembered, None)
+    def _tagged(self) -> Iterator[tuple[Any, Tag, int]]:
+        for batch, numbers in self.loader:
+            tag = Tag(*numbers)
+            yield batch, tag, tag.wave
+
+    def _remember(self, index: int, read: int) -> None:
+        self._samples[index + 1] = self._samples[index] + read
+        self._samples.pop(index - self.group - self._REMEMBERED, None)
 
     def position(self, batches: int) -> dict[str, Any]:
-        """What has been read when the loop has used so many batches of the epoch."""
+        """See :class:`StreamLoader`."""
         samples = self._samples[batches] if self._samples else self._of_this_epoch.samples
         return {"samples": samples, "history": [], "passes": 0}
-
-    def is_padding(self, batch_idx: int) -> bool:
-        """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
-        return self._tags[batch_idx].own == 0
-
-    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
-        """As :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
-        tag = self._tags[batch_idx]
-        if tag.own == 0:
-            return float("inf")
-        total = tag.step if whole_step else tag.wave * accumulation
-        return total / (tag.own * self.data_ranks)
 
 
 def uses_stream(loader: object) -> bool:

@@ -1,0 +1,1 @@
+"""The sides of ``python -m benchmarks.finetune``."""

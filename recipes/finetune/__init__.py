@@ -1,0 +1,1 @@
+"""The ``finetune`` recipe: a pretrained causal language model on text, conversations or preferences."""

@@ -1,0 +1,63 @@
+"""Adapters of ``peft`` around a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def needs_weights(adapter: Mapping[str, Any]) -> bool:
+    """Whether initial values of an adapter are computed from the weights that it adapts."""
+    plain = adapter.get("init_lora_weights", True) in (True, "gaussian", "orthogonal")
+    # Layers in four bits are read as such: a trained copy of one (modules_to_save) is of the whole weights.
+    copies = bool(adapter.get("quantize") and adapter.get("modules_to_save"))
+    return adapter["kind"] == "dora" or copies or not plain
+
+
+def with_adapter(model: nn.Module, adapter: Mapping[str, Any], seed: int = 0) -> nn.Module:
+    """Freeze a model and put an adapter into it.
+
+    Args:
+        model: of ``transformers``; its weights may be on the meta device.
+        adapter: ``kind`` (``lora``, ``dora`` or ``ia3``) and the arguments of peft's ``LoraConfig`` or ``IA3Config``;
+            ``quantize`` does not count here.
+        seed: of the initial values, which are the same on every rank.
+
+    Raises:
+        ValueError: if peft refuses the arguments.
+    """
+    import peft
+
+    options = {key: value for key, value in adapter.items() if value is not None and key != "quantize"}
+    kind = options.pop("kind")
+    if kind == "ia3":
+        config: Any = peft.IA3Config(task_type="CAUSAL_LM", **options)
+    else:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", use_dora=kind == "dora", **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # The context of the caller may put new tensors on the meta device; peft puts an adapter where its layer is.
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            _give_values(name, layer, config, seed)
+    return adapted
+
+
+def _give_values(name: str, layer: Any, config: Any, seed: int) -> None:
+    """Initial values for an adapter on the meta device: it is small, and its reset is no module's own."""
+    parts = [getattr(layer, part) for part in layer.adapter_layer_names if isinstance(getattr(layer, part), nn.Module)]
+    if not any(tensor.is_meta for part in parts for tensor in part.parameters()):
+        return
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big"))
+        for part in parts:
+            part.to_empty(device="cpu")
+        if hasattr(layer, "reset_lora_parameters"):
+            layer.reset_lora_parameters("default", config.init_lora_weights)
+        else:
+            layer.reset_ia3_parameters("default")

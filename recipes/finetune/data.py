@@ -1,0 +1,294 @@
+"""Documents, conversations and preference pairs as rows of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright.recipes.data.corpus import default_cache_dir, new_file
+from trainwright.recipes.finetune.encoding import NOT_TRAINED, encode_all, load_tokenizer
+from trainwright.recipes.finetune.packing import DocumentPiece, pack, pieces_of
+from trainwright.recipes.finetune.records import RecordsError, files_of, read_records
+from trainwright.recipes.hugging_face.folders import model_folder
+
+IGNORED = -100
+"""Label of a position whose prediction is not trained, as in torch and transformers."""
+_ARRAYS = {"tokens": "int32", "targets": "int16", "lengths": "int64"}
+_VERSION = 1  # of what the cache holds
+
+
+class Documents:
+    """Tokens of documents in memory-mapped files.
+
+    Args:
+        stem: path of the files, to which the name of each array is appended.
+    """
+
+    def __init__(self, stem: Path) -> None:
+        self.stem = stem
+        self.tokens, self.targets, self.lengths = (
+            np.fromfile(_file(stem, name), dtype) if name == "lengths" else np.memmap(_file(stem, name), dtype, "r")
+            for name, dtype in _ARRAYS.items()
+        )
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def __reduce__(self) -> Any:
+        return Documents, (self.stem,)  # a pickled map would carry all tokens into every worker
+
+    def of(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens read, tokens predicted, and their bytes, each ``(piece.size,)``."""
+        start = self.starts[piece.document]
+        begin, end = start + piece.begin, start + piece.end
+        return self.tokens[begin:end], self.tokens[begin + 1 : end + 1], self.targets[begin + 1 : end + 1]
+
+    def trains(self, piece: DocumentPiece) -> bool:
+        """Whether any token of a piece is predicted."""
+        return bool((self.of(piece)[2] != NOT_TRAINED).any())
+
+
+class TokenRows(Dataset[dict[str, Tensor]]):
+    """TokenRows of ``seq_len`` positions, in which every piece begins at position 0.
+
+    An item is ``input_ids``, ``labels`` (the token to predict at each position, or -100) and ``position_ids``, all
+    int64 ``(seq_len,)``; ``num_bytes``, UTF-8 bytes of the text that the labels are, and ``number``, that of the
+    row, both int64 ``()``.
+
+    Args:
+        documents: their tokens.
+        rows: pieces of each row.
+        seq_len: positions of a row.
+        pad: token at positions that no piece fills.
+        width: positions from the start of one piece to that of the next; ``None``: pieces follow each other.
+    """
+
+    def __init__(
+        self, documents: Documents, rows: list[list[DocumentPiece]], seq_len: int, pad: int, width: int | None = None
+    ) -> None:
+        self.documents, self.rows, self.seq_len, self.pad, self.width = documents, rows, seq_len, pad, width
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def apart(self, index: int, most: int) -> TokenRows:
+        """The first pieces of a row, at most ``most``, each in a row of its own."""
+        return TokenRows(self.documents, [[piece] for piece in self.rows[index][:most]], self.seq_len, self.pad)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """The row number ``index``."""
+        ids = np.full(self.seq_len, self.pad, np.int64)
+        labels = np.full(self.seq_len, IGNORED, np.int64)
+        positions = np.arange(self.seq_len)
+        begin = num_bytes = 0
+        for number, piece in enumerate(self.rows[index]):
+            begin = begin if self.width is None else number * self.width
+            read, predicted, count = self.documents.of(piece)
+            place = slice(begin, begin + piece.size)
+            trained = count != NOT_TRAINED
+            ids[place] = read
+            labels[place] = np.where(trained, predicted, IGNORED)
+            positions[begin:] = np.arange(self.seq_len - begin)
+            num_bytes += int(count[trained].sum())
+            begin = place.stop
+        arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        counts = {"num_bytes": torch.tensor(num_bytes), "number": torch.tensor(index)}
+        return {name: torch.from_numpy(value) for name, value in arrays.items()} | counts
+
+
+class FineTuneData(LightningDataModule):
+    """Records in rows of tokens, see :class:`TokenRows`, split into training and validation rows by document.
+
+    Tokens are computed once per node, into files under ``cache_dir`` that are named after the records and the
+    tokenizer.
+
+    Args:
+        path: see :func:`~trainwright.recipes.finetune.records.read_records`.
+        tokenizer: a folder with a fast tokenizer of Hugging Face, or the id of one on the Hub.
+        format: ``"text"``, ``"chat"`` or ``"preference"``.
+        seq_len: positions of a row. A longer text is split, of a longer conversation the end is cut off.
+        batch_size: rows per micro-batch.
+        packing: put several documents into one row; off: one document per row. A row of ``"preference"`` is always
+            one pair, each answer in one half of the row.
+        held_out: part of the documents that validates, 0 or more, less than 1; 0: no validation.
+        chat_template: ``None``: the tokenizer's own; ``"chatml"``; or a file with a Jinja template.
+        split: of a dataset with several.
+        allow_download: whether ids may be looked up on the Hub.
+        cache_dir: where tokens are kept; ``None``: ``~/.cache/trainwright/corpora``.
+        num_workers: processes per rank that read ahead; 0: the rank itself.
+        seed: of the draw of documents that validate.
+
+    Raises:
+        RecordsError: (in ``prepare_data`` and ``setup``) if a record cannot be used, or there are too few.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str | os.PathLike[str],
+        format: str = "text",
+        seq_len: int = 512,
+        batch_size: int = 4,
+        packing: bool = True,
+        held_out: float = 0.05,
+        chat_template: str | None = None,
+        split: str = "train",
+        allow_download: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.path, self.format, self.split, self.allow_download = str(path), format, split, allow_download
+        self.tokenizer_folder = model_folder(tokenizer, allow_download)
+        self.chat_template = chat_template
+        self.seq_len, self.batch_size, self.packing = seq_len, batch_size, packing
+        self.held_out, self.seed, self.num_workers = held_out, seed, num_workers
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.train: TokenRows | None = None
+        self.validation: TokenRows | None = None
+
+    def prepare_data(self) -> None:
+        """Encode the records, on one rank of each node."""
+        stem = self.stem()
+        if all(_file(stem, name).exists() for name in _ARRAYS):
+            return
+        tokenizer = load_tokenizer(self.tokenizer_folder, self.chat_template)
+        records = read_records(self.path, self.split, self.allow_download)
+        lengths = []
+        with ExitStack() as stack:
+            outs = {name: stack.enter_context(new_file(_file(stem, name))) for name in _ARRAYS}
+            for encoded in encode_all(records, tokenizer, self.format):
+                outs["tokens"].write(np.asarray(encoded.ids, _ARRAYS["tokens"]).tobytes())
+                outs["targets"].write(np.asarray(encoded.targets, _ARRAYS["targets"]).tobytes())
+                lengths.append(len(encoded.ids))
+            outs["lengths"].write(np.asarray(lengths, _ARRAYS["lengths"]).tobytes())
+        if not sum(lengths):
+            raise RecordsError(f"data.path={self.path}: has no records. Give a file with at least one")
+
+    def stem(self) -> Path:
+        """Path of the encoded records, without the names of the arrays."""
+        key = hashlib.blake2b(digest_size=8)
+        files = [*self.tokenizer_folder.glob("tokenizer*.json"), *self.tokenizer_folder.glob("*.jinja")]
+        if Path(self.path).expanduser().exists():
+            files += _record_files(Path(self.path).expanduser())
+        if self.chat_template not in (None, "chatml"):
+            files.append(Path(str(self.chat_template)).expanduser())
+        parts = [_VERSION, self.path, self.format, self.split, self.chat_template, *_stamps(files)]
+        key.update(repr(parts).encode())
+        return self.cache_dir / f"{Path(self.path).name}-{key.hexdigest()}"
+
+    def setup(self, stage: str) -> None:
+        """Map the tokens, split documents and plan the rows; the same on every rank."""
+        if self.train is not None:
+            return
+        documents = Documents(self.stem())
+        in_unit = 2 if self.format == "preference" else 1
+        units = len(documents.lengths) // in_unit
+        order = np.random.default_rng(self.seed).permutation(units)
+        held = round(units * self.held_out)
+        held = max(1, held) if self.held_out else 0
+        train, validation = sorted(order[held:].tolist()), sorted(order[:held].tolist())
+        if not train:
+            raise RecordsError(f"data.path={self.path}: {units} record(s), of which none is left to train. Give more")
+        pad = self._pad()
+        self.train, self.validation = (self._rows(documents, part, in_unit, pad) for part in (train, validation))
+        rank_zero_info(
+            f"{len(train)} records in {len(self.train)} rows to train, {len(validation)} in {len(self.validation)} to "
+            f"validate; rows of {self.seq_len} tokens"
+        )
+
+    def _rows(self, documents: Documents, units: list[int], in_unit: int, pad: int) -> TokenRows:
+        chosen = [unit * in_unit + number for unit in units for number in range(in_unit)]
+        width = self.seq_len // in_unit
+        pieces = pieces_of(documents.lengths[chosen].tolist(), width, split=self.format == "text")
+        pieces = [piece._replace(document=chosen[piece.document]) for piece in pieces]
+        cut = sum(documents.lengths[number] - 1 > width for number in chosen) if self.format != "text" else 0
+        empty = {piece.document // in_unit for piece in pieces if not documents.trains(piece)}
+        empty |= {number // in_unit for number in chosen if documents.lengths[number] < 2}
+        if cut or empty:
+            rank_zero_warn(
+                f"{cut} of {len(chosen)} conversations are longer than {width} tokens, their ends are cut off; "
+                f"{len(empty)} records without an answer in the rest are left out. A larger data.seq_len keeps them."
+            )
+        pieces = [piece for piece in pieces if piece.document // in_unit not in empty]
+        if in_unit == 2:
+            pairs = [list(pair) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
+            return TokenRows(documents, pairs, self.seq_len, pad, width)
+        rows = pack(pieces, self.seq_len) if self.packing else [[piece] for piece in pieces]
+        return TokenRows(documents, rows, self.seq_len, pad)
+
+    def _pad(self) -> int:
+        tokenizer = load_tokenizer(self.tokenizer_folder)
+        return next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt; of one of a conversation with what the chat template puts around it."""
+        tokenizer = load_tokenizer(self.tokenizer_folder, self.chat_template)
+        if self.format == "text":
+            return list(tokenizer(text)["input_ids"])
+        asked = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = load_tokenizer(self.tokenizer_folder).decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def sample_prompt(self) -> list[int]:
+        """The beginning of a record, validation first: a conversation up to its first answer, 16 tokens of a text."""
+        rows = self.validation or self.train
+        assert rows, "setup has not run"
+        read, _, targets = rows.documents.of(rows.rows[0][0])
+        first = int((targets != NOT_TRAINED).argmax())
+        prompt: list[int] = read[: first + 1 if first else 16].tolist()
+        return prompt
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Training rows, shuffled."""
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+        """Validation rows, in order."""
+        return self._loader(self.validation) if self.held_out else []
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Validation rows, in order."""
+        return self._loader(self.validation)
+
+    def _loader(self, rows: TokenRows | None, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
+        assert rows is not None, "setup has not run"
+        return DataLoader(
+            rows,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+def _file(stem: Path, name: str) -> Path:
+    return stem.with_name(f"{stem.name}.{name}")
+
+
+def _stamps(files: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of change of files."""
+    for file in sorted(files):
+        status = file.stat()
+        yield str(file.absolute()), status.st_size, status.st_mtime_ns
+
+
+def _record_files(path: Path) -> list[Path]:
+    is_dataset = path.is_dir() and any(path.glob("**/*.arrow"))
+    return list(path.glob("**/*.arrow")) if is_dataset else files_of(str(path))

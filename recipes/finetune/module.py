@@ -1,0 +1,152 @@
+"""The ``finetune`` recipe's module: a pretrained causal language model, whole or by adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import move_data_to_device
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from trainwright.recipes.finetune.adapters import needs_weights, with_adapter
+from trainwright.recipes.finetune.data import IGNORED, TokenRows
+from trainwright.recipes.finetune.quantized import QuantizedSource, quantize_frozen
+from trainwright.recipes.generation.generate import evaluating
+from trainwright.recipes.hugging_face.causal_lm import HuggingFaceModule
+from trainwright.recipes.hugging_face.chunked_logits import logits_in_chunks
+
+Batch = Mapping[str, Tensor]
+_IDLE = "idle"  # the phase of a hook
+_MOST_COMPARED = 8  # documents
+_EQUAL, _EQUAL_16 = 1e-4, 5e-2  # nats, in float32 and in 16-bit precision
+
+
+class FineTuneModule(HuggingFaceModule):
+    """Next-token prediction on rows of documents, conversations or both, see :class:`~.data.TokenRows`.
+
+    Logs ``train_loss`` (nats per trained token of this rank's micro-batch), and over all validation rows ``val_loss``
+    (nats per trained token), ``val_perplexity`` (its exponential) and ``val_bits_per_byte`` (bits per UTF-8 byte of the
+    trained text), likewise ``test_...``.
+
+    Args:
+        pretrained: see :class:`~trainwright.recipes.hugging_face.causal_lm.HuggingFaceModule`.
+        adapter: ``kind`` (``lora``, ``dora`` or ``ia3``) and arguments of that configuration of peft; with
+            ``quantize="nf4"`` frozen linear layers but the head are in four bits (not ``dora``); ``None``: all weights
+            are trained.
+        meta: as there; where an adapter's initial values are computed from the weights, each rank reads them whole.
+        **options: see there.
+    """
+
+    def __init__(
+        self, pretrained: str, adapter: Mapping[str, Any] | None = None, meta: bool | str = "auto", **options: Any
+    ) -> None:
+        self.adapter = None if adapter is None else dict(adapter)
+        self._quantized: list[str] = []
+        if self.adapter is not None and needs_weights(self.adapter):
+            meta = False
+        super().__init__(pretrained=pretrained, meta=meta, **options)
+
+    def build(self) -> nn.Module:
+        """The network with its adapter."""
+        model = super().build()
+        if self.adapter is None:
+            return model
+        adapted = with_adapter(model, self.adapter)
+        if self.adapter.get("quantize"):
+            self._quantized = quantize_frozen(adapted, model.get_output_embeddings())  # type: ignore[operator]
+        return adapted
+
+    def weights_as_held(self, source: Any) -> Any:
+        """The tensors of a file in the form in which the network holds them."""
+        return QuantizedSource(source, self._quantized) if self._quantized else source
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # type: ignore[override]
+        """Mean loss in nats per trained token."""
+        loss = F.cross_entropy(self.logits(batch), batch["labels"].flatten(), ignore_index=IGNORED)
+        self.log("train_loss", loss)
+        return loss
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Float32 logits ``(B * T, V)`` of the tokens that follow; documents of a row do not see each other."""
+        assert self.model is not None, "configure_model has not run"
+        with logits_in_chunks(self.model, self.loss_chunk):
+            found = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        logits: Tensor = found.logits.flatten(0, 1).float()
+        return logits
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """For rows the loss at each position in nats, float32 ``(B, T)``, 0 where nothing is trained.
+
+        For other batches see :meth:`~trainwright.recipes.language_model.LanguageModule.predict_step`.
+        """
+        return self._nats(batch) if isinstance(batch, dict) else super().predict_step(batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        """Refuse packed rows if the documents of a row see each other.
+
+        Raises:
+            ValueError: if a loss is another one than that of the document alone.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        rows = getattr(data, "train", None)
+        if not isinstance(rows, TokenRows):
+            return
+        number = max(range(len(rows)), key=lambda number: len(rows.rows[number]))
+        apart = rows.apart(number, _MOST_COMPARED)
+        if len(apart) < 2:
+            return
+        batch_size = data.batch_size  # type: ignore[union-attr]
+        alone = torch.cat([each[each != 0] for each in self.predicted(apart, range(len(apart)), batch_size)])
+        packed = self.predicted(rows, [number], batch_size)[0]
+        packed = packed[packed != 0][: len(alone)]
+        limit = _EQUAL if self.trainer.precision in ("32-true", "64-true") else _EQUAL_16
+        if not torch.allclose(packed, alone, rtol=limit, atol=limit):
+            raise ValueError(
+                "data.packing=true: the losses of documents in one row differ from those of the documents alone, by up "
+                f"to {float((packed - alone).abs().max()):.2g} nats: in {type(self.model).__name__} the documents of a "
+                "row see each other. Type data.packing=false"
+            )
+
+    def predicted(self, rows: TokenRows, numbers: Sequence[int], batch_size: int) -> list[Tensor]:
+        """The losses at the positions of some rows, by all ranks together, each float32 ``(T,)``."""
+        found: list[Tensor] = []
+        for begin in range(0, len(numbers), batch_size):
+            if phases := getattr(self.trainer, "phases", None):
+                phases.begin(_IDLE)  # each batch is progress
+            chosen = list(numbers[begin : begin + batch_size])
+            # Every batch has the shape of training: a layout may depend on it.
+            batch = default_collate([rows[number] for number in chosen + chosen[:1] * (batch_size - len(chosen))])
+            with evaluating(self):
+                values: Any = self.trainer.strategy.predict_step(move_data_to_device(batch, self.device), 0)
+            found += list(values[: len(chosen)])
+        return found
+
+    def _nats(self, batch: Batch) -> Tensor:
+        labels = batch["labels"]
+        nats = F.cross_entropy(self.logits(batch), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return nats.view(labels.shape)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val_perplexity``."""
+        self._log_perplexity("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log ``test_perplexity``."""
+        self._log_perplexity("test")
+
+    def _log_held_out(self, stage: str, batch: Batch) -> None:  # type: ignore[override]
+        nats = self._nats(batch).sum()
+        tokens, num_bytes = int((batch["labels"] != IGNORED).sum()), int(batch["num_bytes"].sum())
+        # Means weighted by what they are means of: exact over all rows, whoever has how many.
+        self.log(f"{stage}_loss", nats / max(1, tokens), batch_size=tokens, sync_dist=True)
+        bits = nats / math.log(2) / max(1, num_bytes)
+        self.log(f"{stage}_bits_per_byte", bits, batch_size=num_bytes, sync_dist=True, prog_bar=True)
+
+    def _log_perplexity(self, stage: str) -> None:
+        loss = self.trainer.callback_metrics.get(f"{stage}_loss")
+        if loss is not None:
+            self.log(f"{stage}_perplexity", torch.exp(loss))

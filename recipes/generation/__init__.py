@@ -1,0 +1,1 @@
+"""Text that a causal language model continues, on any layout."""

@@ -1,0 +1,103 @@
+"""Ranks of a notebook: forks of its process, since there is no script that other processes could run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from trainwright.checkpoint.read.run_state import RunState, materialised
+from trainwright.core.lightning_internals import _MultiProcessingLauncher, _WorkerOutput
+from trainwright.core.text.messages import token_environment
+from trainwright.strategies.plan.deferred import is_deferred
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher of forked ranks, for strategies whose ranks hold parts of the module.
+
+    After ``fit`` the ranks write the weights that they hold to a temporary checkpoint, and the notebook's own module
+    takes them, under every layout.
+
+    Args:
+        strategy: whose ranks to start, all on this machine.
+
+    Raises:
+        MisconfigurationException: if there are several nodes.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        if strategy.num_nodes > 1:
+            raise MisconfigurationException(
+                f"Trainer(num_nodes={strategy.num_nodes}) in a notebook: ranks are forks of this process, so all are "
+                "on this machine. Set num_nodes=1, or start a script on every node."
+            )
+        super().__init__(strategy, start_method="fork")
+        self._folder = ""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Fork the ranks, call ``function`` in each, and return what it returns on rank 0."""
+        with TemporaryDirectory(prefix="trainwright-") as self._folder, _environment_kept():
+            os.environ.update(token_environment())
+            return super().launch(partial(_in_one_thread, function), *args, trainer=trainer, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
+        strategy = self._strategy
+        path = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            path = str(Path(self._folder, "weights"))
+            weights = {"state_dict": strategy.lightning_module_state_dict(), "global_step": trainer.global_step}
+            strategy.save_checkpoint(weights, path)
+        if strategy.local_rank != 0:
+            return None
+        best: Any = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        return _WorkerOutput(best, path, trainer.state, results, self.get_extra_results(trainer))
+
+    def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: pl.Trainer) -> None:
+        if worker_output.weights_path is not None:
+            _load(trainer.lightning_module, materialised(RunState.open(str(worker_output.weights_path)).tree))
+        super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
+
+
+def fork_in_notebook(strategy: Any, launcher: Any) -> Any:
+    """``launcher``, or in an interactive process one of forked ranks for it."""
+    if not accelerator_connector._IS_INTERACTIVE or launcher is None or launcher.is_interactive_compatible:
+        return launcher
+    return launcher if strategy.cluster_environment.creates_processes_externally else ForkLauncher(strategy)
+
+
+def _load(module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    if is_overridden("configure_model", module):  # the ranks have called it, on modules of their own
+        module.configure_model()
+    # Not strict, as in Lightning: training may have added or removed parts.
+    module.load_state_dict(checkpoint["state_dict"], strict=False, assign=is_deferred(module))
+
+
+def _in_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # The threads of OpenMP do not survive a fork: a parallel region in the child would wait for them forever.
+    torch.set_num_threads(1)
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Leave the environment as it was: a port belongs to one launch."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

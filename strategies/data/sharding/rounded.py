@@ -1,0 +1,113 @@
+"""Weights that FSDP2 gathers in autocast's 16 bit, beside others in the same block that it gathers as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.core.torch_internals import FSDPParamGroup
+from trainwright.strategies.data.sharding.gathering import all_parameter_groups, drop_gathered
+
+
+class RoundedGroup(FSDPParamGroup):
+    """A parameter group of FSDP2, some weights of which are gathered in 16 bit while autocast is on.
+
+    Autocast rounds a weight at each use. Rounded before it is gathered, it has the same bits and half the bytes.
+    FSDP2's ``param_dtype`` is for all parameters of a group and for good: norms would lose bits, and a forward without
+    autocast (a call between two steps, a part of the module that turns it off) would meet weights of another dtype.
+    """
+
+    _dtype: torch.dtype
+    _rounded: list[Any]
+    _rounds: bool
+    # Whether weights were rounded in the forward that a backward is to follow; None: none is.
+    _recorded: bool | None
+    # Gathered tensors of the dtype that is not in use: FSDP2 makes a parameter's once.
+    _others: dict[Any, tuple[list[torch.Tensor], nn.Parameter | None]]
+
+    @classmethod
+    def adopt(cls, group: Any, rounded: list[Any], dtype: torch.dtype) -> None:
+        """Make ``group`` one of this class.
+
+        Args:
+            group: of FSDP2, whose policy has a ``reduce_dtype`` and no ``param_dtype``.
+            rounded: its parameters (FSDP2's own objects) that are gathered as ``dtype``.
+            dtype: of 16 bit.
+        """
+        group.__class__ = cls
+        group._dtype, group._rounded, group._rounds, group._recorded, group._others = dtype, rounded, True, None, {}
+
+    def _init_mp_dtypes(self) -> None:
+        super()._init_mp_dtypes()
+        self._choose_dtype()
+
+    def _choose_dtype(self) -> None:
+        for parameter in self._rounded:
+            parameter.param_dtype = self._dtype if self._rounds else None
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather as autocast is in this forward; the backward that follows gathers the same.
+
+        Raises:
+            RuntimeError: if one backward is to follow two forwards, of which one has autocast on.
+        """
+        device = self.device.type
+        rounds = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is self._dtype
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not recomputed in backward
+            if self._recorded is not None and self._recorded is not rounds:
+                raise RuntimeError(
+                    f"{self._module_fqn} runs with and without autocast before one backward, and its weights are "
+                    "gathered in one dtype for both. Type strategy.param_dtype=fp32."
+                )
+            self._recorded = rounds
+        self._round(rounds)
+        return super().pre_forward(module, args, kwargs)
+
+    def pre_backward(self, *args: Any) -> None:
+        """Gather as in the forward, whatever ran without gradients in between."""
+        if self._recorded is not None:
+            self._round(self._recorded)
+        super().pre_backward(*args)
+
+    def _round(self, rounds: bool) -> None:
+        if rounds is not self._rounds:
+            self._switch()
+
+    def _switch(self) -> None:
+        drop_gathered(self)
+        self._to_sharded()
+        self._rounds = not self._rounds
+        self._choose_dtype()
+        for parameter in self._rounded:
+            others = self._others.pop(parameter, ([], None))
+            self._others[parameter] = parameter.all_gather_outputs, parameter.__dict__.pop("_unsharded_param", None)
+            parameter.all_gather_outputs = others[0]
+            if others[1] is not None:
+                parameter._unsharded_param = others[1]
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce gradients of both dtypes together: each as ``reduce_dtype``, which FSDP2 takes from one dtype only."""
+        for parameter in self.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+        self._recorded = None
+        super().post_backward(*unused)
+
+
+def gather_rounded(block: nn.Module, weights: Collection[str], dtype: torch.dtype) -> None:
+    """Have some parameters of a block gathered as ``dtype`` while autocast to it is on.
+
+    Args:
+        block: split by ``fully_shard``, perhaps with modules within it, with a ``reduce_dtype`` and no ``param_dtype``.
+        weights: their names in it.
+        dtype: of 16 bit.
+    """
+    chosen = {p for name, p in block.named_parameters(remove_duplicate=False) if name in weights}
+    for group in all_parameter_groups(block):
+        rounded = [parameter for parameter in group.fsdp_params if parameter.sharded_param in chosen]
+        if rounded:
+            RoundedGroup.adopt(group, rounded, dtype)

@@ -1,0 +1,132 @@
+"""The loader of a stream on one data rank, which knows how many samples each of its batches stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainwright.trainer.data.data_order import Resumed
+from trainwright.trainer.data.loaders import rebuild
+from trainwright.trainer.data.wrapped_loader import WrappedLoader
+
+
+class Tag(NamedTuple):
+    """What a rank must know of a micro-batch to weigh it.
+
+    Args:
+        own: samples of this rank.
+        wave: samples of all ranks in the wave.
+        step: samples of all ranks in the optimizer step.
+    """
+
+    own: int
+    wave: int
+    step: int
+
+
+class _CollateTagged:
+    """Collates the samples of a micro-batch and leaves beside them what they came with."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, tagged: tuple[list[Any], Any]) -> tuple[Any, list[Any]]:
+        samples, tag = tagged
+        return self._collate(samples) if samples else None, list(tag)
+
+
+class StreamLoader(WrappedLoader):
+    """The micro-batches of one data rank, weighed by the samples of all ranks.
+
+    Args:
+        loader: the user's loader over the stream.
+        batches: what gives micro-batches in its place, each a list of samples and what is to stay beside them.
+        data_ranks: number of ranks.
+        group: waves of one optimizer step; 1 if none is defined, or outside of training.
+    """
+
+    # Batches are read ahead by two at most; the loop asks for those of the present optimizer step too.
+    _REMEMBERED = 8
+    regular_waves = 0  # none is known beforehand
+    whole_step = False  # only if a global batch is set, as for data of known length
+
+    def __init__(self, loader: DataLoader[Any], batches: IterableDataset[Any], data_ranks: int, group: int) -> None:
+        super().__init__(
+            rebuild(
+                loader,
+                dataset=batches,
+                batch_size=None,
+                batch_sampler=None,
+                sampler=None,
+                shuffle=False,
+                drop_last=False,
+                collate_fn=_CollateTagged(loader.collate_fn),
+            )
+        )
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self.data_ranks = data_ranks
+        self.group = max(group, 1)
+        self.epoch = 0
+        self._resumed: Resumed | None = None
+        self._tags: dict[int, Tag] = {}
+
+    @property
+    def sampler(self) -> StreamLoader:
+        """By this name Lightning finds ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next."""
+        self.epoch = epoch
+
+    @property
+    def _of_this_epoch(self) -> Resumed:
+        resumed = self._resumed
+        return resumed if resumed is not None and resumed.epoch == self.epoch else Resumed(self.epoch, 0, 0)
+
+    @property
+    def first_batch(self) -> int:
+        """Index in the epoch of the first batch that is read now."""
+        return self._of_this_epoch.first_batch
+
+    def resume(self, resumed: Resumed) -> None:
+        """Resume within an epoch when the next iteration of it begins."""
+        self._resumed = resumed
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        for index, (batch, tag, read) in enumerate(self._tagged(), start=self.first_batch):
+            self._tags[index] = tag
+            self._tags.pop(index - self.group - self._REMEMBERED, None)
+            self._remember(index, read)
+            yield batch
+
+    def _begin(self) -> None:
+        self._tags = {}
+
+    def _tagged(self) -> Iterator[tuple[Any, Tag, Any]]:
+        """Micro-batches, each with its tag and what is to be remembered of it."""
+        raise NotImplementedError
+
+    def _remember(self, index: int, read: Any) -> None:
+        """Remember what was read for the ``index``-th batch of the epoch, and forget what no one asks for any more."""
+        raise NotImplementedError
+
+    def position(self, batches: int) -> dict[str, Any]:
+        """What has been read when the loop has used so many batches of the epoch."""
+        raise NotImplementedError
+
+    def is_padding(self, batch_idx: int) -> bool:
+        """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
+        return self._tags[batch_idx].own == 0
+
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
+        """As :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
+        tag = self._tags[batch_idx]
+        if tag.own == 0:
+            return float("inf")
+        total = tag.step if whole_step else tag.wave * accumulation
+        return total / (tag.own * self.data_ranks)

@@ -1,0 +1,115 @@
+"""Which run of a tracking service belongs to a run directory: kept, found again on resuming, linked with the report."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from trainwright.core.failures.records import write_whole
+from trainwright.trainer.loggers.lenient import LenientLogger
+from trainwright.trainer.loggers.mlflow import MLFlow
+from trainwright.trainer.loggers.wandb import Wandb
+
+FILE = "loggers.json"
+_REPORT = "report.html"
+NEW = "new"
+# Options that are taken from the run that is resumed, and what they may be: the file may come from elsewhere.
+_OPTIONS = {
+    "id": re.compile(r"[\w-]{1,128}"),
+    "run_id": re.compile(r"[\w-]{1,128}"),
+    "tracking_uri": re.compile(r"file:/.+"),
+}
+_MOST_BYTES = 2**16
+
+
+class LoggerRuns(Callback):
+    """Keep in ``loggers.json`` which runs the loggers write to; log the configuration and the report's path there.
+
+    Args:
+        loggers: of the Trainer, by their names in the configuration.
+        run_dir: of the run.
+        known: what :func:`runs_before` has found.
+        values: of the configuration, by key.
+        report: whether a report will be written.
+    """
+
+    looks_at_parameters = False
+
+    def __init__(
+        self,
+        loggers: Mapping[str, Logger],
+        run_dir: Path,
+        known: Mapping[str, Mapping[str, str]],
+        values: Mapping[str, Any],
+        report: bool,
+    ) -> None:
+        self._loggers, self._run_dir, self._known = loggers, run_dir, known
+        self._values, self._report = values, report
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Do it once the loggers have begun their runs, which Lightning lets them before."""
+        if not trainer.is_global_zero:
+            return
+        found = {name: told for name, logger in self._loggers.items() if (told := self._introduce(logger, stage))}
+        if not found:
+            return
+        path = self._run_dir / FILE
+        try:
+            write_whole(path, json.dumps({**self._known, **found}, indent=1) + "\n")
+        except OSError as error:
+            rank_zero_warn(
+                f"{path} cannot be written ({error.strerror}), so a run that resumes this one begins new runs of its "
+                "loggers. Training continues. Free space on the disk."
+            )
+
+    def _introduce(self, logger: Logger, stage: str) -> dict[str, str] | None:
+        if not isinstance(logger, (Wandb, MLFlow)) or not isinstance(logger, LenientLogger):
+            return None
+        logger.log_hyperparams(self._values)
+        if self._report and stage == "fit":
+            logger.attempt(logger.link, str((self._run_dir / _REPORT).absolute()))
+        return logger.attempt(logger.identify)
+
+
+def runs_before(run_dir: Path, ckpt_path: str | None) -> dict[str, dict[str, str]]:
+    """Return what ``loggers.json`` of this run says, or that of the run whose checkpoint is resumed; {}: there is none.
+
+    Args:
+        run_dir: of this run.
+        ckpt_path: the checkpoint; its run directory is the folder above it, or the one above that.
+    """
+    folders = [run_dir, *([] if ckpt_path is None else Path(ckpt_path).parents[:2])]
+    path = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
+    if path is None:
+        return {}
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError("too long")
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {name: {key: str(value) for key, value in told.items()} for name, told in document.items()}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        rank_zero_warn(f"{path} cannot be read ({error}), so the loggers begin new runs. Training continues.")
+        return {}
+
+
+def in_same_run(options: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of a logger with those of the run before in the place of what is null.
+
+    Args:
+        options: as configured; ``id=new`` or ``run_id=new`` asks for a run of its own.
+        known: of the run before, see :func:`runs_before`.
+    """
+    if NEW in (options.get("id"), options.get("run_id")):
+        return {key: None if value == NEW and key in _OPTIONS else value for key, value in options.items()}
+    fitting = {key: known[key] for key, form in _OPTIONS.items() if form.fullmatch(known.get(key, ""))}
+    folder = fitting.get("tracking_uri")
+    if folder is not None and not Path(folder.removeprefix("file:")).is_dir():
+        return dict(options)  # the run was there, and is no more
+    return {**options, **{key: value for key, value in fitting.items() if options.get(key) is None}}
