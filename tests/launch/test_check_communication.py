@@ -15,6 +15,7 @@ def refusals(layout: Layout | None, compression: str = "none", launch: dict[str,
     options = ZeroOptions(**{"stage": 2, **given})
     cfg = OmegaConf.create(
         {
+            "precision": "32-true",
             "compression": {"name": compression},
             "launch": {"recovery": "restart", "min_devices": None, **(launch or {})},
         }
