@@ -44,7 +44,7 @@ from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.contract.communication.meter import Sent
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.plan.blocks import checkpoint_activations, find_blocks
+from trainwright.strategies.plan.blocks import checkpoint_activations, count_parameters, find_blocks
 
 # Attributes in which equal blocks differ: their place in the model.
 _PLACE = re.compile(r"(^|_)(idx|index|layer_id|layer_number|layer_idx|depth|name)$")
@@ -279,12 +279,8 @@ def block_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     if not runs:
         return []
     # Of several lists the heaviest is the model; the others count with what is outside.
-    weight = {parent: sum(_numel(found[name]) for name in names) for parent, names in runs.items()}
+    weight = {parent: sum(count_parameters(found[name]) for name in names) for parent, names in runs.items()}
     return runs[max(weight, key=lambda parent: weight[parent])]
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:

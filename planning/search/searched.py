@@ -30,6 +30,7 @@ from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import stage_spans
 from trainwright.strategies.compose.model_plan import plan_for
 from trainwright.strategies.compose.world import Surroundings, world_size_of
+from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 
 
@@ -77,7 +78,7 @@ class Searched:
         )
         self.small, self._small_blocks = self.facts.reduced()
         self.table = StateTable(self.facts, self.plan_of, self.small, cfg.precision == "bf16-true")
-        self.parameters = sum(parameter.numel() for parameter in self.module.parameters())
+        self.parameters = count_parameters(self.module)
         self.capacity = USABLE * self.profile.memory_bytes
         self._spans: dict[int, list[range]] = {}
 

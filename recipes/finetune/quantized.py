@@ -91,6 +91,11 @@ class NF4Linear(nn.Module):
         self.weight = nn.Parameter(quantize(linear.weight), requires_grad=False)
         self.bias = linear.bias
 
+    @property
+    def unpacked_numel(self) -> dict[str, int]:
+        """How many numbers the elements of a packed parameter stand for."""
+        return {"weight": self.in_features * self.out_features}
+
     def reset_parameters(self) -> None:
         """Set all to 0: trained values come from a file."""
         for parameter in self.parameters():

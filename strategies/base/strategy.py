@@ -44,6 +44,7 @@ from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.part import Part, Replicas
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
 from trainwright.strategies.contract.same_model import refuse_other_models
+from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly, StateOwners
 from trainwright.strategies.state.checkpointing import RunStates
@@ -126,8 +127,8 @@ class LayoutStrategy(Strategy):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all parameters of the unmodified module."""
-        return sum(parameter.numel() for parameter in self.lightning_module.parameters())
+        """Number of parameters of the unmodified module."""
+        return count_parameters(self.lightning_module)
 
     def trained_boxes(self) -> dict[str, TensorParts]:
         """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.

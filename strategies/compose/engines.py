@@ -32,6 +32,7 @@ from trainwright.strategies.pipeline.schedules import (
     validate_pipeline,
 )
 from trainwright.strategies.pipeline.stage import OwnForwardStage
+from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
 
@@ -100,7 +101,7 @@ class Engines(Uncut):
     ) -> None:
         self.module: LightningModule = module
         self.is_cut = True
-        self.num_parameters = _numel(module)
+        self.num_parameters = count_parameters(module)
         self.plan = plan_for(module, layout, options)
         problems = problems_of(module, self.plan, layout, options)
         if problems:
@@ -433,12 +434,8 @@ def stage_spans(module: nn.Module, plan: ModelPlan, stages: int, split: str | tu
         split: blocks per stage, or ``"balanced"``: by their number of parameters.
     """
     if split == "balanced":
-        return split_blocks([float(_numel(module.get_submodule(name))) for name in plan.blocks], stages)
+        return split_blocks([float(count_parameters(module.get_submodule(name))) for name in plan.blocks], stages)
     return _spans_of(split)
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _spans_of(split: str | tuple[int, ...]) -> list[range]:

@@ -11,7 +11,7 @@ from torch import nn
 from trainwright.checkpoint.foreign.hugging_face import is_pretrained_model
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.engine_options import EngineOptions
-from trainwright.strategies.plan.blocks import find_blocks
+from trainwright.strategies.plan.blocks import count_parameters, find_blocks
 from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig
 from trainwright.strategies.plan.names import folded, matched, parent_of, starred, within
 from trainwright.strategies.plan.outside import find_experts, split_outside, tied_groups
@@ -159,7 +159,7 @@ def _choose_blocks(
         runs.setdefault(parent_of(name), []).append(name)
     repeated = {parent: names for parent, names in runs.items() if len(names) > 1} or runs
     candidates = [name for names in repeated.values() for name in names]
-    weights = {p: sum(x.numel() for n in names for x in found[n].parameters()) for p, names in repeated.items()}
+    weights = {p: sum(count_parameters(found[name]) for name in names) for p, names in repeated.items()}
     ranked = sorted(repeated, key=lambda parent: -weights[parent])
     if len(ranked) > 1 and weights[ranked[0]] < _CLEARLY_HEAVIER * weights[ranked[1]]:
         lists = ", ".join(f"{_span(repeated[parent])} ({weights[parent]:,} parameters)" for parent in ranked)

@@ -35,6 +35,18 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dic
     return _outermost(_unsplittable(module)) or _outermost(_repeated(module))
 
 
+def count_parameters(module: nn.Module) -> int:
+    """Count the numbers in the parameters of ``module``, tied ones once.
+
+    A module that packs a weight into fewer elements says how many these stand for: ``unpacked_numel``, by name.
+    """
+    counts: dict[nn.Parameter, int] = {}
+    for part in module.modules():
+        unpacked = getattr(part, "unpacked_numel", {})
+        counts |= {weight: unpacked.get(name, weight.numel()) for name, weight in part.named_parameters(recurse=False)}
+    return sum(counts.values())
+
+
 def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> dict[str, nn.Module]:
     modules = {name: part for name, part in module.named_modules() if name}
     chosen = set(matched(list(modules), patterns, option))

@@ -24,6 +24,7 @@ from trainwright.recipes.finetune.data import FineTuneData
 from trainwright.recipes.finetune.module import FineTuneModule
 from trainwright.recipes.finetune.quantized import LEVELS, NF4Linear, QuantizedSource, dequantize, quantize
 from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.plan.blocks import count_parameters
 
 LORA = {"kind": "lora", "quantize": "nf4", "r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 SIZES = {"hidden_size": 48, "intermediate_size": 72}  # rows do not end where blocks do
@@ -149,6 +150,8 @@ def test_what_is_in_four_bits(folder: Path) -> None:
         if "lora_" not in name:
             kept = files[plain]
             assert torch.equal(value, quantize(kept) if plain.rpartition(".")[0].endswith("_proj") else kept)
+    adapters = sum(weight.numel() for name, weight in module.named_parameters() if "lora_" in name)
+    assert count_parameters(module) == adapters + sum(kept.numel() for kept in files.values()), "not the packed bytes"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
