@@ -60,11 +60,11 @@ def compared(ranks: Callable[..., list[Any]], layout: str, *args: Any, **options
     first, last = chunked[0][2], chunked[-1][2]
     # The first stage only looks once, without weights, at what its step does.
     assert last > 0
-    assert first < last if layout in ("pipeline", "interleaved") else first > 0
+    assert first < last if layout in ("pipeline x tensor", "interleaved") else first > 0
     assert not any(wholes for *_, wholes in chunked)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "tensor", "pipeline", "interleaved", "context"])
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "sequence", "pipeline x tensor", "interleaved", "context"])
 def test_a_layout_trains_as_with_the_plain_loss(ranks: Callable[..., list[Any]], layout: str) -> None:
     compared(ranks, layout)
 
