@@ -287,10 +287,10 @@ def _twin(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Optimizer
 
 
 def _copied(value: Any, memo: _Memo) -> Any:
-    if isinstance(value, Tensor | nn.Module):
+    if isinstance(value, nn.Module):
         return value
     try:
-        return copy.deepcopy(value, memo)
+        return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value, memo)
     except (TypeError, RuntimeError, AttributeError):  # process groups, locks and others that have no copy
         return value
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from trainwright.strategies.data.optimizers.optimizer_probe import study
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
 
 STEPS = 4
@@ -127,3 +128,9 @@ def test_an_optimizer_goes_with_its_last_reference() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_trial_leaves_rates_that_are_tensors():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3, 2))], lr=torch.tensor(0.125))
+    study(optimizer, lambda parameter: parameter.shape)
+    assert optimizer.param_groups[0]["lr"] == 0.125
