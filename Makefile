@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint types docs check zoo snippets clean
+.PHONY: help install train test lint types docs check zoo snippets dist clean
 
 # The first interpreter that answers and is a supported version: a name can exist and still not run
 # (version managers leave such stubs), so each is asked rather than looked up.
@@ -75,6 +75,17 @@ zoo: install  ## Train every module of tests/zoo under all its layouts, of which
 snippets: install  ## Really run the commands of the documentation, small (minutes; not part of make test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.snippets
 
+# The wheel is tried where neither the sources nor the development environment can be found.
+dist: install  ## Build and check the wheel and the source distribution, and train from the wheel in a new environment
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine
+	rm -rf dist build/tried
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m venv build/tried
+	build/tried/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		"$$(ls $(CURDIR)/dist/*.whl)[recipes]"
+	cd build/tried && env -u PYTHONPATH bin/trainwright fit recipe=digits strategy=ddp devices=2 max_steps=20 run_dir=run
+
 clean:  ## Remove what building and testing leave (not .venv, not runs)
-	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -14,11 +14,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import setuptools
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
-from setuptools import Distribution
-from setuptools.config.pyprojecttoml import apply_configuration
 
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.registry import all_options, target_of
@@ -140,10 +139,10 @@ def test_every_folder_with_code_is_a_package():
 
 
 def test_a_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
-    """What setuptools itself would put into one, without building it."""
+    """Ask setuptools what it would put into one, without building it."""
     monkeypatch.chdir(ROOT)
-    found = Distribution({"script_name": "setup.py"})
-    apply_configuration(found, "pyproject.toml")
+    monkeypatch.setenv("PLAT", "")  # setuptools sets it
+    found = setuptools.distutils.core.run_setup("setup.py", ["--quiet"], stop_after="config")
     found.command_options["egg_info"] = {"egg_base": ("test", str(tmp_path))}
     built = found.get_command_obj("build_py")
     built.ensure_finalized()
@@ -158,6 +157,9 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
     assert kinds[".j2"] + kinds[".css"] == len(templates) > 0
     assert Path("trainwright/py.typed") in files
     assert found.metadata.license_files == ["LICENSE"]
+    links = re.findall(r"\]\(([^)#]+)\)", found.metadata.long_description)
+    assert links
+    assert all(link.startswith("https://") for link in links)
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
