@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FEW, MORE, KEPT = 1, 2, 30
+FEW, MORE, KEPT = 1, 2, 60
 """Steps of a run, of one that goes on from such a run, and the most that are made as they are typed."""
 _BEYOND_IMPORTED = 7
 _WRITES_TEXT = re.compile(r"recipe=(\w*gpt|moe|llama_3d)")
