@@ -32,7 +32,7 @@ Every key that a run can be given, with its default and what it means: made from
 equal to them by a test. How keys, groups and recipes go together is told in [configuration.md](configuration.md).
 `trainwright fit --help` says the same of your installation, your own `--config-dir` included.
 """
-_TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "any"}
+_TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", Any: "any"}
 # Groups whose choices bring many keys of a recipe's or a library's own: its pages have them.
 _OF_RECIPES = ("recipe", "size", "model", "device")
 
@@ -134,7 +134,7 @@ def _rows(schema: type, items: list[Field[Any]], prefix: str) -> Iterator[str]:
 def _takes(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_takes(option) for option in get_args(hint))
-    return _TYPES.get(hint) or {list: "list", dict: "mapping"}.get(get_origin(hint), "any")
+    return _TYPES.get(hint) or {list: "list", dict: "dict"}.get(get_origin(hint), "any")
 
 
 def _default(item: Field[Any]) -> str:

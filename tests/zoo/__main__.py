@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.zoo.table import THEMES, count, recorded
@@ -9,41 +10,52 @@ from tests.zoo.table import THEMES, count, recorded
 PAGE = Path(__file__).parents[2] / "docs" / "what_runs.md"
 HEAD = """# What runs where
 
-Modules of the kind that people write, on layouts of two and four ranks, each against `lightning.Trainer` on one process
-with the same global batches: the losses of the first steps, the logged values, all parameters and buffers. `make zoo`
-runs this table (`tests/zoo/`), `make test` each module on some of its layouts, and `python -m tests.zoo` writes this
-page from it.
-
-{modules} modules in {cells} cells: {equal} train **equally**, {refused} are **refused** by an error before any weight
-changes (or, where validation or code after `fit` asks for what a rank does not have, there){wrong}.
+{modules} modules as people write them, on layouts of two and four ranks ({cells} cells), each compared with
+`lightning.Trainer` on one process: losses, logged values, parameters and buffers. {equal} cells train **equally**,
+{refused} are **refused** with an error{wrong}. `make zoo` runs this table, `make test` a part of it;
+`python -m tests.zoo` writes this page.
 """
 
 
 def page() -> str:
-    """The page as text."""
+    """Return the page as text."""
     outcomes = recorded()
     numbers = count(outcomes)
     wrong = f", {numbers['wrong']} are still **wrong**" if numbers["wrong"] else ""
     cells = sum(numbers[kind] for kind in ("equal", "refused", "wrong"))
     parts = [HEAD.format(**{**numbers, "wrong": wrong}, cells=cells)]
     for theme, heading in THEMES.items():
-        lines = [f"\n## {heading}\n", "| module | trains equally | refused |", "|---|---|---|"]
-        for name, row in outcomes.get(theme, {}).items():
-            equal = ", ".join(layout for layout, outcome in row.items() if outcome == "equal")
-            lines.append(f"| {name} | {equal} | {_others(row)} |")
-        parts.append("\n".join(lines) + "\n")
+        parts += [f"\n## {heading}\n\n", *_equal(outcomes.get(theme, {})), *_others(outcomes.get(theme, {}))]
     return "".join(parts)
 
 
-def _others(row: dict[str, str]) -> str:
-    """Layouts that refuse a module, with the words they have in common."""
-    by_words: dict[str, list[str]] = {}
-    for layout, outcome in row.items():
-        if outcome != "equal":
-            kind, _, words = outcome.partition(": ")
-            escaped = words.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-            by_words.setdefault(f"“{escaped}…”" if kind == "refused" else "**wrong**", []).append(layout)
-    return "; ".join(f"{', '.join(layouts)}: {words}" for words, layouts in by_words.items())
+def _equal(rows: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Yield a table of the modules that train equally on the same layouts."""
+    modules: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        layouts = ", ".join(layout for layout, outcome in row.items() if outcome == "equal")
+        modules.setdefault(layouts, []).append(name)
+    yield "| trains equally on | modules |\n|---|---|\n"
+    for layouts, names in modules.items():
+        if layouts:
+            yield f"| {layouts} | {'; '.join(names)} |\n"
+
+
+def _others(rows: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Yield a table of refusals, grouped by reason."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for name, row in rows.items():
+        for layout, outcome in row.items():
+            if outcome != "equal":
+                kind, _, words = outcome.partition(": ")
+                escaped = words.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+                reason = f"“{escaped}…”" if kind == "refused" else "**wrong**"
+                cells.setdefault(reason, {}).setdefault(name, []).append(layout)
+    if cells:
+        yield "\n| refused with | modules |\n|---|---|\n"
+    for reason, modules in cells.items():
+        named = "; ".join(f"{name} ({', '.join(layouts)})" for name, layouts in modules.items())
+        yield f"| {reason} | {named} |\n"
 
 
 if __name__ == "__main__":
