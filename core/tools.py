@@ -13,6 +13,7 @@ _TOOLS = {
     "profile": "trainwright.tools.doctor.command:run_doctor_command",
     "import-deepspeed": "trainwright.tools.deepspeed.command:run_import_command",
     "generate": "trainwright.tools.generate.command:run_generate_command",
+    "new": "trainwright.tools.new.command:run_new_command",
     "verify": "trainwright.tools.verify.verify:run_verify_command",
     "expand": "trainwright.tools.deepspeed.expand:expand",
     "write_report": "trainwright.tools.report.ending:write_report",

@@ -1,0 +1,1 @@
+"""`trainwright new`: create a project."""

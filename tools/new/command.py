@@ -1,0 +1,68 @@
+"""The verb `new`: create a project with a module, data, a recipe, a test and CI."""
+
+from __future__ import annotations
+
+import keyword
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainwright.tools.new.templates import FILES
+
+OK, REFUSED = 0, 2
+VERB = "new"
+HELP = """trainwright new: create a project with a module, data, a recipe, a test and CI.
+
+usage: trainwright new NAME
+
+  NAME    folder to create, and the name of its package: a Python identifier in lower case
+
+example:
+  trainwright new my_project
+"""
+
+
+def run_new_command(words: Sequence[str]) -> int:
+    """Create a project and print what to type next.
+
+    Args:
+        words: the command line after `trainwright`, `new` included.
+
+    Returns:
+        The exit code: 0 success, 2 the command line was refused.
+    """
+    rest = list(words)
+    rest.remove(VERB)
+    if "-h" in rest or "--help" in rest or not rest:
+        print(HELP, end="")
+        return OK if rest else REFUSED
+    problem = _problem(rest)
+    if problem:
+        print(f"trainwright: {problem}", file=sys.stderr)
+        return REFUSED
+    name = rest[0]
+    for path, text in project(name).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"created {name}/. Next:\n\n  cd {name}\n  trainwright fit --config-dir conf recipe={name}\n")
+    return OK
+
+
+def project(name: str) -> dict[Path, str]:
+    """Return the files of a project: path -> text."""
+    words = {"name": name, "title": "".join(word.capitalize() for word in name.split("_"))}
+    return {Path(name, path.format(**words)): text.format(**words) for path, text in FILES.items()}
+
+
+def _problem(words: Sequence[str]) -> str | None:
+    """Return why a project cannot be created; None: it can."""
+    if len(words) > 1:
+        return f"new takes one name, and was given {len(words)}: {' '.join(words)}; type trainwright new {words[0]}"
+    name = words[0]
+    if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name) or not name.strip("_"):
+        return f"new {name}: the name must be a Python identifier in lower case; type trainwright new my_project"
+    if name in sys.stdlib_module_names or name in ("trainwright", "tests", "conf"):
+        return f"new {name}: a package of this name exists already; type trainwright new my_{name}"
+    if Path(name).exists():
+        return f"new {name}: {name} exists in this folder; choose another name"
+    return None
