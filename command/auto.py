@@ -1,7 +1,7 @@
-"""What `strategy=auto` and `micro_batch_size=auto` stand for: decided before ranks start, written down as if typed.
+"""Resolution of `strategy=auto` and `micro_batch_size=auto` before ranks start, recorded as if typed.
 
-The planner (`trainwright.planning`) imports torch and makes process groups that are not there, so it works in a
-process of its own wherever ranks are to be started, and hands back plain values.
+The planner (`trainwright.planning`) imports torch and creates fake process groups, so wherever ranks will be started it
+runs in a process of its own and returns plain values.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ from trainwright.strategies.compose.world import Surroundings, closed_layout, op
 from trainwright.strategies.contract.registry import all_options, strategy_names
 
 NEAR = 0.03
-"""Part of a step by which predictions must differ for the faster layout to be taken before the simpler one."""
-# Layouts that are held against everything else in the configuration before it is refused.
+"""Largest fraction by which the predicted step of a simpler layout may exceed the fastest, for it to be preferred."""
+# Layouts that are validated before the configuration is refused.
 _MOST_TRIED = 8
-# What is handed over from strategy=auto to the strategy that was chosen, whatever that is.
-# What is decided of a layout beside its axes, by the names of both.
+# Options that the planner takes as limits, by their common names in Limits and AutoOptions.
 _OF_LIMITS = tuple(each.name for each in fields(Limits) if each.name in AutoOptions.__dataclass_fields__)
+# Options copied from strategy=auto to the chosen strategy.
 _OF_EVERY_STRATEGY = ("blocks", "compile", "certificate")
 _OF_THE_MODEL = ("plan", "batch_dims", "attention")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """A choice of the planner.
 
     Attributes:
-        lines: what, why, and what to type for the same.
-        words: overrides that ask for the same without `auto`.
-        document: what plan.json holds.
-        smaller: micro-batches that may stand in for the chosen one if that does not fit after all; None: it was not
-            asked for.
+        lines: for the user: the choice, the reason, and overrides that give the same.
+        words: overrides that give the same without `auto`.
+        document: contents of plan.json.
+        smaller: smaller micro-batches to try if the chosen one does not fit; None = the size was not auto.
     """
 
     lines: tuple[str, ...]
@@ -65,15 +64,15 @@ class Choice:
 
 
 def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None) -> tuple[Choice | None, list[str]]:
-    """Put what `auto` stands for into the configuration; where nothing is asked for, do nothing.
+    """Replace `auto` in the configuration by the planner's choice; do nothing if there is no `auto`.
 
     Args:
-        cfg: with the run directory and the checkpoint to go on from decided; changed in place.
+        cfg: with the run directory and the checkpoint decided; changed in place.
         surroundings: the verb and the launcher.
-        most: largest micro-batch that `micro_batch_size=auto` may stand for; None: as many as are predicted to fit.
+        most: upper limit of `micro_batch_size=auto`; None = as many as are predicted to fit.
 
     Returns:
-        What was chosen, None where nothing was to be or could be; and why it could not be.
+        The choice, or None, and the problems that prevented it.
     """
     size = cfg.micro_batch_size
     if isinstance(size, str) and size != AUTO:
@@ -93,16 +92,16 @@ def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None)
 
 
 def is_auto(strategy: Any) -> bool:
-    """Whether a configuration of a strategy leaves the choice to the planner."""
+    """Return whether a strategy's configuration leaves the layout to the planner."""
     return isinstance(strategy, DictConfig) and strategy.get("_target_") == AUTO_TARGET
 
 
 def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
-    """Put what was chosen for one configuration into another that asked for the same; the rest stays as it is.
+    """Copy the choice made for one configuration into another that asked for the same.
 
     Args:
-        chosen: as :func:`decide` left it.
-        cfg: as it was before; changed in place.
+        chosen: after :func:`decide`.
+        cfg: the same configuration before it; changed in place.
     """
     cfg.strategy = chosen.strategy
     cfg.micro_batch_size, cfg.global_batch_size = chosen.micro_batch_size, chosen.global_batch_size
@@ -110,12 +109,12 @@ def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
 
 
 def write_plan(choice: Choice, run_dir: Path) -> None:
-    """Write plan.json into a run directory, whole or not at all."""
+    """Write plan.json into a run directory, atomically."""
     write_whole(run_dir / PLAN_FILE, json.dumps(choice.document, indent=1, allow_nan=False) + "\n")
 
 
 def lines_of(run_dir: Path) -> list[str]:
-    """What the choice of a run was, in words; empty where nothing was chosen."""
+    """Return the lines that describe the choice of a run; empty without one."""
     try:
         return list(json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")).get("lines", []))
     except (OSError, ValueError):
@@ -149,13 +148,13 @@ def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
         if first is None:
             first = found, words
         elif found == first[0]:
-            break  # it is not the layout
+            break  # the layout does not matter for these problems
     assert first is not None
     raise ConfigError([f"{text} (of what strategy=auto chose: {' '.join(first[1])})" for text in first[0]])
 
 
 def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[str]]:
-    """What the user has decided, and what of it cannot be."""
+    """Return the options that the user has set, and what is invalid about them."""
     strategy = AutoOptions(**{str(key): value for key, value in cfg.strategy.items()})
     keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
     return (
@@ -170,10 +169,10 @@ def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[s
 
 
 def _global_batch(cfg: DictConfig, surroundings: Surroundings, who: str) -> int:
-    """Samples of a step, which the choice does not change.
+    """Return the samples per optimizer step, which the choice keeps.
 
-    Without `global_batch_size` they are those of the checkpoint that the run goes on from, or what plain replicas would
-    make of micro_batch_size and accumulation.steps.
+    Without `global_batch_size`, those of the checkpoint to resume, or micro_batch_size x accumulation.steps x world
+    size.
     """
     if cfg.global_batch_size is not None:
         return int(cfg.global_batch_size)
@@ -197,7 +196,7 @@ def _saved_batch(cfg: DictConfig) -> int | None:
             return None
         samples = read_manifest(path).about.get("global_batch_size")
     except (CheckpointError, OSError):
-        return None  # `validate` tells
+        return None  # `validate` reports it
     return None if samples is None else int(samples)
 
 
@@ -212,7 +211,7 @@ def _unread_micro_batch(cfg: DictConfig, who: str) -> list[str]:
 
 
 def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dict[str, Any]:
-    """The configuration as plain values, with numbers where words stand."""
+    """Return the configuration as plain values, with numbers in place of `auto`."""
     asked = cfg.copy()
     world = world_size_of(cfg, surroundings)
     local = surroundings.local_world_size
@@ -221,13 +220,13 @@ def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dic
     asked.devices = world // asked.nodes
     asked.global_batch_size, asked.accumulation.steps = batch, None
     if not isinstance(asked.micro_batch_size, int):
-        asked.micro_batch_size = 1  # what is read to see the shapes of a batch
+        asked.micro_batch_size = 1  # only to read the shapes of a batch
     plain: Any = literal(OmegaConf.to_container(asked, resolve=True))
     return dict(plain)
 
 
 def _call(function: Any, surroundings: Surroundings, cfg: DictConfig, *arguments: Any) -> dict[str, Any]:
-    """Call a function of the planner here, where training will happen too, or in a process of its own."""
+    """Call a function of the planner, in this process if training will be, else in one of its own."""
     alone = surroundings.world_size is None and world_size_of(cfg, surroundings) == 1 and cfg.launch.max_restarts == 0
     answer = function(*arguments) if alone else call_apart(function, *arguments)
     return dict(answer)
@@ -248,7 +247,7 @@ def _nothing_possible(document: Mapping[str, Any], limits: Limits) -> list[str]:
 
 
 def _order(ranked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The simplest of those that are predicted to be nearly as fast as the fastest, then the others by speed."""
+    """Sort the layouts: those nearly as fast as the fastest by simplicity, then the others by speed."""
     best = ranked[0]["seconds"]["step"]
     near = [each for each in ranked if each["seconds"]["step"] <= (1 + NEAR) * best]
     rest = [each for each in ranked if each["seconds"]["step"] > (1 + NEAR) * best]
@@ -262,7 +261,7 @@ def _complexity(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[str]:
-    """Put a candidate in the place of `auto`; returns what to type for the same."""
+    """Replace `auto` by a candidate; return the overrides that give the same."""
     asked, words = cfg.strategy, []
     chosen = [word for word in candidate["overrides"] if word.startswith("strategy")]
     scalars = [word for word in chosen if word.split("=")[0].removeprefix("strategy.") not in _OF_THE_MODEL]
@@ -285,14 +284,14 @@ def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[st
 
 
 def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]:
-    """What to type for how replicas are averaged and how far ahead parameters are gathered, if not the default.
+    """Yield overrides for the averaging over replicas and the prefetch, where they are not the default.
 
     Args:
         cfg: with `strategy=auto`.
-        candidate: a layout that the planner found, with its `average_by` and `prefetch`.
+        candidate: a layout of the planner, with its `average_by` and `prefetch`.
     """
     asked, layout = cfg.strategy, candidate["layout"]
-    # What was typed is kept, and refused by the checks where it cannot be; what is chosen must be possible.
+    # Typed values are kept, and checked later; chosen ones must be possible.
     is_free = cfg.compression.name == "none" and cfg.launch.recovery == "restart" and cfg.launch.min_devices is None
     average_by = asked.average_by or (candidate["average_by"] if is_free else None)
     if average_by is not None and layout["replicate"] > 1:
@@ -303,7 +302,7 @@ def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]
 
 
 def _that_may_shrink(words: Sequence[str], layout: Mapping[str, int], asked: DictConfig) -> Iterator[str]:
-    """The same layout with "the rest" for one of its data axes, so that a run can go on with fewer ranks."""
+    """Yield the overrides with -1 for one data-parallel axis, so that a run can continue on fewer ranks."""
     free = next((axis for axis in ("shard", "replicate") if layout[axis] > 1 and asked[axis] is None), None)
     for word in words:
         yield f"strategy.{free}=-1" if free and word.startswith(f"strategy.{free}=") else word

@@ -1,4 +1,4 @@
-"""What `trainwright --help` and `trainwright <verb> --help` say."""
+"""Texts of `trainwright --help` and `trainwright <verb> --help`."""
 
 import inspect
 import itertools
@@ -37,13 +37,13 @@ _VERBS = {
     "profile": "measure devices and links, for device=<name> of a plan: `trainwright profile --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
-# Plain, but set by the recipe and by a group.
+# Plain keys that are set by the recipe and by a group.
 _NOT_BY_HAND = ("name", "precision")
 _GROUP_ORDER = ("recipe", "size", "strategy", "precision", "accumulation", "optimizer", "trainer", "checkpoint")
 
 
 def overview() -> str:
-    """The text of `trainwright --help`."""
+    """Return the text of `trainwright --help`."""
     verbs = "\n".join(f"  {verb:<18}{text}" for verb, text in _VERBS.items())
     return f"""trainwright: train one LightningModule on any layout of devices, chosen by configuration alone.
 
@@ -65,11 +65,11 @@ examples:
 
 
 def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
-    """The text of `trainwright <verb> --help`.
+    """Return the text of `trainwright <verb> --help`.
 
     Args:
         verb: fit, validate, test, predict, verify, layout or plan.
-        config_dir: a folder whose groups and recipes are listed too.
+        config_dir: folder whose groups and recipes are listed too.
     """
     loader = config_loader(config_dir)
     groups = group_names(loader)
@@ -90,12 +90,12 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
 
 
 def in_order(groups: Sequence[str]) -> list[str]:
-    """Groups as they are listed: those that most runs choose from first."""
+    """Sort groups for listing: those that most runs set come first."""
     return [*(name for name in _GROUP_ORDER if name in groups), *(name for name in groups if name not in _GROUP_ORDER)]
 
 
 def field_comments(schema: type) -> dict[str, str]:
-    """The comment above each field of a configuration dataclass, by field name; inherited fields included."""
+    """Return the comment above each field of a configuration dataclass by field name, inherited fields included."""
     found: dict[str, str] = {}
     for cls in reversed(schema.__mro__[:-1]):
         comment: list[str] = []
@@ -114,7 +114,7 @@ def field_comments(schema: type) -> dict[str, str]:
 
 
 def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
-    """The comment that a choice's yaml begins with; empty when it has none."""
+    """Return the comment at the start of a choice's yaml; empty without one."""
     for source in loader.get_sources():
         if not source.is_config(f"{group}/{choice}"):
             continue
@@ -175,7 +175,7 @@ def _group(loader: ConfigLoaderImpl, name: str) -> str:
 
 
 def default_choice(loader: ConfigLoaderImpl, group: str) -> str | None:
-    """The choice of a group that a run has when none is given; None when it has none."""
+    """Return the default choice of a group; None without one."""
     primary = loader.repository.load_config("config")
     assert primary is not None
     items = primary.defaults_list or []

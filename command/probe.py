@@ -1,8 +1,8 @@
-"""`micro_batch_size=auto`: the predicted micro-batch is tried before training begins.
+"""Probing of `micro_batch_size=auto`: the predicted micro-batch is tried before training starts.
 
-Its layout trains two optimizer steps of the first samples in processes of its own, which are gone afterwards: weights,
-random states, optimizers, the order of data and metrics of the run know nothing of it, and a rank that the kernel kills
-takes nobody along. What ranks held at most is read here, and held against what there is.
+Its layout trains two optimizer steps on the first samples in temporary processes, so that weights, random states,
+optimizers, sample order and metrics of the run are untouched, and an out-of-memory kill does not take down other ranks.
+The peak memory of the ranks is compared with what is available.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from trainwright.launch.engines.engines import uses_engine
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
 
 SAFE = 0.95
-"""Part of the memory that is there which the steps may take; later samples may be longer, and pieces do not fit."""
-# The second has the optimizer's state beside activations.
+"""Fraction of the available memory that the steps may use: later samples may be longer, and memory fragments."""
+# The second step has the optimizer's state beside activations.
 _STEPS = 2
-# Micro-batches of a step: with more than one, gradients of earlier ones are there beside activations.
+# Micro-batches per step: with more than one, gradients of earlier ones are held beside activations.
 _MOST_ACCUMULATED = 2
 _RECORDER = "trainwright.planning.memory.measured.PeakRecorder"
 _OUT_OF_MEMORY = re.compile(
@@ -40,14 +40,14 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Probed:
-    """What came of trying a micro-batch.
+    """Result of trying a micro-batch.
 
     Attributes:
         micro_batch_size: samples.
-        fits: None: could not be found out, and `why` says so.
-        why: in words: what was held, or what went wrong.
-        needed: bytes that were held at most, where they were least enough; None: not known, and so is the next.
-        there: bytes that could be held there.
+        fits: None = unknown, for the reason in `why`.
+        why: peak memory or error, in words.
+        needed: peak bytes of the tightest memory; None = unknown, and so is `there`.
+        there: bytes available of that memory.
     """
 
     micro_batch_size: int
@@ -58,16 +58,16 @@ class Probed:
 
     @property
     def text(self) -> str:
-        """In a line."""
+        """The result in one line."""
         if self.fits is None:
             return f"not tried: {self.why}."
         size = f"tried: {self.micro_batch_size} sample(s) at a time"
         return f"{size}: {self.why}." if self.fits else f"{size} do not fit: {self.why}."
 
     def next_of(self, smaller: Iterable[int]) -> int | None:
-        """The largest of smaller sizes that may fit; None: none may.
+        """Return the largest of `smaller` that may fit; None if there is none.
 
-        What is held grows with the size beside a part that does not, so by less than in proportion.
+        Memory grows less than in proportion to the size, because a part of it is constant.
         """
         most = self.micro_batch_size - 1
         if self.needed is not None and self.there is not None:
@@ -76,14 +76,14 @@ class Probed:
 
 
 def try_out(planned: DictConfig, launcher: Launcher | None) -> Probed:
-    """Train two optimizer steps with the micro-batch of a configuration, in processes of their own.
+    """Train two optimizer steps with the micro-batch of a configuration, in temporary processes.
 
     Args:
-        planned: a configuration that was checked, with everything decided; interpolations still in it.
-        launcher: that has started this process as a rank; None: none has.
+        planned: a checked configuration with everything decided, interpolations included.
+        launcher: that has started this process as a rank; None = none.
 
     Raises:
-        Interrupted: if this process was told to end.
+        Interrupted: if this process was interrupted.
     """
     size = int(planned.micro_batch_size)
     if launcher is not None:
@@ -104,12 +104,12 @@ def try_out(planned: DictConfig, launcher: Launcher | None) -> Probed:
 
 
 def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
-    """Hold what ranks have held at most against what there is.
+    """Compare the ranks' peak memory with what is available.
 
     Args:
         size: the micro-batch.
         records: of every rank, as :class:`~trainwright.planning.memory.measured.PeakRecorder` writes them.
-        there: bytes of host memory that could be had before the ranks began, all together.
+        there: bytes of host memory that were available to all ranks together before they started.
     """
     host = sum(each["host"] for each in records)
     pairs = [(host, there, "all ranks together held {needed} of the host's {there}")]
@@ -129,14 +129,14 @@ def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
 
 
 def told(choice: Choice, tried: Sequence[Probed]) -> Choice:
-    """A choice with what came of trying it, in its lines and its document."""
+    """Return the choice with the results of its trials in lines and document."""
     lines = (*choice.lines, *(each.text for each in tried))
     document = {**choice.document, "lines": list(lines), "tried": [asdict(each) for each in tried]}
     return replace(choice, lines=lines, document=document)
 
 
 def refusal(tried: Sequence[Probed]) -> str:
-    """What a user is told where no size fits."""
+    """Return the message for the user if no size fits."""
     sizes = ", ".join(str(each.micro_batch_size) for each in tried)
     return (
         f"micro_batch_size=auto: tried {sizes} sample(s) at a time, and not even the last fits: {tried[-1].why}; type "
@@ -145,7 +145,7 @@ def refusal(tried: Sequence[Probed]) -> str:
 
 
 def _trial(planned: DictConfig, folder: Path) -> DictConfig:
-    """Of the same layout and data, as long as it takes to see the fullest moment."""
+    """Return the configuration of the trial: the same layout and data, for as long as it takes to reach the peak."""
     ranks = num_data_ranks(planned, world_size_of(planned, Surroundings()))
     wave = int(planned.micro_batch_size) * ranks
     recorder = {"_target_": _RECORDER, "folder": str(folder / "peaks")}

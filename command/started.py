@@ -1,9 +1,9 @@
-"""One rank that an engine has started, of a run whose configuration lies in its run directory.
+"""One rank started by an engine, for the run in a run directory.
 
     python -m trainwright.command.started RUN_DIR VERB
 
-The environment says which rank it is, as torchrun's or SLURM's does. What it prints goes to the end of its log in the
-run directory, compiled code included.
+The environment identifies the rank, as torchrun's or SLURM's does. All output, that of compiled code included, is
+appended to the rank's log in the run directory.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
     """Run the rank that this process is.
 
     Args:
-        run_dir: with `config.yaml`; all ranks see it.
+        run_dir: with `config.yaml`; visible to all ranks.
         verb: fit, validate, test or predict.
 
     Returns:
-        The metrics of the end, by name; rank 0 leaves them in the run directory.
+        The final metrics by name; rank 0 writes them into the run directory.
 
     Raises:
-        SystemExit: with exit code 1 after an error, which is written down; as it came if the user's code raised it.
-        Interrupted: if this process was told to end.
+        SystemExit: with exit code 1 after a recorded error; unchanged if the user's code raised it.
+        Interrupted: if this process was interrupted.
     """
     launcher = detect_launcher()
     assert launcher is not None, _NO_RANK
@@ -48,7 +48,7 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
     try:
         cfg = agree(launcher, lambda launcher: begin_or_go_on(run_dir, verb, launcher))
         if cfg is None:
-            raise SystemExit(1)  # rank 0 says why
+            raise SystemExit(1)  # rank 0 reports the reason
         metrics = run_here(cfg, verb, on_exception=recorder.record)
     except SystemExit as error:
         recorder.record(error)
@@ -62,7 +62,7 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
 
 
 def main(words: Sequence[str]) -> int:
-    """The command above; returns its exit code."""
+    """Run the command above; return its exit code."""
     end_with_agent()
     signal.signal(signal.SIGTERM, raise_interrupted)
     if os.getcwd() not in sys.path:
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to be ended in order
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to shut down
     return 0
 
 

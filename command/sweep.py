@@ -37,7 +37,7 @@ class Job:
 
     Attributes:
         number: counted from 0.
-        overrides: all its overrides, each with one value.
+        overrides: all overrides, each with one value.
         varied: those that differ between jobs.
     """
 
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What is special about this job, in words for a person."""
+        """The values that distinguish this job."""
         return " ".join(masked_words(self.varied)) or "no value varies"
 
     @property
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class _Composed:
-    """The configuration of a job, with what was chosen for it and what was imported."""
+    """The composed configuration of a job, the planner's choice and the import report."""
 
     cfg: DictConfig
     choice: Choice | None
@@ -68,7 +68,7 @@ class _Composed:
 
 
 def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Job]:
-    """Every combination of the values in Hydra's grammar: `a=1,2`, `a=range(1,4)`, `a=choice(x,y)`, `a=glob(*)`.
+    """Return every combination of the values in Hydra's grammar: `a=1,2`, `a=range(1,4)`, `a=choice(x,y)`, `a=glob(*)`.
 
     Raises:
         ConfigError: if an override cannot be parsed.
@@ -77,7 +77,7 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
     alternatives: list[list[str]] = []
     problems: list[str] = []
     for text in quote_paths(overrides):
-        if is_inject(text):  # commas in it separate no values: every job gets it
+        if is_inject(text):  # its commas separate no values: every job gets it
             alternatives.append([text])
             continue
         try:
@@ -101,18 +101,18 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
 
 
 def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> int:
-    """Check all jobs, then run one after the other, each in its own processes and its own directory, or all together
-    where an engine does so (`launch=slurm`: as an array).
+    """Check all jobs, then run them one after the other, each in its own processes and directory, or all together where
+    an engine supports it (`launch=slurm`: as an array).
 
-    A job that fails does not stop the others.
+    A failed job does not stop the others.
 
     Args:
         verb: fit, validate, test or predict.
-        overrides: with several values where the jobs differ; `run_dir=` is the directory above those of the jobs.
+        overrides: with several values where the jobs differ; `run_dir=` is the parent of the jobs' directories.
         config_dir: as for `compose`.
 
     Returns:
-        0 when every job ended well, else 1.
+        0 if every job succeeded, else 1.
 
     Raises:
         ConfigError: if any job cannot run; none was started.
@@ -143,7 +143,7 @@ def _run_in_turn(
     verb: str,
     config_dir: str | Path | None,
 ) -> list[Job]:
-    """Run one job after the other; returns those that failed."""
+    """Run one job after the other; return those that failed."""
     failed: list[Job] = []
     for job, composed in zip(jobs, configurations, strict=True):
         print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
@@ -159,7 +159,7 @@ def _run_together(
     verb: str,
     config_dir: str | Path | None,
 ) -> list[Job]:
-    """Hand all jobs to an engine that starts them together; returns those that failed."""
+    """Submit all jobs to an engine together; return those that failed."""
     prepared: list[DictConfig] = []
     for job, composed in zip(jobs, configurations, strict=True):
         print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
@@ -201,7 +201,7 @@ def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) 
 
 
 def _prepared(job: _Composed, verb: str, words: Sequence[str]) -> DictConfig:
-    """Make the run directory of a job, and say what was chosen for it."""
+    """Create the run directory of a job, and print the planner's choice."""
     prepared = prepare(job.cfg, verb, choice=job.choice, words=words)
     tell_import(job.report, sys.stdout, Path(prepared.run_dir))
     for line in job.choice.lines if job.choice is not None else ():

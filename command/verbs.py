@@ -1,4 +1,4 @@
-"""What the command `trainwright` does, once its parts are imported."""
+"""The verbs of the command `trainwright`."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ from trainwright.strategies.compose.world import VERBS, Surroundings, closed_lay
 
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, PLAN = "verify", "layout", "plan"
-# Verbs with words of their own, which do not come here as the first word; what is typed behind them.
+# Verbs that must be the first word, with what follows them.
 _FIRST = {
     "checkpoint": "<verb> PATH [options]",
     "import-deepspeed": "ds_config.json [options]",
@@ -46,16 +46,16 @@ _OPTIONS = (
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Run the command and report its errors.
+    """Run the command and print its errors.
 
     Args:
-        words: what was typed after `trainwright`.
+        words: after `trainwright`.
 
     Returns:
-        The exit code; that of the user's own `sys.exit` where it ended the run.
+        The exit code; that of the user's own `sys.exit` if it ended the run.
 
     Raises:
-        Interrupted: if this process was told to end.
+        Interrupted: if this process was interrupted.
     """
     try:
         return _run(_parse(words))
@@ -94,14 +94,14 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     else:
         agreed = agree(launcher, lambda launcher: _composed(verb, overrides, config_dir, launcher))
         if agreed is None:
-            return REFUSED  # rank 0 says why
+            return REFUSED  # rank 0 reports the reason
         cfg = agreed
     if _speaks(launcher):
         _say_start(cfg)
     try:
         result = launch(cfg, verb, launcher)
     except SystemExit as error:
-        # In this process: whose exit code is the command's is said, since no traceback shows it.
+        # The run was in this process. Name the caller of sys.exit, which no traceback shows.
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(f"trainwright: sys.exit({error.code!r}) was called by {where.filename}:{where.lineno}", file=sys.stderr)
         raise
@@ -115,13 +115,13 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     except Exception as error:
         Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process
         return FAILED
-    if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, the callbacks of the group monitor say it
+    if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, callbacks print it
         _say_where(result, verb)
     return OK
 
 
 def _layout(arguments: argparse.Namespace) -> int:
-    """Show which rank would hold what; nothing is started."""
+    """Print what each rank would hold; no process is started."""
     composition, problems = _composed_alone(arguments, "it shows one layout; ask for one after the other")
     planned = None
     if composition.cfg is not None and composition.guessed:
@@ -143,7 +143,7 @@ def _layout(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Rank all layouts by predicted step time; nothing is started."""
+    """Rank all layouts by predicted step time; no process is started."""
     composition, problems = _composed_alone(arguments, "it looks at all layouts by itself; plan one after the other")
     if problems or composition.cfg is None:
         raise ConfigError(problems)
@@ -153,7 +153,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _composed_alone(arguments: argparse.Namespace, why_one: str) -> tuple[Composition, list[str]]:
-    """Compose for a verb that starts nothing; returns all problems, too."""
+    """Compose for a verb that starts no ranks; return the composition and all problems."""
     launcher, problems, verb = detect_launcher(), list[str](), arguments.verb
     if launcher is not None:
         problems.append(f"{launcher.name}: {verb} starts no ranks; type trainwright {verb} ... without it")
@@ -164,7 +164,7 @@ def _composed_alone(arguments: argparse.Namespace, why_one: str) -> tuple[Compos
 
 
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
-    """Compose, check everything, make the run directory; all problems are raised together."""
+    """Compose, check everything, create the run directory; raise all problems together."""
     composition = compose_checked(overrides, config_dir)
     problems = list(composition.problems)
     if composition.cfg is not None and composition.problems and composition.guessed:
@@ -226,7 +226,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html")
-    parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # was removed; says what to type
+    parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # removed; answered with what to type
     arguments, plain, problems = parser.parse_among_words(words, _OPTIONS)
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
     arguments.overrides = plain
@@ -275,7 +275,7 @@ def _say_where(result: RunResult, verb: str) -> None:
 
 
 def _relative(path: Path | str) -> str:
-    """As a person would type it from here."""
+    """Return a path relative to the working directory, if it is below it."""
     if "://" in str(path):
         return str(path)
     relative = os.path.relpath(path)

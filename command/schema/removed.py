@@ -1,4 +1,4 @@
-"""Choices and keys of earlier versions that were removed, each with what to type in its place."""
+"""Choices and keys of earlier versions that were removed, with their replacements."""
 
 from __future__ import annotations
 

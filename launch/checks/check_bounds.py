@@ -1,7 +1,7 @@
-"""Values against the bounds of the schema: what holds for every key, without a word about it in a check of its own.
+"""Values against the bounds declared in the schema, for every key without a check of its own.
 
-Numbers are finite and not negative unless their field says otherwise, seconds are those of a clock, and text is not
-empty and can be printed.
+Unless their field says otherwise, numbers are finite and not negative, times are within the range of clocks, and text
+is not empty and printable.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
 
-# 30 years: the clocks of Python and of torch's stores take longer times for errors.
+# About 30 years: the clocks of Python and torch's stores reject longer times.
 _MOST_SECONDS = 1e9
 _MOST = 2**63 - 1
-# Keys of any type, of which the rest of the checks reads keys.
+# Keys of type Any that other checks index.
 _GROUPS = ("strategy", "accumulation", "compression", "optimizer")
 
 
 def bound_problems(cfg: DictConfig, missing: Sequence[str] = ()) -> dict[str, str]:
-    """What is out of the bounds of the schema, by dotted key.
+    """Return violations of the schema's bounds by dotted key.
 
     Args:
-        cfg: as composed, so that its parts know their types; whatever it refers to is there.
-        missing: keys of groups that have null in the place of a missing value.
+        cfg: as composed, so that its parts know their types; all references resolve.
+        missing: keys of groups whose missing value was replaced by null.
     """
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     found = dict(_of_schema(RunConfig, values, cfg, ""))
@@ -99,7 +99,7 @@ def _text_problem(item: Field[Any], value: str) -> str | None:
 
 
 def _of_optimizer(options: Any) -> Iterator[tuple[str, str]]:
-    """A learning rate that trains nothing good with any optimizer; the class judges its other options itself."""
+    """Refuse a learning rate that is not finite or negative; the optimizer class checks its other options itself."""
     rate = options.get("lr") if isinstance(options, Mapping) else None
     if rate is not None and not (isinstance(rate, int | float) and 0 <= rate < math.inf):
         yield "optimizer.lr", f"optimizer.lr={rate}: must be a finite number of at least 0; type optimizer.lr=0.001"

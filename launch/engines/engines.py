@@ -1,7 +1,7 @@
-"""Engines: who starts the ranks of a run on other machines than this command's, one module each, loaded when chosen.
+"""Registry of engines, which start the ranks of a run on other machines: one module each, imported when chosen.
 
-What an engine starts is `python -m trainwright.command.started RUN_DIR VERB`, once per rank, with the environment that
-torchrun or SLURM would give a rank: the configuration was composed and checked before, and lies in the run directory.
+An engine starts `python -m trainwright.command.started RUN_DIR VERB` once per rank, with the environment that torchrun
+or SLURM would give a rank. The configuration was composed and checked before, and is in the run directory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trainwright.launch.recovery.check_recovery import RESTART
 
 
 class Engine(Protocol):
-    """What the module of an engine has."""
+    """Interface of an engine's module."""
 
     def problems(self, cfg: DictConfig, verb: str) -> list[str]:
-        """What is impossible about `launch` and what goes with it, with what to type instead.
+        """Return the problems of the engine's options, with what to type instead.
 
         Args:
             cfg: resolved, with `run_dir` decided.
@@ -31,31 +31,31 @@ class Engine(Protocol):
         """
 
     def launch(self, cfg: DictConfig, verb: str) -> dict[str, float] | None:
-        """Start the ranks and wait for their end.
+        """Start the ranks and wait for their exit.
 
         Args:
             cfg: the resolved configuration, already written to its run directory.
             verb: fit, validate, test or predict.
 
         Returns:
-            The metrics that rank 0 ended with, by name; None: the run was handed over, and has not ended.
+            The final metrics of rank 0 by name; None = the run was submitted and has not ended.
 
         Raises:
-            RankError: if a rank failed; all others have ended.
-            Interrupted: if this process was told to end; all ranks have ended.
+            RankError: if a rank failed; all others have exited.
+            Interrupted: if this process was interrupted; all ranks have exited.
         """
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where an engine is, and what it needs.
+    """Module and requirements of an engine.
 
     Attributes:
         module: that is an :class:`Engine`.
         packages: that must be importable.
         extra: of this project, which installs them; empty = there is none.
-        recovers: whether it reads `launch.recovery` and `launch.min_devices` itself.
-        gives_variables: whether ranks get the variables of this process that the configuration refers to.
+        recovers: whether it supports `launch.recovery` and `launch.min_devices` itself.
+        gives_variables: whether ranks receive the environment variables that the configuration refers to.
     """
 
     module: str
@@ -73,25 +73,25 @@ _ENGINES: dict[str, _Entry] = {
 
 
 def kinds() -> tuple[str, ...]:
-    """What `launch.kind` may be besides local and torchrun."""
+    """Return the values of `launch.kind` besides local and torchrun."""
     return tuple(_ENGINES)
 
 
 def uses_engine(cfg: DictConfig) -> bool:
-    """Whether an engine starts the ranks of this run."""
+    """Return whether an engine starts the ranks of this run."""
     return cfg.launch.kind in _ENGINES
 
 
 def engine_of(cfg: DictConfig) -> Engine:
-    """The engine of a configuration for which :func:`uses_engine` holds."""
+    """Return the engine of a configuration that uses one."""
     return cast(Engine, importlib.import_module(_ENGINES[cfg.launch.kind].module))
 
 
 def starts_together(cfgs: Sequence[DictConfig]) -> Callable[..., list[Any]] | None:
-    """What starts all of these runs at once; None: they are started one after the other.
+    """Return the function that starts all of these runs at once; None = they are started one after the other.
 
-    It is called with the resolved configurations, the verb, a folder for what it writes and a title of each run, and
-    returns for each its metrics, the error that ended it, or None: it was handed over.
+    It is called with the resolved configurations, the verb, a folder for its files and a title per run, and returns for
+    each the metrics, the error that ended it, or None if it was submitted.
     """
     if len({cfg.launch.kind for cfg in cfgs}) > 1 or not uses_engine(cfgs[0]):
         return None
@@ -100,7 +100,7 @@ def starts_together(cfgs: Sequence[DictConfig]) -> Callable[..., list[Any]] | No
 
 
 def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What speaks against the engine of a configuration for which :func:`uses_engine` holds.
+    """Return the problems of a configuration that uses an engine.
 
     Args:
         cfg: resolved, with `run_dir` decided.
@@ -119,7 +119,7 @@ def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
 
 
 def variable_problems(cfg: DictConfig) -> list[str]:
-    """Return which variables of this process ranks on other machines would lack.
+    """Return variables of this process that ranks on other machines would lack.
 
     Args:
         cfg: with its references to environment variables.

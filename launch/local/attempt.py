@@ -1,4 +1,4 @@
-"""One attempt of a run: its ranks from their start to the end of the last."""
+"""One attempt of a local run."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from trainwright.launch.ranks.rendezvous import LocalStore
 from trainwright.launch.ranks.supervisor import Ended, Supervisor
 from trainwright.launch.recovery.replacing import Replacements
 
-# Ranks that fail together are noticed one after the other; the one to blame may be the second.
+# Failures of several ranks arrive one after the other; the second may be the cause.
 _TOGETHER_SECONDS = 0.1
 
 
 @dataclass(eq=False)
 class Attempt(RankAttempt):
-    """Starts the ranks of a run, waits for them, and ends all when one fails that cannot be replaced.
+    """Local ranks of a run, which all end when one fails that cannot be replaced.
 
     Attributes:
         folder: with the `config.yaml` that the ranks read.
-        number: attempts before this one.
-        environment: variables of the ranks besides those that they need to meet.
-        replacements: who starts lost ranks anew while the others go on, if any.
+        number: earlier attempts.
+        environment: variables of the ranks besides those of the rendezvous.
+        replacements: restarts single ranks while the others continue.
     """
 
     folder: Path
@@ -42,7 +42,7 @@ class Attempt(RankAttempt):
     replacements: Replacements
 
     def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """See the base class; a lost rank that can be replaced ends nothing."""
+        """Run the attempt as in the base class, replacing lost ranks where possible."""
         with (
             LocalStore(self.cfg.launch.port) as store,
             Supervisor(rank_main, (self.verb, self.folder, self.records), self.monitor) as ranks,
@@ -69,8 +69,7 @@ class Attempt(RankAttempt):
         ranks.start_rank(rank, {**environment, **self.environment, **more})
 
     def _wait(self, ranks: Supervisor, port: int, enough: Callable[[], bool] | None) -> list[Ended]:
-        """Wait for the end of all ranks, for the first that cannot be replaced and those that fail with it, or until it
-        is enough."""
+        """Wait until all ranks have exited, one has failed that cannot be replaced, or `enough` returns True."""
         ended: list[Ended] = []
         look = None if enough is None else LOOK_SECONDS
         while ranks.living or self.replacements.pause is not None:
@@ -96,14 +95,14 @@ class Attempt(RankAttempt):
         hangs = {each.rank: each.hang for each in ended if each.hang is not None}
         failure = first_failure(self.records, codes, Path(self.cfg.run_dir), hangs)
         told = told_to_end(self.cfg, codes)
-        # A rank that did not save in time was ended, and the others lost their connections to it.
+        # A rank that did not save in time was killed, and the others lost their connections to it.
         if told is not None and not failure.is_cause:
             raise told
         return failure
 
 
 def _next_ends(ranks: Supervisor, seconds: float | None) -> list[Ended]:
-    """The ranks that end next, at most so many seconds from now; where one failed, those that fail with it, too."""
+    """Wait at most `seconds` for ranks to exit; after a failure, also for those that fail with it."""
     if not ranks.living:
         time.sleep(seconds or 0.0)  # all are lost, and replacements are due later
     ended = ranks.wait(seconds)
@@ -111,7 +110,7 @@ def _next_ends(ranks: Supervisor, seconds: float | None) -> list[Ended]:
 
 
 def pass_on(ranks: Supervisor, cfg: DictConfig, verb: str, interrupted: Interrupted) -> list[Ended]:
-    """Pass a signal on to the ranks, and wait for their end; a second signal ends them at once."""
+    """Forward a signal to the ranks and wait for their exit; a second signal kills them at once."""
     try:
         return ranks.end(ranks.living, patience(cfg, verb, interrupted.number), interrupted.number)
     except Interrupted:

@@ -1,4 +1,4 @@
-"""A run whose ranks are started, and started again: its attempts, and what happens between them."""
+"""Attempts of a run, and what happens between them."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import RestartPolicy, Setback
 from trainwright.launch.recovery.sizes import resized
 
-# Seconds that the other ranks have to end when a restart follows. Those that wait for the failed one in a collective of
-# NCCL never notice; what they are saving is cleaned up by the next attempt.
+# Seconds that the other ranks have to exit before a restart. Ranks waiting in an NCCL collective never notice a
+# failure; the next attempt cleans up their unfinished checkpoints.
 _GRACE_BEFORE_RESTART = 1.0
 
 
 class AttemptMaker(Protocol):
-    """Who makes the attempts, and knows where their ranks are."""
+    """Factory of attempts."""
 
     def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
-        """An attempt that has not begun; `number` came before it."""
+        """Return an attempt that is not started; `number` attempts came before it."""
 
     def close(self) -> None:
-        """Remove what the attempts have left."""
+        """Remove the files of the attempts."""
 
 
 class Sizes(Protocol):
-    """Who chooses the devices of each attempt."""
+    """Choice of the devices of each attempt."""
 
     @property
     def size(self) -> int:
         """Devices of the next attempt."""
 
     def look(self, samples: int | None) -> bool:
-        """Whether the number of devices changes now; `samples` of an optimizer step are as the ranks have told."""
+        """Return whether the number of devices changes now; `samples` per optimizer step, as reported by the ranks."""
 
     def blame(self, setback: Setback, samples: int | None) -> bool:
-        """Hear of a failure; True if the next attempt does without what has caused it."""
+        """Account for a failure; return whether the next attempt omits its cause."""
 
     def close(self) -> None:
-        """End what it has begun."""
+        """Release resources."""
 
 
 class AttemptedRun:
@@ -55,9 +55,9 @@ class AttemptedRun:
     Args:
         cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
-        maker: makes the attempts.
-        log: where failures and restarts are told.
-        sizes: who chooses the devices of each attempt; None = as many as the configuration says.
+        maker: creates the attempts.
+        log: receives failures and restarts.
+        sizes: chooses the devices of each attempt; None = as many as the configuration says.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class AttemptedRun:
         self._attempts = 0
 
     def run(self) -> dict[str, float]:
-        """Go from attempt to attempt until one comes to the end of the run.
+        """Run attempts until one completes the run.
 
         Returns:
-            The metrics that rank 0 ended with, by name.
+            The final metrics of rank 0 by name.
 
         Raises:
-            RankError: if an attempt failed and there is no other.
-            Interrupted: if this process was told to end.
+            RankError: if an attempt failed and no other follows.
+            Interrupted: if this process was interrupted.
         """
         cfg = self._first
         try:
@@ -102,7 +102,7 @@ class AttemptedRun:
             self._maker.close()
 
     def _try(self, attempt: RankAttempt) -> dict[str, float] | None:
-        """The metrics of the end; None: there is to be another attempt."""
+        """Return the final metrics; None = another attempt follows."""
         enough = None if self._sizes is None else lambda: self._resizes(attempt)
         try:
             outcome = attempt.run(self._grace, enough)
@@ -123,13 +123,13 @@ class AttemptedRun:
         return _GRACE_BEFORE_RESTART
 
     def _resizes(self, attempt: RankAttempt) -> bool:
-        """Whether the attempt shall end because another number of devices is to be used."""
+        """Return whether the attempt must end because another number of devices is to be used."""
         beginning = attempt.beginning
-        # One that does not train yet would lose its start, again and again.
+        # An attempt that has not reached training would lose its start repeatedly.
         return self._sizes is not None and beginning is not None and self._sizes.look(beginning.global_batch_size)
 
     def _settle(self, attempt: RankAttempt, failure: RankError) -> None:
-        """Decide about a failure, and wait where a restart has to.
+        """Decide about a failure, and wait before a restart.
 
         Raises:
             RankError: if there is no restart.
@@ -145,7 +145,7 @@ class AttemptedRun:
         time.sleep(restart.seconds)
 
     def _is_refused(self, attempt: RankAttempt, failure: RankError) -> bool:
-        """Whether a rank has refused the configuration before the run trained anything."""
+        """Return whether a rank refused the configuration before any training."""
         return self._attempts == 1 and attempt.beginning is None and failure.kind == ConfigError.__name__
 
     def _next_config(self) -> DictConfig:

@@ -1,4 +1,4 @@
-"""From one generation of members to the next: who is called to leave, what they hold, and who trains together then."""
+"""Generations of members: who leaves, which snapshots they hold, and who trains together next."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Membership:
     """The members of one generation.
 
     Args:
-        generation: 0 is the first.
-        layout: closed; its replicas are what comes and goes.
+        generation: counted from 0.
+        layout: with all sizes resolved; its replicas come and go.
         members: number of each member, by rank.
     """
 
@@ -50,22 +50,22 @@ class Membership:
         return self.layout.world_size // self.layout.replicate
 
     def rank_of(self, member: int) -> int | None:
-        """Rank of a member; ``None`` if it takes no part."""
+        """Return the rank of a member; None if it takes no part."""
         return self.members.index(member) if member in self.members else None
 
     def whole_replicas(self, lost: Collection[int]) -> list[tuple[int, ...]]:
-        """The replicas that have lost no member."""
+        """Return the replicas without a lost member."""
         return [replica for replica in self.replicas if not set(replica) & set(lost)]
 
     def next(self, lost: Collection[int], joining: Sequence[int] = ()) -> Membership | None:
-        """The members of the next generation.
+        """Return the members of the next generation.
 
         Args:
-            lost: members that are gone; what is left of their replicas goes too.
-            joining: new members; whole replicas of them are taken, after the old ones.
+            lost: members that are gone; the rest of their replicas is dropped too.
+            joining: new members; whole replicas of them are added after the old ones.
 
         Returns:
-            ``None`` if no old replica is whole: nobody has the state of the run then.
+            None if no old replica is whole, because the state is lost then.
         """
         replicas = self.whole_replicas(lost)
         if not replicas:
@@ -78,30 +78,31 @@ class Membership:
         return Membership(self.generation + 1, layout, tuple(next(waiting[place]) for place in places))
 
     def sources(self, before: Membership) -> dict[int, int]:
-        """New member -> the member that has what it is to hold: the one at its place in the first replica.
+        """Return for each new member the member that sends it its state: the one at the same place in the first
+        replica.
 
         Args:
-            before: the generation before this one.
+            before: the previous generation.
         """
         first = self.replicas[0]
         place = {member: index for replica in self.replicas for index, member in enumerate(replica)}
         return {member: first[place[member]] for member in self.members if member not in before.members}
 
 
-# A member that has broken connections and does not leave in this time hangs.
+# A member with broken connections that does not leave within this time hangs.
 _LEAVE_SECONDS = 30.0
-# How far ahead the step lies after which members are called to leave, so that none is beyond it when it hears of it.
+# Distance of the step after which members are called to leave, so that none is beyond it when it reads the call.
 _AHEAD_SECONDS, _AHEAD_STEPS = 0.3, 2
 
 
 @dataclass(frozen=True)
 class Parted:
-    """What is left of a generation whose members have left.
+    """A generation after its members have left.
 
     Args:
         before: the generation.
         lost: its members that are gone.
-        left: what the others said.
+        left: reports of the others.
     """
 
     before: Membership
@@ -110,13 +111,13 @@ class Parted:
 
     @property
     def common_step(self) -> int | None:
-        """The newest step of which all that are left have a copy; ``None``: there is none."""
+        """The newest step of which all remaining members have a snapshot; None = there is none."""
         held = [set(each.steps) for each in self.left]
         return max(set.intersection(*held), default=None) if held else None
 
     @property
     def why_not(self) -> str:
-        """Why those that are left cannot go on."""
+        """The reason why the remaining members cannot continue."""
         gone = ", ".join(str(self.before.rank_of(member)) for member in sorted(self.lost))
         if not self.before.whole_replicas(self.lost):
             return f"no replica is whole without rank(s) {gone}"
@@ -125,17 +126,17 @@ class Parted:
 
 
 class Generations:
-    """Announces the generations of an attempt, one after the other, and knows the one that trains now.
+    """The generations of an attempt.
 
     Args:
         cfg: the resolved configuration of the attempt.
-        layout: closed, with all replicas.
-        records: the folder for what the members write down.
-        members: the processes; as many as the layout has ranks have been started.
+        layout: with all sizes resolved and all replicas.
+        records: the folder for the records of members.
+        members: the processes; one per rank of the layout has been started.
 
     Attributes:
         now: the members that train.
-        begun: optimizer steps that were done when they began.
+        begun: optimizer steps done when this generation started.
     """
 
     def __init__(self, cfg: DictConfig, layout: Layout, records: Path, members: Members) -> None:
@@ -151,27 +152,27 @@ class Generations:
 
     @property
     def folder(self) -> Path:
-        """For the records of this generation."""
+        """Folder of the records of this generation."""
         return records_of(self._records, self.now.generation)
 
     @property
     def size(self) -> str:
-        """How many replicas train, in words."""
+        """The number of training replicas, in words."""
         return f"{self.now.layout.replicate} of {self._full} replicas"
 
     @property
     def steps(self) -> dict[int, int]:
-        """Optimizer steps that each rank of this generation has done; ranks that do not train yet are absent."""
+        """Optimizer steps of each rank of this generation; ranks that do not train yet are absent."""
         return read_steps(self.folder)
 
     @property
     def left(self) -> list[Left]:
-        """What the members said that have left this generation."""
+        """Reports of the members that have left this generation."""
         return self._members.mailbox.left(self.now.generation, self.now.members)
 
     @property
     def lacking(self) -> int:
-        """Members that this generation has less than all replicas would."""
+        """Members missing for all replicas."""
         return (self._full - self.now.layout.replicate) * self.now.replica_size
 
     def begin(self) -> None:
@@ -180,25 +181,25 @@ class Generations:
         self._announce(self._cfg, None, {})
 
     def close(self) -> None:
-        """Free the port at which the members meet."""
+        """Close the store of this generation."""
         if self._store is not None:
             self._store.close()
 
     # ---- the end of a generation ------------------------------------------------------------------------------------
 
     def call_if_ready(self) -> None:
-        """Call the members to a step after which whole new replicas are taken in, if any are ready."""
+        """Call the members to leave after a coming step, if whole new replicas are ready."""
         if self._called or not self.lacking or len(self._members.ready) < self.now.replica_size:
             return
         step = max(self.steps.values(), default=self.begun)
         if step <= self.begun:
-            return  # this generation is not under way yet: it would be left without a step
+            return  # this generation has made no step yet
         per_second = (step - self.begun) / max(time.monotonic() - self._since, 1e-3)
         self._called = True
         self._members.mailbox.board.call(self.now.generation, step + _AHEAD_STEPS + int(per_second * _AHEAD_SECONDS))
 
     def part(self, lost: Collection[int]) -> Parted:
-        """Have all members leave; what is left of replicas that lost one is ended.
+        """Make all members leave; end the rest of replicas that lost one.
 
         Args:
             lost: members that are gone.
@@ -210,7 +211,7 @@ class Generations:
         return Parted(self.now, frozenset(gone), tuple(each for each in left if each.member not in gone))
 
     def _all_left(self, lost: set[int]) -> tuple[list[Left], set[int]]:
-        """Wait until every member has left or is lost; who does neither is ended."""
+        """Wait until every member has left or is lost; end those that do neither in time."""
         end = time.monotonic() + _LEAVE_SECONDS
         while True:
             waiting = [member for member in self.now.members if member not in lost]
@@ -225,7 +226,7 @@ class Generations:
             lost |= ended & set(self.now.members)
 
     def _end_broken_replicas(self, lost: Collection[int]) -> set[int]:
-        """End what is left of replicas that lost a member."""
+        """End the remaining members of replicas that lost one."""
         whole = {member for replica in self.now.whole_replicas(lost) for member in replica}
         broken = set(self.now.members) - whole - set(lost)
         self._members.end_those(broken)
@@ -234,11 +235,11 @@ class Generations:
     # ---- the next generation ----------------------------------------------------------------------------------------
 
     def go_on(self, parted: Parted) -> int | None:
-        """Announce the next generation: those that are left, and as many new replicas as are ready and lacking.
+        """Announce the next generation: the remaining members, and new replicas that are ready and needed.
 
         Returns:
-            Optimizer steps done in the state from which it goes on; ``None``: it is not possible, as nobody has the
-            state of the run any more, or all have none yet.
+            Optimizer steps of the state it continues from; None = impossible, because the state is lost or does not
+            exist yet.
         """
         before, step = parted.before, parted.common_step
         wanted = (self._full - len(before.whole_replicas(parted.lost))) * before.replica_size
@@ -251,7 +252,7 @@ class Generations:
         return step
 
     def _config(self) -> DictConfig:
-        """The configuration of this generation: its layout, and the global batch of the first one."""
+        """Return the configuration of this generation: its layout, and the global batch of the first one."""
         first = first_beginning(self._records)
         samples = None if first is None else first.global_batch_size
         cfg = resized(self._cfg, self.now.layout.world_size, samples)
@@ -259,7 +260,7 @@ class Generations:
             if axis in cfg.strategy:
                 cfg.strategy[axis] = size
         if "start_summary" in cfg.monitor:
-            cfg.monitor.start_summary = None  # the log tells what has changed
+            cfg.monitor.start_summary = None  # the log reports the change
         return cfg
 
     def _announce(self, cfg: DictConfig, step: int | None, sources: dict[int, int]) -> None:
@@ -276,9 +277,9 @@ class Generations:
 
 
 def first_beginning(records: Path) -> Beginning | None:
-    """How the members of the first generation began to train; ``None`` as long as they have not.
+    """Return the start of training of the first generation; None before it.
 
     Args:
-        records: the folder for what the members write down.
+        records: the folder for the records of members.
     """
     return read_beginning(records_of(records, 0))

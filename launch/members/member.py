@@ -1,4 +1,4 @@
-"""One process of a run whose replicas come and go: from generation to generation, without leaving the process."""
+"""A member process of an elastic run, which takes part in generation after generation."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.memory.held import HeldState
     from trainwright.checkpoint.memory.snapshots import Snapshots
 
-# How often a member that waits in a collective of NCCL, which nothing interrupts, looks whether it is called.
+# Poll interval of the call to leave, for members blocked in an NCCL collective, which nothing interrupts.
 _LOOK_SECONDS = 0.5
 _MEET_SECONDS = 300.0
-# How long a member that met an error waits to hear that another one is gone, before the error counts as its own.
+# Wait for news of a lost member before an error counts as this member's own.
 _DOUBT_SECONDS = 1.0
 
 
@@ -43,11 +43,11 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
         environment: variables of this process; `TRAINWRIGHT_MEMBER` is its number.
         verb: fit.
         run_dir: of the run.
-        records: where failures are written down, and by rank 0 the metrics of the end.
+        records: folder for failures and, from rank 0, the final metrics.
         mailbox: folder of the messages between the members and the launching process.
 
     Raises:
-        SystemExit: with exit code 1 after an error, which is written down; as it came if the user's code raised it.
+        SystemExit: with exit code 1 after a recorded error; unchanged if the user's code raised it.
     """
     os.environ.update(environment)
     member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
@@ -59,7 +59,7 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
         raise
     except BaseException as error:
         member.record(error)
-        raise SystemExit(1) from None  # the launching process tells what was recorded; here it would be told twice
+        raise SystemExit(1) from None  # the launching process prints the recorded error; here it would appear twice
 
 
 class Member:
@@ -69,7 +69,7 @@ class Member:
         number: of this member.
         verb: fit.
         run_dir: of the run.
-        records: where failures are written down, and by rank 0 the metrics of the end.
+        records: folder for failures and, from rank 0, the final metrics.
         mailbox: messages.
     """
 
@@ -85,12 +85,12 @@ class Member:
         self._generation = -1
 
     def run(self) -> None:
-        """Wait to be taken in, and train in each generation until the end of training."""
+        """Wait to join, and train in each generation until training ends."""
         from trainwright.checkpoint.memory.snapshots import Snapshots
 
         self._snapshots = Snapshots(keep=2)
         import_module("trainwright.launch.worker")
-        gc.freeze()  # what was imported lives as long as this process; leaving groups looks for garbage, which is slow
+        gc.freeze()  # exclude the imports from garbage collection, which leaving groups triggers
         self._mailbox.say_ready(self._number)
         while True:
             announcement = self._next()
@@ -101,11 +101,11 @@ class Member:
                 return
 
     def record(self, error: BaseException) -> None:
-        """Write down what ends this member."""
+        """Record the error that ends this member."""
         self._recorder.record(error)
 
     def _next(self) -> Announcement:
-        """Wait for a later generation that has this member; the launching process ends those whom it does not want."""
+        """Wait for a later generation that includes this member; the launching process kills unwanted members."""
         found = self._mailbox.wait_to_be_in(self._number, self._generation)
         self._generation = found.generation
         return found
@@ -113,7 +113,7 @@ class Member:
     # ---- one generation ---------------------------------------------------------------------------------------------
 
     def _train(self, announcement: Announcement) -> dict[str, float] | None:
-        """Train with the members of a generation; the metrics of the end, or ``None`` when the generation ended."""
+        """Train in a generation; return the final metrics, or None if the generation ended."""
         from trainwright.launch.ranks.progress import BeginningReport
         from trainwright.launch.worker import run_verb
 
@@ -152,7 +152,7 @@ class Member:
         return Regrouping(self._snapshots, cfg.launch.mtbf, must_leave, record.write)
 
     def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
-        """The state to go on from: this member's own, or what another one hands over."""
+        """Return the state to continue from: this member's own snapshot, or one received from another member."""
         from trainwright.checkpoint.memory.handing_over import receive, send
         from trainwright.strategies.contract.groups import leave_groups
 
@@ -183,7 +183,7 @@ class Member:
     # ---- the end of a generation ------------------------------------------------------------------------------------
 
     def _generation_ended(self, error: BaseException, generation: int) -> bool:
-        """Whether an error says no more than that the members part; else it is this member's own."""
+        """Return whether an error only means that the members leave; else it is this member's own."""
         from trainwright.callbacks.end.regrouping import Regroup
 
         if isinstance(error, Regroup):
@@ -194,12 +194,12 @@ class Member:
             return True
         if stands_alone(error):
             return False
-        # What breaks because another member is gone need not say so; the launching process calls when one is.
+        # An error caused by a lost member need not say so; the launching process calls when one is lost.
         called: int | None = waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS)
         return called == NOW
 
     def _leave(self, error: BaseException, announcement: Announcement) -> None:
-        """Let go of the other members and say so."""
+        """Drop the connections to the other members and report it."""
         from trainwright.callbacks.end.regrouping import Regroup
         from trainwright.callbacks.inject.network import Endpoint, cut_off
         from trainwright.strategies.contract.groups import leave_groups
@@ -208,7 +208,7 @@ class Member:
         text = None if isinstance(error, Regroup) else f"{type(error).__name__}: {error}"
         _forget_frames(error)
         if text is not None:
-            # Who waits for this member must not wait longer; its groups are gone only when nothing refers to them.
+            # Members that wait for this one must not wait longer; groups are only freed once nothing refers to them.
             others = [Endpoint("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
             cut_off(Endpoint("", os.getpid(), ()), others)
         leave_groups()
@@ -217,7 +217,7 @@ class Member:
 
 
 def _meet(rank: int, size: int) -> Any:
-    """A gloo group of all members of a generation, before training makes its own."""
+    """Return a gloo group of all members of a generation, for use before training creates its own."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=_MEET_SECONDS)
@@ -228,16 +228,16 @@ def _meet(rank: int, size: int) -> Any:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: strategies, and by them process groups and memory of devices."""
+    """Drop the references in an error's frames: strategies, and through them process groups and device memory."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
 
 
 class _interrupted:  # noqa: N801 - read as a sentence: with _interrupted(...)
-    """Within, collectives of NCCL are aborted when the members are called to leave at once.
+    """Context manager that aborts NCCL collectives when the members are called to leave at once.
 
-    A broken connection is an error at once for gloo; a kernel of NCCL waits for a peer that is gone.
+    gloo raises on a broken connection; an NCCL kernel waits for the lost peer.
     """
 
     def __init__(self, mailbox: Mailbox, generation: int) -> None:

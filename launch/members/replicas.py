@@ -1,9 +1,9 @@
-"""A run whose replicas come and go: the launching process says who trains together, the members never restart.
+"""Elastic runs: the launching process decides who trains together, and members never restart.
 
-When a member dies, the members that are left part (their connections break, or they are called), say which copies of
-the state they have in memory, and go on from the newest that all of them have, as a new generation with fewer replicas.
-A replacement is started meanwhile; when it stands ready the members are called to leave after a certain step, and it is
-taken in with the state that one of them hands over.
+When a member dies, the others leave (their connections break, or they are called), report their in-memory snapshots,
+and continue from the newest that all of them have, as a new generation with fewer replicas. A replacement is started
+meanwhile; when it is ready the members are called to leave after a certain step, and it joins with a state sent by one
+of them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trainwright.strategies.compose.world import Surroundings, closed_layout
 
 
 class MemberEnds:
-    """Reads the ends of members, and what they wrote down before.
+    """Interpretation of members' exits and records.
 
     Args:
         cfg: the resolved configuration of the attempt.
-        records: the folder for what the members write down.
-        generations: knows which member is which rank.
+        records: the folder for the records of members.
+        generations: maps members to ranks.
     """
 
     def __init__(self, cfg: DictConfig, records: Path, generations: Generations) -> None:
@@ -47,19 +47,19 @@ class MemberEnds:
         self._generations = generations
 
     def told(self, ended: Iterable[Ended]) -> Interrupted | None:
-        """The signal that these were told to end by, if they were."""
+        """Return the signal that interrupted these, if one did."""
         return told_to_end(self._cfg, {each.rank: each.exit_code for each in ended})
 
     def of_members(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Those of them that took part in this generation."""
+        """Return those that took part in this generation."""
         return [each for each in ended if each.rank in self._generations.now.members]
 
     def failed(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Those that ended badly, and not because they were told to."""
+        """Return those that failed and were not interrupted."""
         return [each for each in ended if each.failed and self.told([each]) is None]
 
     def blame(self, failed: Sequence[Ended]) -> RankError:
-        """The error of the first that failed; of one that was to join, if no other did."""
+        """Return the error of the first that failed; of a joining one only if no other did."""
         now, run_dir = self._generations.now, Path(self._cfg.run_dir)
         by_rank = {now.members.index(each.rank): each for each in self.of_members(failed)}
         if not by_rank:
@@ -70,33 +70,33 @@ class MemberEnds:
         return first_failure(self._generations.folder, codes, run_dir, hangs)
 
     def setback(self, error: RankError, failed: Sequence[Ended]) -> Setback:
-        """What the policy must know of an error, by which these failed."""
+        """Return an error, which made these fail, in the terms of the policy."""
         ranks, steps = {self._generations.now.rank_of(each.rank) for each in failed}, self._generations.steps
         step = max((step for rank, step in steps.items() if rank in ranks), default=None)
         return setback_of(error, step, self._generations.begun)
 
     def broken(self, left: Left) -> tuple[RankError, Setback]:
-        """The error, and what the policy must know, of a member that lost its connections to others that live."""
+        """Return the error and setback of a member that lost its connections to living ones."""
         rank = self._generations.now.rank_of(left.member) or 0
         error = RankError(f"the connections of rank {rank} broke: {left.error}", rank, None)
         step = max(self._generations.steps.values(), default=None)
         return error, Setback(rank, "broken connections", step=step, begun=self._generations.begun)
 
     def lines(self, members: Collection[int], exit_codes: dict[int, int]) -> list[str]:
-        """How those of them ended that were not told to, in a line each."""
+        """Return a line for each of those that ended without being asked to."""
         gone = {rank: member for rank, member in enumerate(self._generations.now.members) if member in members}
         codes = {rank: exit_codes[member] for rank, member in gone.items() if member in exit_codes}
         return ends(self._generations.folder, codes)
 
 
-# Seconds between two looks at the mailbox; ends of processes are noticed at once.
+# Seconds between two reads of the mailbox; exits of processes are noticed at once.
 _LOOK_SECONDS = 0.1
-# Ranks that fail together are noticed one after the other; the one to blame may be the second.
+# Failures of several ranks arrive one after the other; the second may be the cause.
 _TOGETHER_SECONDS = 0.1
 
 
 def keeps_replicas(cfg: DictConfig, verb: str) -> bool:
-    """Whether a run goes on in the processes of the other replicas when it loses one.
+    """Return whether a run continues in the processes of the other replicas when it loses one.
 
     Args:
         cfg: the resolved configuration of an attempt.
@@ -110,12 +110,12 @@ def keeps_replicas(cfg: DictConfig, verb: str) -> bool:
 
 @dataclass(eq=False)
 class ReplicaAttempt(RankAttempt):
-    """An attempt of a run whose members are exchanged while it goes on, under a layout with several replicas.
+    """An attempt whose members are replaced while it runs, under a layout with several replicas.
 
     Attributes:
-        environment: variables of the members besides those that they need to meet.
-        policy: asked about every lost member, as about a restart.
-        log: told of every change.
+        environment: variables of the members besides those of the rendezvous.
+        policy: decides about every lost member as about a restart.
+        log: receives every change.
     """
 
     environment: Mapping[str, str]
@@ -132,19 +132,19 @@ class ReplicaAttempt(RankAttempt):
 
     @property
     def beginning(self) -> Beginning | None:
-        """How it began to train; None as long as it has not."""
+        """The start of training; None before it."""
         return first_beginning(self.records)
 
     def setback(self, failure: RankError) -> Setback:
-        """What the policy must know of a failure of this attempt."""
+        """Return a failure of this attempt in the terms of the policy."""
         assert self._setback is not None
         return replace(self._setback, rank=failure.rank)
 
     def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """See the base class.
+        """Run the attempt as in the base class.
 
         Raises:
-            RankError: if a member failed, and the policy says that it must not go on so.
+            RankError: if a member failed and the policy gives up.
         """
         self._grace = grace_after_failure
         self._enough = enough
@@ -175,7 +175,7 @@ class ReplicaAttempt(RankAttempt):
                 return outcome
 
     def _look_after(self, ended: Sequence[Ended]) -> Outcome | None:
-        """Do what is due: regroup, start replacements, call members; the outcome if there is no going on."""
+        """Regroup, start replacements or call members, as needed; return the outcome if the attempt is over."""
         failed = [each for each in ended if each.failed]
         lost = {each.rank for each in self._ends.of_members(failed)}
         error = self._ends.blame(failed) if failed else None
@@ -189,7 +189,7 @@ class ReplicaAttempt(RankAttempt):
         if errors and error is None:
             if not self._suspects:
                 self._suspects = True
-                return None  # the end of the one that broke them may not be noticed yet
+                return None  # the exit of the member that broke them may not be noticed yet
             error, self._setback = self._ends.broken(errors[0])
             self._decide(error)
         if lost or errors or len(left) == len(self._generations.now.members):
@@ -216,11 +216,11 @@ class ReplicaAttempt(RankAttempt):
             self._members.start(missing)
 
     def _regroup(self, lost: set[int], error: RankError | None) -> Outcome | None:
-        """Go on as the next generation; the outcome if that is not possible."""
+        """Continue as the next generation; return the outcome if that is impossible."""
         parted = self._generations.part(lost)
         step = self._generations.go_on(parted)
         if step is None:
-            # Nobody has the state any more, or there is none yet: the run starts anew from a checkpoint.
+            # The state is lost, or does not exist yet: the run restarts from a checkpoint.
             self.log.tell("; ".join([parted.why_not, *self._ends.lines(parted.lost, self._members.exit_codes)]))
             gone = sorted(parted.lost) or parted.before.members
             error = error or self._ends.blame([Ended(member, 1) for member in gone])
@@ -245,12 +245,12 @@ class ReplicaAttempt(RankAttempt):
         return Outcome(error)
 
     def _finish(self, ended: Sequence[Ended]) -> Outcome:
-        """A member has come to the end of training, or was told to end: so do the others."""
+        """Wait for the other members after one has finished training or was interrupted."""
         ended = list(ended)
         self._members.end_those(self._members.joining)
         while self._members.living and not self._ends.failed(ended):
             ended += self._members.wait(_LOOK_SECONDS)
-            # Who lost its connections because others are through already waits for a generation that never comes.
+            # Members whose connections broke because others have finished wait for a generation that never comes.
             self._members.end_those({each.member for each in self._generations.left})
         failed = self._ends.of_members(self._ends.failed(ended))
         if failed:

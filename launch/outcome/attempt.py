@@ -1,4 +1,4 @@
-"""One attempt of a run, whoever starts its ranks."""
+"""Interface of one attempt of a run, for any launcher."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trainwright.launch.watchdog.monitor import HangMonitor
 
 @dataclass(eq=False)
 class RankAttempt(ABC):
-    """The ranks of a run from their start to the end of the last.
+    """The ranks of a run from their start to the exit of the last.
 
     Attributes:
         cfg: the resolved configuration of this attempt.
         verb: fit, validate, test or predict.
-        records: an empty folder for what the ranks write down.
-        monitor: finds ranks that hang; None = off.
+        records: an empty folder for the records of the ranks.
+        monitor: detects hangs; None = off.
     """
 
     cfg: DictConfig
@@ -34,34 +34,34 @@ class RankAttempt(ABC):
 
     @abstractmethod
     def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """Start the ranks and wait for the end of all.
+        """Start the ranks and wait for all to exit.
 
         Args:
-            grace_after_failure: seconds that the others have to end when one has failed.
-            enough: whether the ranks shall be ended, to go on with other ones; asked every second. None = never.
+            grace_after_failure: seconds that the others have to exit after one has failed.
+            enough: returns whether to end the ranks and continue on other devices; called every second. None = never.
 
         Returns:
-            How they ended: a failure, metrics, or neither where they were ended to go on with other ones.
+            A failure, metrics, or neither where the ranks were ended to continue on other devices.
 
         Raises:
-            Interrupted: if the ranks were told to end.
+            Interrupted: if the ranks were interrupted.
         """
 
     @property
     def beginning(self) -> Beginning | None:
-        """How it began to train; None as long as it has not."""
+        """The start of training; None before it."""
         return read_beginning(self.records)
 
     def setback(self, failure: RankError) -> Setback:
-        """What the policy must know of a failure of this attempt."""
+        """Return a failure of this attempt in the terms of the policy."""
         return setback_in(self.records, failure)
 
     def explain(self, failure: RankError) -> RankError:
-        """The failure, with what the monitor knows beside it."""
+        """Return the failure, with the monitor's findings added."""
         text = None if self.monitor is None or failure.hang is not None else self.monitor.explain()
         return failure if text is None else failure.because(text)
 
     def close(self) -> None:
-        """Give back what it holds once it has ended."""
+        """Release resources after the end."""
         if self.monitor is not None:
             self.monitor.close()

@@ -1,4 +1,4 @@
-"""What the launching process knows of how ranks end that are told to, from the configuration alone."""
+"""How ranks end after a signal, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from trainwright.callbacks.end.requeue import job_of
 from trainwright.core.run.interrupt import Interrupted
 
 A_WEEK = 7 * 86400.0
-"""Seconds: what "no limit" is to functions that wait."""
+"""Seconds: "no limit" for functions that wait."""
 MARGIN_SECONDS = 2.0
-"""Beyond what a rank gives itself (:class:`~trainwright.core.processes.watch.ShutdownWatch`), so that it ends by itself
-where it can."""
-# Ended by the signal itself, before the rank listened to it or after.
+"""Seconds beyond a rank's own limit (:class:`~trainwright.core.processes.watch.ShutdownWatch`), so that it can exit by
+itself.
+"""
+# Killed by the signal itself, before or after the rank handled it.
 _BY_SIGNAL = {-int(number): number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
 
 
 def seconds_to_end(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float | None:
-    """Seconds that a rank has to end after a signal; None = as long as it takes.
+    """Return the seconds that a rank has to exit after a signal; None = no limit.
 
     Args:
         cfg: the resolved configuration.
@@ -39,7 +40,7 @@ def seconds_to_end(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> 
 
 
 def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
-    """Seconds that ranks are given to end after a signal; a little more than they give themselves.
+    """Return the seconds to wait for ranks after a signal: a little more than they give themselves.
 
     Args:
         cfg: the resolved configuration.
@@ -51,16 +52,16 @@ def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
 
 
 def notices(cfg: DictConfig) -> tuple[signal.Signals, ...]:
-    """The signals that a run heeds by saving and ending; the launching process has to pass them on to the ranks."""
+    """Return the signals upon which a run saves and ends; the launching process forwards them to the ranks."""
     return tuple(signal.Signals[name] for name in cfg.preemption.signals)
 
 
 def told_to_end(cfg: DictConfig, exit_codes: Mapping[int, int | None]) -> Interrupted | None:
-    """The signal that ranks were told to end by, if that is what their exit codes say; the first rank's counts.
+    """Return the signal that the exit codes of ranks show, of the first such rank; None if there is none.
 
     Args:
         cfg: the resolved configuration.
-        exit_codes: of the ranks, by rank.
+        exit_codes: by rank.
     """
     told = _told_codes(cfg)
     for code in exit_codes.values():
@@ -77,7 +78,7 @@ def _told_codes(cfg: DictConfig) -> dict[int, signal.Signals]:
 
 
 def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, str] | None = None) -> list[str]:
-    """What is impossible about the group `preemption`, with what to type instead.
+    """Return the problems of the group `preemption`.
 
     Args:
         cfg: the resolved configuration.
@@ -98,7 +99,7 @@ def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str])
         )
     if verb != "fit" or not preemption.requeue:
         return
-    in_job_of_its_own = cfg.launch.kind == "slurm"  # which keeps the run directory, and goes on in it
+    in_job_of_its_own = cfg.launch.kind == "slurm"  # which keeps the run directory, and resumes in it
     if job_of(environment) is None and not in_job_of_its_own:
         yield (
             "preemption.requeue=true outside SLURM (SLURM_JOB_ID is not set): there is no job to requeue; type "

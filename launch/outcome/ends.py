@@ -1,4 +1,4 @@
-"""What the ranks of an engine leave for the process that waits for them, in the run directory or on their machine."""
+"""Records that an engine's ranks leave for the launching process, in the run directory or on their machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainwright.core.failures.records import write_whole
 _FOLDER = Path("logs") / "ends"
 _BEGUN = "begun"
 HERE = "TRAINWRIGHT_HERE"
-"""Variable with a folder of this machine; without it nobody wants to know."""
+"""Variable with a folder of this machine for the sizes of its ranks' logs; unset = not recorded."""
 
 
 def ends_folder(run_dir: Path) -> Path:
-    """Where ranks write down how they failed, and rank 0 the metrics of the end."""
+    """Return the folder of the ranks' failures and rank 0's final metrics."""
     return run_dir / _FOLDER
 
 
 def empty_ends(run_dir: Path) -> Path:
-    """The same folder, without what an earlier run in this directory has left."""
+    """Return the same folder, without the records of an earlier run in this directory."""
     folder = ends_folder(run_dir)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -29,7 +29,7 @@ def empty_ends(run_dir: Path) -> Path:
 
 
 def forget_end(run_dir: Path, rank: int, world_size: int) -> Path:
-    """Make room for the end of one rank that is started (again); rank 0 does so for ranks that there no longer are.
+    """Delete the record of a rank that is being (re)started; rank 0 also deletes those of ranks that no longer exist.
 
     Returns:
         The folder.
@@ -43,9 +43,9 @@ def forget_end(run_dir: Path, rank: int, world_size: int) -> Path:
 
 
 def begins_again(run_dir: Path) -> bool:
-    """Whether the ranks of this run were started before, as after a failure or when a job was requeued.
+    """Return whether the ranks of this run were started before, as after a failure or a requeued job.
 
-    Asked once for each attempt, by rank 0 or by who starts it; the next one hears that it begins again.
+    Called once per attempt, by rank 0 or its launcher, because it marks the run as started.
     """
     mark = ends_folder(run_dir) / _BEGUN
     was_there = mark.exists()
@@ -55,16 +55,16 @@ def begins_again(run_dir: Path) -> bool:
 
 
 def tell_here(run_dir: Path, rank: int) -> None:
-    """Say that a rank begins here, and how long its log is before it does."""
+    """Record that a rank starts on this machine, and the size of its log before."""
     folder = os.environ.get(HERE)
     if folder is None:
         return
     path = Path(folder) / str(rank)
-    if not path.exists():  # of ranks that are started again everything is shown once
+    if not path.exists():  # the output of restarted ranks is shown once, from their first start
         log = log_file(run_dir, rank)
         write_whole(path, str(log.stat().st_size if log.is_file() else 0))
 
 
 def ranks_here(folder: Path) -> dict[int, int]:
-    """The length that the log of each rank of this machine had when it began, by rank."""
+    """Return the size of each local rank's log at its start, by rank."""
     return {int(path.name): int(path.read_text()) for path in sorted(folder.glob("[0-9]*"))}

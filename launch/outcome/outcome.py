@@ -1,4 +1,4 @@
-"""How an attempt ended, by what its ranks have left in the folder of its records."""
+"""Outcome of an attempt, from the records of its ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainwright.launch.outcome.ending import notices, told_to_end
 from trainwright.launch.recovery.restarts import Setback, setback_of
 
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the ranks of an attempt shall be ended, to go on with other ones."""
+"""Seconds between checks whether to end the ranks of an attempt and continue on other devices."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """The outcome of an attempt.
 
     Attributes:
-        failure: what ended it; None: all went well, or it was ended to go on with other ranks.
-        metrics: that rank 0 ended with, by name; None where the run has not come to its end.
+        failure: that ended it; None = success, or ended to continue on other devices.
+        metrics: final metrics of rank 0 by name; None = the run is not finished.
     """
 
     failure: RankError | None = None
@@ -33,11 +33,11 @@ class Outcome:
 
 
 def setback_in(records: Path, failure: RankError) -> Setback:
-    """What the policy must know of the failure of an attempt.
+    """Return the failure of an attempt in the terms of the policy.
 
     Args:
         records: its folder.
-        failure: what ended it.
+        failure: that ended it.
     """
     steps, beginning = read_steps(records), read_beginning(records)
     step = steps.get(failure.rank, max(steps.values(), default=None))
@@ -45,15 +45,15 @@ def setback_in(records: Path, failure: RankError) -> Setback:
 
 
 def metrics_in(records: Path, cfg: DictConfig, number: int = signal.SIGTERM) -> dict[str, float]:
-    """The metrics of ranks that have all ended well; none where the user's own code ended them.
+    """Return the metrics of ranks that have all exited successfully; empty where the user's code ended them.
 
     Args:
         records: the folder of the attempt.
         cfg: its resolved configuration.
-        number: of the signal that they were told to end by, if they were.
+        number: of the signal that interrupted them, if one did.
 
     Raises:
-        Interrupted: if they were told to end, which the configuration calls well.
+        Interrupted: if they were interrupted and preemption.exit_code is 0.
     """
     metrics = read_result(records)
     if metrics is None and cfg.preemption.exit_code == 0:
@@ -68,18 +68,18 @@ def metrics_after_signal(
     interrupted: Interrupted,
     failure: Callable[[], RankError],
 ) -> dict[str, float]:
-    """The metrics, where the ranks were through already when they were told to end.
+    """Return the metrics, if the ranks had finished before they were interrupted.
 
     Args:
         records: the folder of the attempt.
         cfg: its resolved configuration.
-        codes: exit codes of the ranks, by rank; None: not known.
-        interrupted: how the launching process was told to end.
-        failure: gives the error of the rank that failed first.
+        codes: exit codes by rank; None = unknown.
+        interrupted: the signal to the launching process.
+        failure: returns the error of the rank that failed first.
 
     Raises:
-        Interrupted: where they were not.
-        RankError: where they should have saved, and one failed at it.
+        Interrupted: if they had not finished.
+        RankError: if they should have saved, and one failed to.
     """
     if codes and all(code == 0 for code in codes.values()):
         return metrics_in(records, cfg, interrupted.number)

@@ -1,4 +1,4 @@
-"""Imports of a process that is to start soon."""
+"""Imports of a process with a short start-up time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Import without Python's collector of cycles, which would look through what is imported again and again.
+    """Disable Python's cyclic garbage collector during imports, which create no garbage.
 
-    Nothing of it is garbage: 4.2 seconds of CPU for torch, Lightning and this package in place of 4.9.
+    It saves 0.7 of 4.9 seconds of CPU for torch, Lightning and this package.
     """
     was_enabled = gc.isenabled()
     gc.disable()

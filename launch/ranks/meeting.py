@@ -1,12 +1,11 @@
-"""Where ranks that torchrun has started meet, anew in every attempt.
+"""Rendezvous of ranks started by torchrun, anew for every attempt.
 
-torchrun hands the store of its agent to the ranks. The store outlives them: after a restart the ranks read in it where
-those before them listened, connect to addresses that nobody answers at any more, and fail or wait for each other.
-(``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in torchrun's environment helps with some kinds of rendezvous, but the ranks
-cannot set it.) So rank 0 of each attempt opens a store of its own, and the agent's store says nothing but where it is.
-Nothing tells the ranks which attempt theirs is (each agent counts its own restarts, and one that joins later begins at
-0), so they may read where rank 0 of an earlier attempt was. Who comes there finds out: that rank 0 is dead, or its
-ranks have come already.
+torchrun hands the store of its agent to the ranks. It outlives them: after a restart the ranks would read addresses of
+dead ranks from it, and fail or wait for each other. (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in torchrun's environment
+helps with some rendezvous backends, but the ranks cannot set it.) So rank 0 of each attempt opens a store of its own,
+and the agent's store only holds its address. The ranks do not know the number of their attempt (each agent counts its
+own restarts, and one that joins later starts at 0), so they may read the address of an earlier rank 0. They detect it:
+nothing listens there, or its ranks have joined already.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from trainwright.core.run.launcher import Launcher
 from trainwright.launch.ranks.rendezvous import ADDRESS, LocalStore
 
 STORE = "TRAINWRIGHT_STORE"
-"""Variable with address and port, as JSON, of a store that lives as long as the run; torch's is then left alone."""
+"""Variable with address and port, as JSON, of a store that lives as long as the run; torch's is not used then."""
 HOST_ADDRESS = "TRAINWRIGHT_ADDRESS"
-"""Variable with the address of this machine by which the others reach it."""
+"""Variable with the address of this machine for other machines."""
 _PLACE = "trainwright/meeting"
 _JOINED = "trainwright/joined"
 # Longest wait for the other ranks.
 TIMEOUT = timedelta(minutes=5)
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.1
-# Stores live as long as the process: where no agent holds it, that of the launcher lives in rank 0, and the others may
-# not have read in it yet; and the process group uses the one that rank 0 has opened.
+# Keeps stores alive with the process: without an agent, the launcher's store is in rank 0 and others may still read it;
+# and the process group uses the store that rank 0 has opened.
 _kept: list[Any] = []
 
 
 def meet(launcher: Launcher) -> Store:
-    """A store that the ranks of this attempt have for themselves; the process group is made with it, too.
+    """Return a store for the ranks of this attempt only; the process group uses it, too.
 
     Args:
-        launcher: as `detect_launcher` found it.
+        launcher: of `detect_launcher`.
 
     Raises:
         TimeoutError: if rank 0 is not found within :data:`TIMEOUT`.
@@ -53,7 +52,7 @@ def meet(launcher: Launcher) -> Store:
     store = _launchers_store(launcher)
     _kept[:] = [store]
     if not is_elastic(os.environ):
-        return store  # the launcher has started one attempt; another has other processes and another store
+        return store  # without restarts by the launcher, another attempt has other processes and another store
     if launcher.rank == 0:
         own = _open(launcher)
         _kept.append(own)
@@ -65,32 +64,32 @@ def meet(launcher: Launcher) -> Store:
 
 
 def is_elastic(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher starts ranks again, and hands its own store to them."""
+    """Return whether the launcher restarts ranks, and shares its own store with them."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def _open(launcher: Launcher) -> LocalStore:
-    """On rank 0: a store at an address that the other machines reach; on one machine, that only it reaches."""
+    """Open a store on rank 0: at an address that other machines reach, or on loopback for one machine."""
     address, told = ADDRESS, ADDRESS
     if HOST_ADDRESS in os.environ:
         address = told = os.environ[HOST_ADDRESS]
     elif launcher.world_size > launcher.local_world_size:
         address = told = _own_address()
         if address.startswith("127.") or address == "::1":
-            # The name of the machine stands for the machine itself here; elsewhere it is its address.
+            # The machine's name resolves to loopback here, but to its address elsewhere.
             address, told = "0.0.0.0", os.environ["MASTER_ADDR"]  # noqa: S104 - other machines have to reach it
     return LocalStore(address=address, told=told, timeout=TIMEOUT)
 
 
 def _own_address() -> str:
-    """The address of this machine in the network in which the agent's store is."""
+    """Return the address of this machine in the network of the agent's store."""
     to = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with closing(socket.create_connection(to, timeout=TIMEOUT.total_seconds())) as probe:
         return str(probe.getsockname()[0])
 
 
 def _join(store: Store, rank: int) -> Store:
-    """On the other ranks: the store of rank 0 of this attempt."""
+    """Return the store of this attempt's rank 0, on another rank."""
     end = time.monotonic() + TIMEOUT.total_seconds()
     while time.monotonic() < end:
         address, port = json.loads(store.get(_PLACE).decode())
@@ -104,7 +103,7 @@ def _join(store: Store, rank: int) -> Store:
 
 
 def _answers(address: str, port: int) -> bool:
-    """Whether somebody listens; a client of a store would try again for minutes."""
+    """Return whether anything listens; a store client would retry for minutes."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
     except OSError:
@@ -113,14 +112,14 @@ def _answers(address: str, port: int) -> bool:
 
 
 def _enter(address: str, port: int) -> None:
-    """Have the process group made here."""
+    """Make the process group use this store."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    # Not that of the agent; but a store that is there already, which rank 0 need not open.
+    # Not the agent's store, but likewise one that rank 0 need not open.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
 
 def _launchers_store(launcher: Launcher) -> Store:
-    """A client of the store that the launcher has told the ranks of."""
+    """Return a client of the launcher's store."""
     if STORE in os.environ:
         host, number = json.loads(os.environ[STORE])
         return TCPStore(host, number, is_master=False, timeout=TIMEOUT)
@@ -131,7 +130,7 @@ def _launchers_store(launcher: Launcher) -> Store:
     url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
     store: Store
     store, _, _ = next(iter(rendezvous(url, timeout=TIMEOUT)))
-    del listening  # torch has shared it by now
+    del listening  # torch holds a reference by now
     return store
 
 

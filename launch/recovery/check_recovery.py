@@ -1,4 +1,4 @@
-"""What is impossible about restarts and about recovery without one, as far as can be told before a process starts."""
+"""Checks of restarts and of recovery without restart, before any process starts."""
 
 from collections.abc import Iterator
 
@@ -14,13 +14,13 @@ RECOVERIES = (RESTART, REPLICAS, REJOIN, AUTO)
 def recovery_problems(
     cfg: DictConfig, verb: str, options: StrategyOptions | None, layout: Layout | None, has_launcher: bool
 ) -> list[str]:
-    """What speaks against `launch.recovery`, `launch.spares` and `launch.mtbf`.
+    """Return the problems of `launch.recovery`, `launch.spares` and `launch.mtbf`.
 
     Args:
         cfg: the resolved configuration.
         verb: fit, validate, test or predict.
-        options: of the strategy; None = of a class that is none of this project's.
-        layout: closed; None = not known, or refused elsewhere.
+        options: of the strategy; None = of a class outside this project.
+        layout: with all sizes resolved; None = unknown, or refused elsewhere.
         has_launcher: whether torchrun or SLURM has started this process.
     """
     problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
@@ -96,7 +96,7 @@ def _against_rejoining(
 
 
 def restart_problems(cfg: DictConfig, verb: str, has_launcher: bool) -> list[str]:
-    """What speaks against what `launch` says of restarts.
+    """Return the problems of the restart options of `launch`.
 
     Args:
         cfg: the resolved configuration.
@@ -124,7 +124,7 @@ def restart_problems(cfg: DictConfig, verb: str, has_launcher: bool) -> list[str
 
 
 def _saves(cfg: DictConfig) -> bool:
-    """Whether something saves that a restart can go on from: the group checkpoint, or a callback of the recipe."""
+    """Return whether checkpoints to restart from are saved: by the group checkpoint, or by a callback of the recipe."""
     own = (str(each.get("_target_", "")) for each in cfg.callbacks.values() if isinstance(each, DictConfig))
     return any(each is not None for each in cfg.checkpoint.values()) or any("Checkpoint" in each for each in own)
 

@@ -1,4 +1,4 @@
-"""What is told of restarts: a line for the terminal, everything in a file of the run directory."""
+"""Log of failures and restarts: one line on the terminal, details in a file of the run directory."""
 
 import sys
 import textwrap
@@ -9,10 +9,10 @@ LOG_FILE = "restarts.log"
 
 
 class RestartLog:
-    """Tells of failures and restarts.
+    """Log of failures and restarts.
 
     Args:
-        run_dir: of the run; the file is `logs/restarts.log`, made when there is something to tell.
+        run_dir: of the run; the file is `logs/restarts.log`, created with the first entry.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -20,11 +20,11 @@ class RestartLog:
         """The file."""
 
     def tell(self, line: str, details: str = "") -> None:
-        """Say one line, and keep it with its details.
+        """Print one line, and append it to the file with its details.
 
         Args:
             line: for the terminal (standard error) and the file.
-            details: for the file alone.
+            details: for the file only.
         """
         print(f"trainwright: {line}", file=sys.stderr, flush=True)
         text = f"{datetime.now().isoformat(' ', 'milliseconds')} {line}\n"
@@ -34,5 +34,5 @@ class RestartLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
-        except OSError as error:  # a disk that is full is no reason to end a run, nor to lose why it was to end
+        except OSError as error:  # a full disk must neither end the run nor hide the reason of the failure
             print(f"trainwright: {self.path} cannot be written ({error}); it would say:\n{text}", file=sys.stderr)

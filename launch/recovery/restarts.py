@@ -1,4 +1,4 @@
-"""What is done when an attempt of a run has failed: it is restarted after a while, or given up with a reason."""
+"""Policy of restarts: a failed attempt is restarted after a wait, or given up with a reason."""
 
 import re
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from trainwright.launch.recovery.restart_log import RestartLog
 
 # Longest wait before a restart, in seconds.
 _LONGEST_WAIT = 60.0
-# What differs between two tellings of the same error: numbers, addresses, paths of temporary files.
+# Parts of an error message that differ between occurrences: numbers, addresses, temporary paths.
 _INCIDENTAL = re.compile(r"0x[0-9a-f]+|\d+|/tmp/\S+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Setback:
-    """What ended an attempt.
+    """The failure that ended an attempt.
 
     Attributes:
         rank: that failed first.
-        kind: name of an exception's class, or how the process ended: a signal (SIGKILL), exit code 7, hang.
-        message: of the exception or about the hang; empty for a process that ended without a word.
-        step: optimizer steps that were done when it failed; None: it failed before training.
-        begun: optimizer steps that were done when the attempt began to train; None: it did not come to that.
+        kind: class of the exception, or how the process ended: a signal (SIGKILL), exit code 7, hang.
+        message: of the exception or the hang; empty for a process that ended without one.
+        step: optimizer steps done by then; None = it failed before training.
+        begun: optimizer steps done when the attempt started training; None = it did not.
         raised: whether the code ended the process itself, by an exception or an exit code.
     """
 
@@ -40,13 +40,13 @@ class Setback:
 
     @property
     def when(self) -> str:
-        """In words."""
+        """The time of the failure in words."""
         return "before training" if self.step is None else f"at step {self.step}"
 
     def is_same_as(self, other: "Setback") -> bool:
-        """Whether both are probably the same fault: the same error at the same step.
+        """Return whether both are probably the same fault: the same error at the same step.
 
-        An exception that all ranks raise is told by any of them; a process that is killed is known by its rank.
+        An exception may be raised on all ranks, so its rank is ignored; a killed process is identified by its rank.
         """
         return self.step == other.step and self._fault == other._fault
 
@@ -57,11 +57,11 @@ class Setback:
 
 @dataclass(frozen=True)
 class Restart:
-    """Go on.
+    """Decision to restart.
 
     Attributes:
         number: of the restart, from 1.
-        seconds: to wait before.
+        seconds: to wait before it.
     """
 
     number: int
@@ -75,22 +75,22 @@ class Restart:
 
 @dataclass(frozen=True)
 class StopRestarting:
-    """Give up.
+    """Decision to give up.
 
     Attributes:
-        reason: why, as a sentence that says what to do.
+        reason: a sentence that says why and what to do.
     """
 
     reason: str
 
 
 def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setback:
-    """What the policy must know of a failure.
+    """Return the failure of a rank in the terms of the policy.
 
     Args:
         failure: of a rank.
-        step: optimizer steps that were done then; None: it failed before training.
-        begun: optimizer steps that were done when the ranks began to train; None: they did not.
+        step: optimizer steps done by then; None = it failed before training.
+        begun: optimizer steps done when training started; None = it did not.
     """
     raised = failure.failure
     return Setback(
@@ -104,15 +104,14 @@ def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setba
 
 
 class RestartPolicy:
-    """Decides after each failure; knows nothing of processes and reads no clock.
+    """Policy of restarts; it knows nothing of processes and reads no clock.
 
-    Progress is a step that no attempt had reached before. After it, a restart waits not at all; without it, waits grow
-    from `backoff_seconds`, twice as long each time, to a minute.
+    Progress is a step that no earlier attempt reached. After progress there is no wait; without it, waits double from
+    `backoff_seconds` up to a minute.
 
     Args:
         max_restarts: restarts of a run; None = no limit, 0 = off.
-        same_failure_limit: a failure that comes so often in a row, the same error at the same step, is a crash loop and
-            ends the run; 1 = at its first time.
+        same_failure_limit: occurrences in a row of the same error at the same step that end the run as a crash loop.
         backoff_seconds: seconds before a second restart without progress; 0 = no wait.
     """
 
@@ -132,7 +131,7 @@ class RestartPolicy:
         return self._max_restarts == 0
 
     def decide(self, setback: Setback) -> Restart | StopRestarting:
-        """What to do about a failure."""
+        """Decide about a failure."""
         self._count(setback)
         reason = self._reason_to_stop(setback)
         if reason is not None:
@@ -144,7 +143,7 @@ class RestartPolicy:
         """Decide about a failure, and log it if the run is given up.
 
         Raises:
-            RankError: the failure, with the reason to give up.
+            RankError: the failure, with the reason for giving up.
         """
         decision = self.decide(setback)
         if isinstance(decision, StopRestarting):
@@ -153,7 +152,7 @@ class RestartPolicy:
         return decision
 
     def forgive(self) -> None:
-        """Forget how often the last failure came: what caused it has been taken out of the run."""
+        """Reset the failure counts after the cause of the last failure was removed from the run."""
         self._same = 0
         self._fruitless = 0
         self._last = None

@@ -1,4 +1,4 @@
-"""A run that goes on with fewer devices when one is lost, and with more when it is back."""
+"""Elastic number of devices: fewer when one is lost, more when it is back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainwright.launch.recovery.sizes import feasible
 
 
 class Shrinking:
-    """Chooses the devices of each attempt.
+    """Choice of the devices of each attempt.
 
     Args:
-        cfg: the resolved configuration that the run was begun with; `launch.min_devices` is set.
+        cfg: the resolved configuration of the first attempt; `launch.min_devices` is set.
         verb: fit, validate, test or predict.
-        log: where a change is told.
+        log: receives every change.
     """
 
     def __init__(self, cfg: DictConfig, verb: str, log: RestartLog) -> None:
@@ -41,14 +41,14 @@ class Shrinking:
         return len(self._used)
 
     def environment(self) -> dict[str, str]:
-        """Variables by which the ranks take the devices that are used."""
+        """Return the variables that make the used devices visible to the ranks."""
         return self._devices.environment(self._used)
 
     def look(self, samples: int | None) -> bool:
-        """Hear of devices that answer again and of what the limit says now; True if the number of devices changes.
+        """Update the devices from probes and the limit file; return whether their number changes.
 
         Args:
-            samples: per optimizer step, as the ranks have told.
+            samples: per optimizer step, as reported by the ranks.
         """
         self._take_answers()
         wanted = self._choose(samples)
@@ -59,11 +59,11 @@ class Shrinking:
         return True
 
     def blame(self, setback: Setback, samples: int | None) -> bool:
-        """Hear of a failure; True if a device counts as lost by it, so that the next attempt does without.
+        """Account for a failure; return whether it makes a device count as lost, so that the next attempt omits it.
 
         Args:
             setback: the failure.
-            samples: per optimizer step, as the ranks have told.
+            samples: per optimizer step, as reported by the ranks.
         """
         device = self._used[setback.rank]
         lost = [device] if self._devices.strike(device, setback) else []
@@ -93,7 +93,7 @@ class Shrinking:
         return False
 
     def _choose(self, samples: int | None) -> list[int] | None:
-        """As many of the usable devices as the run is possible with; None if that is too few."""
+        """Return as many usable devices as the run can use; None if that is too few."""
         usable = self._devices.usable()
         key = len(usable), samples
         if key not in self._feasible:
@@ -115,7 +115,7 @@ class Shrinking:
                 self._devices.found(device)
 
     def _silent(self) -> list[int]:
-        """The devices in use that do not answer."""
+        """Return the devices in use that do not answer."""
         probe = self._ask(self._used)
         try:
             answers = probe.answers(wait=True) or {}

@@ -1,6 +1,6 @@
-"""The program of the process that watches the ranks of one machine; see :mod:`trainwright.launch.watchdog.outside`.
+"""Program of the process that monitors the ranks of one machine; see :mod:`trainwright.launch.watchdog.outside`.
 
-It imports neither torch nor Lightning, sleeps between two looks, and lives as long as the process that started it.
+It imports neither torch nor Lightning, sleeps between two checks, and lives as long as its parent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _INTERVAL = 0.5
 
 
 def main() -> None:
-    """Watch until told to stop, or until the parent is gone."""
-    # A signal for the whole job is for the ranks, which may want to save; this process is watching them then, too.
+    """Monitor until asked to stop, or until the parent is gone."""
+    # Signals to the whole job are for the ranks, which may save first; they are monitored until then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _told_to_stop() -> bool:
-    """Wait for a while; whether the parent has said that this is enough, or closed the pipe."""
+    """Wait for one interval; return whether the parent asked to stop, or closed the pipe."""
     ready, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
     return bool(ready)
 

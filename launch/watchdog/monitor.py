@@ -1,4 +1,4 @@
-"""Watches the ranks of one machine: by their progress, not by whether they live."""
+"""Monitor of the ranks of one machine, by their progress rather than their liveness."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from trainwright.launch.watchdog.report.stacks import crash_in, place_of
 from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge, last_call
 from trainwright.launch.watchdog.report.watched import Watched, any_gets_on, are_suspended
 
-# How a rank learns where its box is and where it is asked.
+# Variable with a rank's box and folder.
 VARIABLE = "TRAINWRIGHT_WATCHDOG"
-# Of the time between two looks this much counts, so that a machine or a job that was put to sleep is no hang.
+# Upper bound of the time counted between two checks, so that a suspended machine or job is no hang.
 _LONGEST_LOOK = 2.0
 
 
 @dataclass(frozen=True)
 class DiagnosedHang:
-    """A rank that keeps the others waiting.
+    """A rank that blocks the others.
 
     Attributes:
-        rank: which to end, by the number that the monitor knows it by.
-        reason: in one line, the same each time that this hang comes again.
-        report: what a terminal shows: who keeps whom waiting in what, a line for each rank, where the rest is.
-        path: of the whole report; ``None`` = it could not be written.
+        rank: to kill, by the number that the monitor knows it by.
+        reason: in one line, equal for repetitions of the same hang.
+        report: for a terminal: which rank blocks which others in what, a line per rank, and the path of the full
+            report.
+        path: of the full report; ``None`` = it could not be written.
     """
 
     rank: int
@@ -45,21 +46,20 @@ class DiagnosedHang:
 
 
 class HangMonitor:
-    """Finds a hang among the ranks of this machine.
+    """Detector of hangs among the ranks of this machine.
 
-    Each rank says in its box (:mod:`trainwright.launch.watchdog.boxes`) which phase it has begun, and when. One that
-    stays in a phase for too long raises a suspicion, and so does one that a signal has stopped while others of the
-    machine run, whatever the limits are; then all ranks are asked what they are doing, and the one to blame is found
-    (``verdict``). Nobody waits in here: a question is put in one call of :meth:`check`,
-    its answers are read in later ones.
+    Each rank records its current phase and its start in a box (:mod:`trainwright.launch.watchdog.boxes`). A rank that
+    exceeds the limit of its phase raises a suspicion, and so does one that a signal has stopped while others of the
+    machine run; then all ranks are asked what they are doing, and ``verdict`` determines the one at fault. Nothing here
+    blocks: a question is sent in one call of :meth:`check`, and its answers are read in later ones.
 
-    Processes are known by numbers, which may be ranks or anything else that tells them apart.
+    Processes are identified by numbers, which may be ranks or any other unique numbers.
 
     Args:
         count: processes that may live at the same time.
-        folder: of this machine, private to this process and its ranks; what lies there is whoever made it's to remove.
-        run_dir: reports are written to ``logs/`` in it.
-        limits: how long is too long.
+        folder: on this machine, private to this process and its ranks; removed by its creator.
+        run_dir: reports are written to its ``logs/``.
+        limits: time limits of phases.
         node: number of this machine; ``None`` = there is only one, and reports do not name it.
     """
 
@@ -79,7 +79,7 @@ class HangMonitor:
         self._asked_stops: frozenset[tuple[int, int | None]] = frozenset()
 
     def environment(self, number: int) -> dict[str, str]:
-        """Variables that a process must have to be watched; they name its box, which is free from then on.
+        """Return the variables of a process to be watched; they name its box, which is cleared.
 
         Raises:
             RuntimeError: if more processes live than there are boxes.
@@ -101,17 +101,17 @@ class HangMonitor:
         return gone.box
 
     def watch(self, number: int, process: int) -> None:
-        """Hear that a process has been started as ``number``, with its :meth:`environment`."""
+        """Register a process that was started as ``number``, with its :meth:`environment`."""
         self._watched[number].process = process
         self._forget()
 
     def process_of(self, number: int) -> int:
-        """Process id of a number; 0 = it has not said so yet."""
+        """Return the process id of a number; 0 = not reported yet."""
         one = self._watched[number]
         return one.process or one.progress.process
 
     def check(self) -> DiagnosedHang | None:
-        """The process to end, if any. To be asked about twice a second; it answers at once."""
+        """Return the process to kill, if any. To be called about twice a second; never blocks."""
         now = time.monotonic()
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
         self._looked_at = now
@@ -131,10 +131,11 @@ class HangMonitor:
         return None
 
     def explain(self) -> str | None:
-        """What is known of the calls of ranks that an error or a crash has ended, when that tells something.
+        """Return a comparison of the calls of ranks that failed or crashed; None if it shows nothing.
 
-        All processes may be gone: each rank has written down what it was doing when the error came, and Python what it
-        was doing when native code ended it, as gloo does where a rank receives more than it asked for.
+        All processes may be gone: each rank has recorded its state at the error, and Python's fault handler its stacks
+            when
+        native code ended it, as gloo does where a rank receives more than it asked for.
         """
         slow = self._limits.slow_limit()
         failed, crashed, crashes = [], [], []
@@ -157,41 +158,41 @@ class HangMonitor:
         return "; ".join(filter(None, [*crashed, *map(last_call, failed)])) + stacks
 
     def close(self) -> None:
-        """Give the boxes back."""
+        """Release the boxes."""
         self._boxes.close()
 
     def _running(self) -> list[Watched]:
         return [one for one in self._watched.values() if one.runs]
 
     def _count_stops(self, running: Sequence[Watched], passed: float) -> None:
-        """See who is stopped while others are not; a monitor that was put to sleep begins anew."""
+        """Time the stops of processes while others run; restart the timing after the monitor itself was suspended."""
         counts = passed < _LONGEST_LOOK and any_gets_on(running)
         for one in running:
             one.count_stop(passed if counts else None)
 
     def _is_suspicious(self, running: Sequence[Watched], now: float) -> bool:
-        """Whether somebody is stopped alone, or still, for too long, and has not been asked about just now."""
+        """Return whether a rank is stopped alone, or exceeds its limit, and was not asked about recently."""
         stops = frozenset((one.progress.process, one.stop) for one in running if one.stopped_alone)
         if now >= self._not_before:
             found = bool(stops) or any(one.stalled > self._limit(one.progress) for one in running)
         else:
-            # The pause is for those who were seen to have a reason; a stop that came since was not seen.
+            # The pause is for ranks that had a reason; a later stop was not covered.
             found = bool(stops - self._asked_stops)
             if found:
-                self._suspects = frozenset()  # too short a time ago to count as seen before
+                self._suspects = frozenset()  # too recent to count as seen before
         if found:
             self._asked_stops = stops
         return found
 
     def _is_halted(self, one: Watched) -> bool:
-        """Whether a stop has lasted for too long; where nobody else runs, its own limit tells."""
+        """Return whether a stop lasts too long; for a single running process, its own limit applies."""
         return one.stopped_alone or (len(self._running()) == 1 and one.stalled > self._limit(one.progress))
 
     def _known(self) -> dict[int, Evidence]:
-        """What the boxes tell of every rank that has begun, by box."""
+        """Return the evidence in the boxes of all ranks that have started, by box."""
         slow = self._limits.slow_limit()
         running = self._running()
-        # Who has left the others may have had a number that another one has now.
+        # A rank of a process that left may belong to another one now.
         taken = {one.progress.rank for one in running}
         ended = [
             one
@@ -219,7 +220,7 @@ class HangMonitor:
         return None if verdict is None else self._tell(verdict, ranks)
 
     def _still_there(self, one: Evidence) -> Evidence | None:
-        """What was found, unless the rank has got on or gone meanwhile."""
+        """Return the evidence with current times, or None if the rank is gone."""
         now = next((each for each in self._watched.values() if each.progress.process == one.progress.process), None)
         if now is None or not is_alive(one.progress.process):
             return None
@@ -241,7 +242,7 @@ class HangMonitor:
 
 
 def _written(folder: Path, kind: str, node: int | None, report: str) -> Path | None:
-    """Write a report under the next free name; ``None`` where that is not possible."""
+    """Write a report under the next free name; return None where that is impossible."""
     suffix = "" if node is None else f"_node_{node}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """`launch=kubernetes`: the run as a job of pods, written as a manifest or submitted.
 
-The configuration is composed and checked here and travels in a ConfigMap; pods compose nothing. See
-:mod:`trainwright.launch.engines.kubernetes.manifest` for what is written, and
-:mod:`trainwright.launch.engines.kubernetes.node` for what the pods run.
+The configuration is composed and checked here and passed in a ConfigMap; pods compose nothing. See
+:mod:`trainwright.launch.engines.kubernetes.manifest` for the objects, and
+:mod:`trainwright.launch.engines.kubernetes.node` for the program of the pods.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("PET_", "TRAINWRIGHT_")
-_LONGEST_NAME = 50  # operators put more behind it, and 63 characters are allowed
+_LONGEST_NAME = 50  # operators append a suffix, and 63 characters are allowed
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What is impossible about `launch`, with what to type instead.
+    """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
@@ -108,12 +108,12 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
         verb: fit, validate, test or predict.
 
     Returns:
-        The metrics that rank 0 ended with, by name; None: the manifest was written and nothing was started.
+        The final metrics of rank 0 by name; None = only the manifest was written.
 
     Raises:
         ConfigError: if the cluster cannot be reached, or refuses the job.
         RankError: if the job failed.
-        Interrupted: if this process was told to end; the job was deleted, unless `launch.on_interrupt` leaves it.
+        Interrupted: if this process was interrupted; the job was deleted, unless `launch.on_interrupt` leaves it.
     """
     run_dir = Path(cfg.run_dir)
     objects = manifests(cfg, verb, (run_dir / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
-"""What each pod of `launch=kubernetes` runs: an agent of torchrun, which starts the ranks of the pod.
+"""Program of each pod of `launch=kubernetes`: a torchrun agent that starts the ranks of the pod.
 
     python -m trainwright.launch.engines.kubernetes.node VERB
 
-The configuration was composed where the job was made, and lies in a folder that the cluster mounts. What the ranks
-print goes to the pod's log, with the rank in front.
+The configuration was composed where the job was submitted, and is mounted by the cluster. The output of the ranks goes
+to the pod's log, prefixed with the rank.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from trainwright.launch.ranks.follow import Follower
 if TYPE_CHECKING:
     from trainwright.launch.ranks.rendezvous import LocalStore
 
-# Seconds between two looks at the logs of the ranks, and at whether the first pod is there.
+# Seconds between two reads of the ranks' logs, and between attempts to connect to the first pod.
 _LOOK_SECONDS = 0.5
 _CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class PodPlace:
-    """Where the agents of a job meet, as the variables of a pod say it.
+    """Rendezvous of a job's agents, from the variables of a pod.
 
     Attributes:
         host: name of the first pod.
-        port: at which its store listens.
-        is_first: whether this pod is that one.
+        port: of its store.
+        is_first: whether this pod is the first.
     """
 
     host: str
@@ -60,13 +60,13 @@ class PodPlace:
 
 
 def place_of(environment: Mapping[str, str]) -> PodPlace:
-    """Return where the agents meet.
+    """Return the rendezvous of the agents.
 
     Args:
-        environment: variables of the pod, as Kubeflow Trainer gives them to the pods of a TrainJob.
+        environment: variables of the pod, set by Kubeflow Trainer for the pods of a TrainJob.
 
     Raises:
-        ValueError: if no variable says it.
+        ValueError: if the variables are missing.
     """
     if "PET_MASTER_ADDR" not in environment:
         raise ValueError(
@@ -105,14 +105,14 @@ def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
 
 
 def settle(cfg: DictConfig, text: str) -> str | None:
-    """Make the run directory on the volume, on the first pod, with the configuration in it.
+    """Create the run directory on the volume, with the configuration in it; called on the first pod.
 
     Args:
         cfg: the resolved configuration.
-        text: the same, as it was written where the job was made.
+        text: the same, as submitted.
 
     Returns:
-        Why the run cannot be there; None: it can.
+        Why the run cannot be there; None = it can.
     """
     run_dir = Path(cfg.run_dir)
     if not holds_run(run_dir):
@@ -128,7 +128,7 @@ def settle(cfg: DictConfig, text: str) -> str | None:
 
 
 def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
-    """Be an agent."""
+    """Run the agent of this pod."""
     address = os.environ[POD_IP]
     store = _open_store(place, address) if place.is_first else None
     try:
@@ -149,10 +149,10 @@ def _open_store(place: PodPlace, address: str) -> LocalStore:
 
 
 def _wait_for_first(place: PodPlace, seconds: float) -> str:
-    """The name of the first pod, once its store answers: its image may be fetched later than this one's.
+    """Return the name of the first pod once its store responds: its image may be pulled later than this pod's.
 
     Raises:
-        TimeoutError: if it does not within so many seconds.
+        TimeoutError: if it does not respond within `seconds`.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -167,7 +167,7 @@ def _wait_for_first(place: PodPlace, seconds: float) -> str:
 
 @contextlib.contextmanager
 def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
-    """Print what the ranks of this pod write into their logs, as they do; that they are here, they say in a folder."""
+    """Print the logs of this pod's ranks as they grow; the ranks register in `folder`."""
     os.environ[HERE] = str(folder)
     logs, known, ended = Follower(), set[int](), threading.Event()
 
@@ -195,7 +195,7 @@ def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
 
 
 def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
-    """Say how the ranks of this pod ended, for people and for the command that has submitted the job.
+    """Report the outcome of this pod's ranks to the user and the submitting command; return the exit code.
 
     Args:
         cfg: the resolved configuration.

@@ -1,4 +1,4 @@
-"""A job of `launch=kubernetes` on its cluster, from its making to its end: what its pods say is shown meanwhile."""
+"""Submission of a job of `launch=kubernetes`, and live output of its pods until it ends."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trainwright.launch.engines.kubernetes.cluster import Cluster
 from trainwright.launch.outcome.ending import notices, seconds_to_end, told_to_end
 
 MARK = "\x1e"
-"""In front of a line that is for the command, and not for people."""
+"""Prefix of lines for the submitting command, which are not shown."""
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
-    """Return the line that says these metrics."""
+    """Return the line that reports these metrics."""
     return MARK + json.dumps({name: str(value) for name, value in metrics.items()})  # JSON has no NaN
 
 
 def metrics_in(line: str) -> dict[str, float] | None:
-    """Return the metrics that a line says; None: it is output of a rank."""
+    """Return the metrics in a line; None = it is output of a rank."""
     if not line.startswith(MARK):
         return None
     try:
@@ -45,15 +45,15 @@ _STARTED = ("Running", "Succeeded", "Failed")
 _LAST_LINES = 20
 # Pods whose logs are shown at a time; each takes a thread and a connection.
 _MOST_SHOWN = 64
-# Seconds that the logs of ended pods may still take, and pods beyond their own time.
+# Seconds for the rest of the logs of ended pods, and for pods beyond their own grace period.
 _MARGIN_SECONDS = 10.0
 _NO_LIMIT_SECONDS = 86400.0
-# Seconds for which a cluster may be silent: one that is updated answers again.
+# Seconds for which a cluster may not respond, as during an update.
 _SILENCE_SECONDS = 600.0
 
 
 def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[str, float]:
-    """Create a job and its configuration, show what its pods say, and wait for its end.
+    """Create a job and its configuration, show the logs of its pods, and wait for its end.
 
     Args:
         cfg: the resolved configuration.
@@ -61,12 +61,12 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
         objects: the ConfigMap and the job.
 
     Returns:
-        The metrics that rank 0 ended with, by name.
+        The final metrics of rank 0 by name.
 
     Raises:
         ConfigError: if the cluster cannot be reached, or refuses the job.
-        RankError: if the job failed, or was deleted by somebody else.
-        Interrupted: if this process was told to end.
+        RankError: if the job failed, or was deleted externally.
+        Interrupted: if this process was interrupted.
     """
     cluster = Cluster(cfg, objects[-1])
     with HeldSignals(notices(cfg)):
@@ -86,7 +86,7 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
 
 
 class _Waiting(NamedTuple):
-    """A pod whose log is to be shown; those that compare as less come first."""
+    """A pod whose log is to be shown; smaller ones come first."""
 
     goes_on: bool
     numbers: list[int]  # in its name
@@ -94,10 +94,10 @@ class _Waiting(NamedTuple):
 
 
 class _Logs:
-    """Shows the logs of pods, each in a thread of its own, and hears what they say to this command.
+    """Live output of the logs of pods, each in a thread of its own, and the metrics that they report.
 
-    Of more than 64 pods the others wait until one has ended. Those that have ended come first, since they tell why,
-    then those with the lowest numbers.
+    Of more than 64 pods the others wait until one has ended. Ended pods come first, because they show the cause, then
+    those with the lowest numbers.
 
     Args:
         cluster: of the pods.
@@ -110,12 +110,12 @@ class _Logs:
         self._waiting: dict[str, _Waiting] = {}  # by pod
         self._closed = threading.Event()
         self.metrics: dict[str, float] | None = None
-        """That rank 0 ended with, once its pod has said so."""
+        """Final metrics of rank 0, once its pod has reported them."""
         self.last_lines: dict[str, deque[str]] = {}
         """Of each pod."""
 
     def look(self, pods: list[dict[str, Any]]) -> None:
-        """Begin to show those pods that have started, and those that have started again."""
+        """Show the logs of pods that have (re)started."""
         for pod in pods:
             name, status = str(pod["metadata"]["name"]), pod.get("status", {})
             if status.get("phase") not in _STARTED:
@@ -128,7 +128,7 @@ class _Logs:
         self._begin()
 
     def finish(self) -> None:
-        """Wait until the logs of ended pods have been shown to their ends."""
+        """Wait until the logs of ended pods have been shown completely."""
         end = time.monotonic() + _MARGIN_SECONDS
         while time.monotonic() < end:
             self._begin()
@@ -137,11 +137,11 @@ class _Logs:
             self._threads[0].join(0.1)
 
     def close(self) -> None:
-        """Show no more."""
+        """Stop showing."""
         self._closed.set()
 
     def _begin(self) -> None:
-        """Begin to show as many of those that wait as there is room for."""
+        """Start to show waiting pods, as many as allowed."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         room = _MOST_SHOWN - len(self._threads)
         for name in sorted(self._waiting, key=lambda pod: self._waiting[pod])[:room]:
@@ -159,7 +159,7 @@ class _Logs:
                 for at, line in enumerate(self._cluster.log(pod)):
                     if self._closed.is_set():
                         return
-                    if at >= shown:  # a connection that was lost begins anew
+                    if at >= shown:  # a lost connection restarts from the beginning
                         shown = at + 1
                         self._take(pod, line, lines)
                 return
@@ -198,7 +198,7 @@ def _follow(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
 
 
 def _end(cfg: DictConfig, cluster: Cluster, logs: _Logs, good: bool, said: str) -> dict[str, float]:
-    """The metrics of a job that has ended well.
+    """Return the metrics of a job that has succeeded.
 
     Raises:
         RankError, Interrupted: if it has not.
@@ -238,7 +238,7 @@ def _exit_code(pod: dict[str, Any]) -> int | None:
 
 
 def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> None:
-    """Delete the job and show its end, or leave it, as was asked for."""
+    """Delete the job and show its end, or leave it, as configured."""
     if cfg.launch.on_interrupt == "leave":
         print(f"trainwright: {cluster.title} goes on in the namespace {cluster.namespace}", file=sys.stderr)
         return
@@ -246,7 +246,7 @@ def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> Non
         return
     seconds = seconds_to_end(cfg, verb)
     end = time.monotonic() + (_NO_LIMIT_SECONDS if seconds is None else seconds) + 2 * _MARGIN_SECONDS
-    with contextlib.suppress(Interrupted):  # a second signal ends the waiting
+    with contextlib.suppress(Interrupted):  # a second signal ends the wait
         while cluster.answer_to(cluster.pods) != [] and time.monotonic() < end:
             time.sleep(cfg.launch.poll_seconds)
     logs.finish()

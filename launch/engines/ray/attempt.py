@@ -1,4 +1,4 @@
-"""The attempts of a run on a cluster of Ray: its ranks from their start to the end of the last."""
+"""Attempts of a run on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import RestartPolicy
 from trainwright.launch.recovery.sizes import resized
 
-# Seconds between two looks at the logs.
+# Seconds between two reads of the logs.
 _LOOK_SECONDS = 1.0
-# Ranks that fail together are noticed one after the other.
+# Failures of several ranks arrive one after the other.
 _TOGETHER_SECONDS = 0.5
 
 
 class RayAttempts:
-    """Makes the attempts of a run on a cluster.
+    """Factory of the attempts of a run on a cluster.
 
     Args:
         verb: fit, validate, test or predict.
-        room: where the ranks go.
-        signals: held while Ray is asked.
+        room: placement of the ranks.
+        signals: held during calls of Ray.
     """
 
     def __init__(self, verb: str, room: Room, signals: HeldSignals) -> None:
@@ -45,20 +45,20 @@ class RayAttempts:
         self._folder: Path | None = None
 
     def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RayAttempt:
-        """An attempt that has not begun.
+        """Return an attempt that is not started.
 
         Args:
             cfg: its resolved configuration.
-            number: attempts before it.
-            policy: not needed: all ranks start again together.
-            log: not needed.
+            number: earlier attempts.
+            policy: unused, because all ranks restart together.
+            log: unused.
         """
         self._folder = Path(cfg.run_dir).absolute() / "logs" / "ray"
         records = self._folder / f"attempt_{number}"
         shutil.rmtree(records, ignore_errors=True)
         records.mkdir(parents=True)
         group, devices = self._room.place()
-        if devices != cfg.devices:  # the first attempt of all, in a cluster without room for it
+        if devices != cfg.devices:  # the very first attempt, in a cluster without room for all
             cfg = resized(cfg, devices, None)
         return RayAttempt(cfg, self._verb, records, None, RankActors(cfg, number, group, self._signals))
 
@@ -71,12 +71,12 @@ class RayAttempts:
 
 @dataclass(eq=False)
 class RayAttempt(RankAttempt):
-    """The ranks of a run from their start to the end of the last, each held by an actor.
+    """The ranks of a run from their start to the exit of the last, each held by an actor.
 
     Args:
         cfg: the resolved configuration of this attempt.
         verb: fit, validate, test or predict.
-        records: an empty folder for what the ranks write down; all machines see it.
+        records: an empty folder for the ranks' records; visible to all machines.
         actors: of the ranks, not yet started.
     """
 
@@ -88,7 +88,7 @@ class RayAttempt(RankAttempt):
         self._logs = Follower()
 
     def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """See the base class."""
+        """Run the attempt as in the base class."""
         self._logs.add_ranks(self._run_dir, range(self._world_size))
         try:
             failure = self.actors.start(self.verb, self.records)
@@ -109,8 +109,7 @@ class RayAttempt(RankAttempt):
             self._logs.finish()
 
     def _wait(self, enough: Callable[[], bool] | None) -> bool:
-        """Wait for the end of all ranks, or for the first that fails and those that fail with it, or until it is
-        enough; whether one has failed."""
+        """Wait until all ranks have exited, one has failed, or `enough` returns True; return whether one has failed."""
         looked = time.monotonic()
         while self.actors.has_ranks:
             if self._hear(_LOOK_SECONDS):
@@ -130,7 +129,8 @@ class RayAttempt(RankAttempt):
     def _end(self, number: signal.Signals, grace: float) -> None:
         self.actors.end(number, grace, self._logs.poll)
 
-    # ---- how it ended ------------------------------------------------------------------------------------------------
+    # ---- outcome
+    # ------------------------------------------------------------------------------------------------------
 
     def _after_failure(self) -> Outcome:
         failure = self._failure()
@@ -148,9 +148,9 @@ class RayAttempt(RankAttempt):
         return RankError(text, rank, None)
 
     def _after_signal(self, interrupted: Interrupted) -> dict[str, float]:
-        """Pass a signal on to the ranks; see :func:`~trainwright.launch.outcome.outcome.metrics_after_signal`."""
+        """Forward a signal to the ranks; see :func:`~trainwright.launch.outcome.outcome.metrics_after_signal`."""
         try:
             self._end(interrupted.number, patience(self.cfg, self.verb, interrupted.number))
-        except Interrupted:  # a second signal: at once
+        except Interrupted:  # a second signal ends them at once
             raise interrupted from None
         return metrics_after_signal(self.records, self.cfg, self.actors.codes, interrupted, self._failure)

@@ -1,7 +1,7 @@
-"""`launch=ray`: a placement group of Ray, with an actor for each rank.
+"""`launch=ray`: a placement group of Ray, with an actor per rank.
 
-This command is Ray's driver: it decides about failures as with `launch=local` (`trainwright.launch.local.attempts`),
-while Ray decides where ranks are. Ray starts no actor again by itself: one rank alone could not go on.
+This command is Ray's driver. It decides about failures as with `launch=local` (`trainwright.launch.local.attempts`),
+while Ray decides where ranks run. Ray itself restarts no actor, because a single rank could not continue.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainwright.launch.recovery.restart_log import RestartLog
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What is impossible about `launch`, with what to type instead.
+    """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
@@ -83,18 +83,18 @@ def _of_ranks(cfg: DictConfig) -> Iterator[str]:
 
 
 def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
-    """Run the ranks as actors, and start them again where `launch` asks for it.
+    """Run the ranks as actors, and restart them as `launch` says.
 
     Args:
         cfg: the resolved configuration, already written to its run directory.
         verb: fit, validate, test or predict.
 
     Returns:
-        The metrics that rank 0 ended with, by name.
+        The final metrics of rank 0 by name.
 
     Raises:
-        RankError: if a rank failed; all others have ended.
-        Interrupted: if this process was told to end; all ranks have ended.
+        RankError: if a rank failed; all others have exited.
+        Interrupted: if this process was interrupted; all ranks have exited.
         ConfigError: if the cluster cannot be reached, or has no room.
     """
     with HeldSignals(notices(cfg)) as signals, cluster(cfg, signals):
@@ -105,18 +105,18 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
 
 
 _LOCAL = "local"
-# Ray's own: no statistics of use are sent, and a cluster of this machine listens to this machine alone.
+# Ray's variables: send no usage statistics, and let a local cluster listen on this machine only.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @contextlib.contextmanager
 def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
-    """Be connected to the cluster of a run; one of this machine is started before and ended after it.
+    """Connect to the cluster of a run; a local one is started before and stopped after it.
 
     Args:
         cfg: the resolved configuration.
-        signals: held while Ray starts and ends.
+        signals: held while Ray starts and stops.
 
     Raises:
         ConfigError: if the cluster cannot be reached.
@@ -153,7 +153,7 @@ def _connect(address: str, options: Mapping[str, Any]) -> None:
 
 
 def _own_cluster(cfg: DictConfig) -> dict[str, Any]:
-    """A cluster of this machine that has room for all ranks: they share its cores as they would with launch=local."""
+    """Return the options of a local cluster with room for all ranks, which share its cores as with launch=local."""
     needs = total(cfg)
     cpus = max(num_cores(), math.ceil(needs.pop("CPU", 0.0)))
     others = {name: amount for name, amount in needs.items() if name not in ("GPU", "memory")}

@@ -1,4 +1,4 @@
-"""Room for the ranks of a run in a cluster of Ray: as many as there are places for, more when there are more."""
+"""Placement of a run's ranks in a Ray cluster: as many as there is room for, and more when there is more."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import Setback
 from trainwright.launch.recovery.sizes import feasible, resized
 
-# Longest wait for Ray at a time, in seconds: a signal is heard between two.
+# Longest uninterrupted wait for Ray, in seconds; signals are handled in between.
 _LOOK_SECONDS = 1.0
-# Seconds that a smaller group has to find its place, once the whole one did not in time.
+# Seconds to place a smaller group, once the whole one could not be placed in time.
 _SMALLER_SECONDS = 5.0
 
 
@@ -29,8 +29,8 @@ class Room:
     Args:
         cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
-        log: where a change is told.
-        signals: held while Ray is asked.
+        log: receives every change.
+        signals: held during calls of Ray.
     """
 
     def __init__(self, cfg: DictConfig, verb: str, log: RestartLog, signals: HeldSignals) -> None:
@@ -47,19 +47,19 @@ class Room:
 
     @property
     def size(self) -> int:
-        """Devices of the next attempt: its place is taken now, that of the one before is given back."""
+        """Devices of the next attempt; reading it replaces the placement group."""
         self._take()
         return self._size
 
     def place(self) -> tuple[Any, int]:
-        """Ray's placement group for the next attempt, and the devices that it has room for."""
+        """Return Ray's placement group for the next attempt, and its number of devices."""
         if not self._is_new:
             self._take()
         self._is_new = False
         return self._group, self._size
 
     def close(self) -> None:
-        """Give the place back."""
+        """Remove the placement group."""
         import ray
 
         if self._group is not None:
@@ -68,12 +68,12 @@ class Room:
             self._group = None
 
     def blame(self, setback: Setback, samples: int | None) -> bool:
-        """Hear of a failure; what was lost is missing when the next place is taken."""
+        """Account for a failure; lost resources are missing in the next placement."""
         self._samples = samples
         return False
 
     def look(self, samples: int | None) -> bool:
-        """Whether to try again with all devices: some machine has enough of everything, in use or not."""
+        """Return whether to try again with all devices: some machine has enough of everything, in use or not."""
         self._samples = samples
         if self._size == self._cfg.devices or time.monotonic() < self._look_at:
             return False
@@ -84,11 +84,11 @@ class Room:
         return grows
 
     def _take(self) -> None:
-        """Take the place of all devices, or in time that of as many as there is room for; give the former one back.
+        """Replace the placement group by one of all devices, or after a wait by the largest possible one.
 
         Raises:
             ConfigError: if there is no room, and never was.
-            RankError: if there is none any more.
+            RankError: if there is no room any more.
         """
         had_room = self._group is not None
         self.close()
@@ -113,7 +113,7 @@ class Room:
         end = time.monotonic() + seconds
         with self._signals.held():
             group = ray.util.placement_group(bundles(cfg), strategy=cfg.launch.placement)
-            self._group = group  # to be given back, if the wait for it is interrupted
+            self._group = group  # so that it is removed if the wait is interrupted
         while True:
             with self._signals.held():
                 if group.wait(min(_LOOK_SECONDS, seconds)):

@@ -1,8 +1,8 @@
-"""What one task of a SLURM job does, of which each machine has one: the ranks of its machine.
+"""Program of a SLURM task, one per machine, that runs the ranks of its machine.
 
-On one machine the ranks are those of `launch=local`, with all that it can do when one of them fails. On several, each
-task is an agent of torchrun, and the agents meet on the first machine of the job. So a rank that fails is started again
-within the job, which keeps its machines; SLURM itself would end a job of one task per rank, and queue it again.
+On one machine the ranks are those of `launch=local`, with all its recovery. On several, each task is a torchrun agent,
+and the agents meet on the first machine of the job. So failed ranks are restarted within the job, which keeps its
+machines; with one task per rank, SLURM would end the job and queue it again.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from trainwright.launch.outcome.ends import begins_again, ends_folder
 from trainwright.launch.outcome.job_end import NodeEnd, forget_node, write_node
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 
-# As Lightning and torch choose a port from the number of a job, which no two jobs of a machine share.
+# Like Lightning and torch, derive the port from the job id, which is unique on a machine.
 _FIRST_PORT, _PORTS = 20000, 20000
 
 
 def run_node(run_dir: str, verb: str) -> None:
-    """Run the ranks of this machine; called by submitit, in every task of the job.
+    """Run the ranks of this machine; called by submitit in every task of the job.
 
     Args:
-        run_dir: with the resolved `config.yaml`; all machines see it.
+        run_dir: with the resolved `config.yaml`; visible to all machines.
         verb: fit, validate, test or predict.
 
     Raises:
-        SystemExit: with the exit code of the task, unless all went well.
+        SystemExit: with the exit code of the task, unless it is 0.
     """
     from submitit import JobEnvironment
 
-    signal.signal(signal.SIGTERM, raise_interrupted)  # submitit's own handler lets it pass
+    signal.signal(signal.SIGTERM, raise_interrupted)  # submitit's own handler ignores it
     place = JobEnvironment()
     folder = ends_folder(Path(run_dir))
     forget_node(folder, place.node)
@@ -59,7 +59,7 @@ def run_node(run_dir: str, verb: str) -> None:
     finally:
         stop_forkserver()
     write_node(folder, place.node, end)
-    if place.node == 0 and verb == "fit" and cfg.report and not cfg.launch.wait:  # else the one who waits does it
+    if place.node == 0 and verb == "fit" and cfg.report and not cfg.launch.wait:  # else the waiting command does it
         tool("write_report")(Path(run_dir))
     if end.error is not None:
         print(f"trainwright: {end.error}", file=sys.stderr, flush=True)
@@ -68,10 +68,10 @@ def run_node(run_dir: str, verb: str) -> None:
 
 
 def meeting_of(job: str, hosts: list[str], node: int) -> Meeting:
-    """Where the agents of a job meet: on its first machine.
+    """Return the rendezvous of a job's agents, on its first machine.
 
     Args:
-        job: number of the job, of its own task in an array.
+        job: id of the job, in an array that of its own task.
         hosts: names of the machines, in order.
         node: number of this machine.
     """
@@ -99,7 +99,7 @@ def _one_of_several(cfg: DictConfig, verb: str, meeting: Meeting) -> NodeEnd:
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[AGENT] = str(os.getpid())
-    # SLURM tells all processes of the job, agents included: those end with their ranks.
+    # SLURM signals all processes of the job; agents end with their ranks.
     end = run_agent(cfg, verb, meeting)
     if end.signal is not None:
         return NodeEnd(128 + end.signal, end.signal)

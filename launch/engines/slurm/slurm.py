@@ -1,7 +1,7 @@
-"""`launch=slurm`: one SLURM job of this run, through submitit; its logs are shown here until it ends.
+"""`launch=slurm`: one SLURM job per run, through submitit; its logs are shown here until it ends.
 
-The configuration is composed and checked here, and the run directory is made; the tasks of the job read it there (see
-`trainwright.launch.engines.slurm.job`). Nothing else is left to a batch script.
+The configuration is composed and checked, and the run directory created, here; the tasks of the job read it there (see
+`trainwright.launch.engines.slurm.job`). The batch script does nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainwright.launch.engines.slurm.options import sbatch_options
 from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, say, submit
 from trainwright.launch.recovery.check_recovery import RESTART
 
-# Options of sbatch that keys of `launch` stand for, and that say what the run says already.
+# Options of sbatch that follow from keys of the configuration.
 _TYPED = {
     "account": "launch.account",
     "array": "trainwright fit -m",
@@ -40,7 +40,7 @@ _TYPED = {
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What is impossible about `launch`, with what to type instead.
+    """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
@@ -100,11 +100,11 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
         verb: fit, validate, test or predict.
 
     Returns:
-        The metrics that rank 0 ended with, by name; None with `launch.wait=false`: the job goes on by itself.
+        The final metrics of rank 0 by name; None with `launch.wait=false`, when the job continues by itself.
 
     Raises:
         RankError: if a rank failed, or the job did.
-        Interrupted: if this process was told to end, and has cancelled the job; or if the ranks were.
+        Interrupted: if this process was interrupted, and has cancelled the job; or if the ranks were.
     """
     [job] = submit([cfg], verb, Path(cfg.run_dir) / "logs" / "slurm")
     if not cfg.launch.wait:
@@ -118,26 +118,26 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
 def launch_all(
     cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence[str]
 ) -> list[dict[str, float] | Exception | None]:
-    """Submit the jobs of several runs, those that ask for the same as one array, and show the logs of all.
+    """Submit the jobs of several runs, with identical options as one array, and show the logs of all.
 
     Args:
         cfgs: the resolved configurations, each already written to its run directory.
         verb: fit, validate, test or predict.
-        folder: for what submitit writes; all machines see it.
-        titles: of the runs, in front of what their ranks say.
+        folder: for submitit's files; visible to all machines.
+        titles: of the runs, prefixes of their output.
 
     Returns:
-        The end of each: its metrics, what went wrong, or None with `launch.wait=false`.
+        For each run its metrics, its error, or None with `launch.wait=false`.
 
     Raises:
-        Interrupted: if this process was told to end, and has cancelled the jobs.
+        Interrupted: if this process was interrupted, and has cancelled the jobs.
     """
     jobs: list[SubmittedJob] = []
     for group in alike(cfgs):
         found = submit([cfgs[number] for number in group], verb, folder, [titles[number] for number in group])
         say(f"submitted {', '.join(job.name for job in found)}")
         if not found[0].on_slurm:
-            follow(found, found[0].cfg.launch.poll_seconds)  # one after the other: nobody else queues them
+            follow(found, found[0].cfg.launch.poll_seconds)  # one after the other, because local jobs have no queue
         jobs += found
     if not cfgs[0].launch.wait:
         return [None] * len(cfgs)
@@ -147,7 +147,7 @@ def launch_all(
 
 
 def alike(cfgs: Sequence[DictConfig]) -> list[list[int]]:
-    """Numbers of the runs, those together that can be one array; without SLURM each alone."""
+    """Return the indices of runs that can form one array, grouped; without SLURM each alone."""
     groups: dict[str, list[int]] = {}
     for number, cfg in enumerate(cfgs):
         key = str(number) if cfg.launch.cluster == "local" else json.dumps(sbatch_options(cfg), sort_keys=True)

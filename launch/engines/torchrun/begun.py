@@ -1,8 +1,7 @@
-"""Which run the ranks of a launcher were in before it started them again.
+"""Run directory that restarted ranks of a launcher belong to.
 
-Every machine's agent (the torchrun process) has a name that no other ever has. Its ranks leave it as an empty file in
-the run directory; ranks that find the name of one of their agents there go on with that run, instead of beginning
-another.
+Every machine's agent (the torchrun process) has a unique name. Its ranks record it as an empty file in the run
+directory; ranks that find the name of one of their agents there resume that run instead of starting another.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _FOLDER = Path("logs") / "torchrun"
 
 
 def agent_id(environment: Mapping[str, str]) -> str | None:
-    """The name of the agent that has started this process; None where no agent starts ranks again.
+    """Return the unique name of the agent that has started this process; None without an agent that restarts ranks.
 
     Args:
         environment: variables of the process.
@@ -29,28 +28,28 @@ def agent_id(environment: Mapping[str, str]) -> str | None:
         return None
     error_file = environment.get("TORCHELASTIC_ERROR_FILE", "")
     if error_file:
-        # <folder of the agent>/attempt_<n>/<rank>/error.json; the folder has a random name, in every attempt the same.
+        # <folder of the agent>/attempt_<n>/<rank>/error.json; the folder has a random name, the same in every attempt.
         process = str(Path(error_file).parents[2])
     else:
-        started = stat_of(os.getppid())[START_TIME : START_TIME + 1]  # nothing where the system does not tell
+        started = stat_of(os.getppid())[START_TIME : START_TIME + 1]  # empty where the system does not provide it
         process = f"{os.getppid()} {''.join(started)}"
     text = "\n".join((environment["TORCHELASTIC_RUN_ID"], socket.gethostname(), process))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def remember(run_dir: Path, agent: str) -> None:
-    """Leave the name of an agent in the directory of the run that its ranks are in."""
+    """Record the name of an agent in the run directory of its ranks."""
     folder = run_dir / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / agent).touch()
 
 
 def begun_run(name: str, run_dir: str | None, agents: Sequence[str]) -> Path | None:
-    """The directory of the run that ranks of these agents were in; None when they begin their first.
+    """Return the run directory that ranks of these agents belong to; None = they have none yet.
 
     Args:
         name: of the recipe.
-        run_dir: as the user has given it; None = it was left to the command.
+        run_dir: as set by the user; None = not set.
         agents: of all machines.
     """
     if run_dir is not None:

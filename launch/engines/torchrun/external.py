@@ -1,7 +1,7 @@
-"""Ranks that torchrun or SLURM has started: rank 0 decides for all, and knows whether it is a restart.
+"""Agreement of ranks started by torchrun or SLURM: rank 0 decides, and detects a restart.
 
-It hands the configuration to the others sealed: it says what code runs, so no one else may set it. Ranks of one machine
-that share no secret get one from rank 0, in a file that only this user can read.
+It sends the configuration to the others sealed, because the configuration determines which code runs. Ranks of one
+machine without a shared secret get one from rank 0, in a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _READ = f"{_KEY}/read"
 _REFUSED = "refused"
 _SECRET = re.compile(rb"[0-9a-f]{32}")
 _LONGEST = 2**24
-"""Bytes of a configuration."""
+"""Largest size of a configuration, in bytes."""
 
 
 def problem_of(launcher: Launcher) -> str | None:
-    """Why a configuration cannot be handed over safely; ``None`` if it can."""
+    """Return why a configuration cannot be sent safely; ``None`` = it can."""
     if run_token() or launcher.world_size == launcher.local_world_size:
         return None
     here, everywhere = launcher.local_world_size, launcher.world_size
@@ -47,7 +47,7 @@ def problem_of(launcher: Launcher) -> str | None:
 
 
 def give(store: Any, text: str | None) -> None:
-    """On rank 0: hand a configuration to the other ranks, or (``None``) the word that there is none."""
+    """Send a configuration from rank 0 to the others, or (``None``) that it was refused."""
     if text is None:
         store.set(_KEY, _REFUSED)
         return
@@ -56,11 +56,11 @@ def give(store: Any, text: str | None) -> None:
 
 
 def take(store: Any, readers: int) -> str | None:
-    """On another rank: the configuration; ``None`` if rank 0 has refused it.
+    """Receive the configuration on another rank; ``None`` = rank 0 has refused it.
 
     Args:
         store: of the ranks.
-        readers: ranks that take it; the last one clears up.
+        readers: number of receiving ranks; the last one cleans up.
 
     Raises:
         ConfigError: if it does not come from rank 0 of this run.
@@ -89,12 +89,12 @@ def take(store: Any, readers: int) -> str | None:
 
 
 def read_by(store: Any) -> int:
-    """Ranks that have taken it so far."""
+    """Return how many ranks have received it."""
     return int(store.add(_READ, 0))
 
 
 def _written_secret() -> str:
-    """Make the secret of this run, and write it to a file; return its path."""
+    """Create the secret of this run and write it to a file; return its path."""
     os.environ.update(token_environment())
     file, path = tempfile.mkstemp(prefix="trainwright-secret-")
     with os.fdopen(file, "w") as opened:
@@ -103,7 +103,7 @@ def _written_secret() -> str:
 
 
 def _secret_in(path: bytes) -> str:
-    """What rank 0 wrote; only this user can have written and read it."""
+    """Return the secret of rank 0 from a file that only this user can have written and read."""
     with open_regular(path.decode(), os.O_NOFOLLOW) as file:
         state, secret = os.fstat(file.fileno()), file.read(64)
     if state.st_uid != os.geteuid() or state.st_mode & 0o077 or not _SECRET.fullmatch(secret):
@@ -115,21 +115,20 @@ _AGENT = "trainwright/agent"
 
 
 def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictConfig | None:
-    """Let rank 0 decide on the configuration, and hand it to every rank.
+    """Let rank 0 decide on the configuration, and send it to every rank.
 
-    The resolved configuration travels as text, so that machines need not share a file system, and authenticated; see
-    :mod:`~trainwright.launch.engines.torchrun.external`.
+    The resolved configuration is sent as authenticated text, so that machines need not share a file system.
 
     Args:
-        launcher: as `detect_launcher` found it.
-        decide: composes and checks the configuration and makes the run directory, or finds the run that was begun
-            before a restart; called on rank 0 alone, with the launcher and its agents.
+        launcher: of `detect_launcher`.
+        decide: composes and checks the configuration and creates the run directory, or finds the run of the previous
+            attempt; called on rank 0 only, with the launcher and its agents.
 
     Returns:
-        The configuration; None on the ranks that learn that rank 0 has refused it.
+        The configuration; None on other ranks if rank 0 has refused it.
 
     Raises:
-        Exception: on rank 0, whatever `decide` raised.
+        Exception: on rank 0, raised by `decide`.
     """
     store = _meet(launcher)
     agent = agent_id(os.environ)
@@ -142,7 +141,7 @@ def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictC
 
 
 def _decided(store: Any, launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictConfig:
-    """On rank 0."""
+    """Decide on rank 0, and send the result."""
     text = None
     try:
         problem = problem_of(launcher)
@@ -155,11 +154,11 @@ def _decided(store: Any, launcher: Launcher, decide: Callable[[Launcher], DictCo
         if launcher.world_size > 1:
             give(store, text)
         if text is None:
-            _wait_for_readers(store, launcher.world_size - 1)  # the store may live in this process, which ends now
+            _wait_for_readers(store, launcher.world_size - 1)  # the store may be in this process
 
 
 def _heard(store: Any, readers: int) -> DictConfig | None:
-    """On the other ranks."""
+    """Receive on the other ranks."""
     text = take(store, readers)
     if text is None:
         return None
@@ -179,7 +178,7 @@ def _is_first_of_machine() -> bool:
 
 
 def _agents(store: Any) -> tuple[str, ...]:
-    """Of every machine; waits until each has said its own."""
+    """Return the agents of every machine; waits until each is recorded."""
     if agent_id(os.environ) is None:
         return ()
     machines = range(int(os.environ.get("GROUP_WORLD_SIZE", "1")))

@@ -1,8 +1,8 @@
-"""Who keeps the others waiting, found from what is known of each rank.
+"""Verdict about a hang: the rank that blocks the others.
 
-A rank that waits for others is not to blame; who it waits for may be. So the ranks to look at are those that do not
-wait for communication, and have stood still for longer than they may. Where all of them wait for each other, their
-calls do not fit together: then the calls of each process group are laid side by side, by number.
+A rank that waits for others is not at fault; the rank it waits for may be. So suspects do not wait for communication
+and have exceeded their limit. If all ranks wait for each other, their calls do not match: then the calls of each
+process group are compared by number.
 """
 
 from __future__ import annotations
@@ -19,35 +19,29 @@ from trainwright.launch.watchdog.evidence import HALTED, KERNEL, SILENT, Evidenc
 from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame
 
-MISMATCH, SKIPPED, ALONE, ELSEWHERE, ENDED, DEADLOCK = (
-    "mismatch",
-    "skipped",
-    "alone",
-    "elsewhere",
-    "ended",
-    "deadlock",
-)
-# What is certain before what is likely.
+MISMATCH, SKIPPED, ALONE = "mismatch", "skipped", "alone"
+ELSEWHERE, ENDED, DEADLOCK = "elsewhere", "ended", "deadlock"
+# Certain causes take precedence over likely ones.
 _CERTAINTY = (HALTED, KERNEL, SILENT)
-# Calls whose inputs are the same on every rank; of others only the name must agree.
+# Calls whose inputs are the same on every rank; for others only the name must match.
 _ALIKE = frozenset({"all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"})
-# Calls of a rank that are laid beside those of others when it has failed.
+# Last calls of a failed rank that are compared with those of others.
 _COMPARED = 30
-# What Lightning and data loaders call of the user's.
+# The user's functions that Lightning and data loaders call.
 _ENTRY = re.compile(r"\.(on_\w+|\w+_step|configure_\w+|\w+_dataloader|__getitem__|__getitems__|__iter__|__next__)$")
 _ORDER = [phase for phase in PHASES if phase not in (SETUP, phases.SAVING, *OUTSIDE_OF_STEPS)]
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Who hangs.
+    """The rank at fault.
 
     Attributes:
-        rank: the rank to blame, as far as it can be told; it may be on another machine.
-        ends: a rank of this machine whose end frees all; ``rank`` where that is possible.
+        rank: to blame, as far as known; it may be on another machine.
+        ends: a rank of this machine to kill; ``rank`` where possible.
         kind: ``LOCK``, ``HALTED``, ``MISMATCH``, ... of this package.
-        sentence: for people.
-        reason: the same in short and without numbers, so that the same hang has the same reason the next time.
+        sentence: for the report.
+        reason: a short form without numbers, equal for repetitions of the same hang.
     """
 
     rank: int
@@ -59,7 +53,7 @@ class HangVerdict:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A call that a rank has waited in for too long."""
+    """A call in which a rank has waited for too long."""
 
     evidence: Evidence
     call: Call
@@ -67,27 +61,27 @@ class _Waiting:
 
 
 def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> HangVerdict | None:
-    """Who keeps the others waiting; ``None`` = nobody, as far as can be told yet.
+    """Return which rank blocks the others; ``None`` = none, or not known yet.
 
     Args:
-        ranks: every rank of this machine that has begun.
-        seen_before: whether the same was found when it was looked at before; then ranks of other machines are blamed.
+        ranks: every rank of this machine that has started.
+        seen_before: whether the previous check gave the same suspects; only then ranks of other machines are blamed.
     """
     running = [one for one in ranks if one.progress.running]
     if any(one.wait.kind == waits.DEBUGGER for one in running):
-        return None  # the person who types there knows
+        return None  # a person debugs it
     over = [one for one in running if one.is_over]
     waiting = _waiting(over)
     verdict = _mismatch(waiting, ranks) or _standing_still(over, running)
     if verdict is not None:
         return verdict
     if not over or any(one.wait.kind != waits.COMMUNICATION for one in running):
-        return None  # who they wait for is busy, and may be for longer
+        return None  # a rank that they wait for is busy, and may be for longer
     return _out_of_step(over, waiting, ranks) if seen_before else None
 
 
 def _waiting(ranks: Sequence[Evidence]) -> list[_Waiting]:
-    """The oldest pending call of each rank that waits for communication."""
+    """Return the oldest pending call of each rank that waits for communication."""
     found = []
     for one in ranks:
         if one.answer is None or one.wait.kind != waits.COMMUNICATION:
@@ -99,10 +93,10 @@ def _waiting(ranks: Sequence[Evidence]) -> list[_Waiting]:
 
 
 def differing_calls(ranks: Sequence[Evidence]) -> str | None:
-    """Where the calls of ranks that an error has ended stopped fitting together; ``None`` = nowhere that is known.
+    """Return where the calls of failed ranks stopped matching; ``None`` = not known.
 
     Args:
-        ranks: with what each has said when the error came.
+        ranks: with their reports at the time of the error.
     """
     told = [one for one in ranks if one.answer is not None]
     lately = [
@@ -117,7 +111,7 @@ def differing_calls(ranks: Sequence[Evidence]) -> str | None:
 
 
 def last_call(one: Evidence) -> str:
-    """The last call of a rank that an error has ended, for people; ``""`` = it is not known."""
+    """Return the last call of a failed rank as text; ``""`` = not known."""
     if one.answer is None or not one.answer.calls:
         return ""
     call = one.answer.calls[-1]
@@ -138,14 +132,14 @@ def _standing_still(over: Sequence[Evidence], running: Sequence[Evidence]) -> Ha
         return one.wait.kind in _CERTAINTY, one.rank in missed, one.stalled
 
     culprit = max(blamed, key=blame)
-    # A stop is found before anybody has waited for too long.
+    # A stopped process is found before any rank has waited for too long.
     witnesses = running if culprit.wait.kind == HALTED else over
     sentence = f"{_missing(culprit, witnesses)}{_doing(culprit)}"
     return HangVerdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _standing(culprit))
 
 
 def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
-    """What the others wait for: the call that the culprit has not joined."""
+    """Return the call that the culprit has not joined, as text."""
     waiting = _waiting(witnesses)
     absent = [one for one in waiting if culprit.rank in one.group.ranks and _is_absent(culprit, one.call)]
     if absent:
@@ -165,7 +159,7 @@ def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
 
 
 def _is_absent(one: Evidence, call: Call) -> bool:
-    """Whether a rank has not made a call; of one that does not answer it is assumed."""
+    """Return whether a rank has not made a call; assumed for a rank that does not answer."""
     return one.answer is None or _last_number(one, call.group) < call.number
 
 
@@ -175,7 +169,7 @@ def _last_number(one: Evidence, group: str) -> int:
 
 
 def _doing(one: Evidence) -> str:
-    """What a rank is doing, from its line of code to what it waits for."""
+    """Return what a rank is doing, from its line of code to what it waits for."""
     blocked = "; ".join(
         f"worker process {child.process} {_state_words(child.state)}" for child in one.children if child.state in "TDt"
     )
@@ -189,7 +183,7 @@ def _standing(one: Evidence) -> str:
 
 
 def _within(one: Evidence, place: Frame) -> str:
-    """The hook or step of the module, callback or data set that the line belongs to."""
+    """Return the hook or step of the module, callback or data set that the line belongs to."""
     users = () if one.thread is None else one.thread.users
     entry = next((frame for frame in users if _ENTRY.search(frame.function)), None)
     if entry is None or entry == place:
@@ -205,7 +199,7 @@ def _state_words(state: str) -> str:
 
 
 def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> HangVerdict | None:
-    """Ranks that made different calls under the same number."""
+    """Find ranks that made different calls with the same number."""
     for one in waiting:
         made = {
             other.rank: call
@@ -218,7 +212,7 @@ def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> HangVer
         usual, _ = forms.most_common(1)[0]
         odd = [rank for rank, call in made.items() if _form(call) != usual]
         if len(forms) == 2 and 2 * len(odd) == len(made):
-            odd = _furthest(ranks, made)  # as many have made the one as the other
+            odd = _furthest(ranks, made)  # a tie: as many ranks have made one call as the other
         culprit = odd[0]
         others = [rank for rank in sorted(made) if rank not in odd]
         return HangVerdict(
@@ -253,7 +247,7 @@ def _at(ranks: Sequence[Evidence], rank: int) -> str:
 
 
 def _furthest(ranks: Sequence[Evidence], among: dict[int, Call]) -> list[int]:
-    """Of equally many, those that are ahead of the others left something out; all but the first where none is."""
+    """Break a tie: ranks ahead of the others have left something out; without one, return all but the first's form."""
     ahead = {one.rank: _place_in_run(one) for one in ranks if one.rank in among}
     most = max(ahead.values())
     furthest = sorted(rank for rank, place in ahead.items() if place == most)
@@ -272,7 +266,7 @@ def _place_in_run(one: Evidence) -> tuple[int, int, int]:
 def _out_of_step(
     over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: Sequence[Evidence]
 ) -> HangVerdict | None:
-    """All wait: for a rank that has ended, that is elsewhere, or for each other in different calls."""
+    """Judge ranks that all wait: for one that has ended, for another machine, or for each other in different calls."""
     here = {one.rank: one for one in ranks}
     longest_first = sorted(waiting, key=lambda one: one.call.seconds, reverse=True)
     absent = [
@@ -285,11 +279,11 @@ def _out_of_step(
     if alone and len(alone) < len(longest_first) and any(one is alone[0] for one, _ in absent):
         return _entered_alone(alone[0], longest_first)
     if absent:
-        # Who is ahead of the others has left out what they wait for.
+        # A rank ahead of the others has left out the call that they wait for.
         return _left_out(*max(absent, key=lambda pair: (not pair[1].progress.running, _place_in_run(pair[1]))))
     for one in longest_first:
         others = [rank for rank in one.group.ranks if rank not in here]
-        # There a rank may be saving; only its own monitor knows how long that may take.
+        # A rank there may be saving; only its own monitor knows its limit.
         if others and one.evidence.stalled > one.evidence.slow_limit:
             return HangVerdict(
                 others[0],
@@ -311,7 +305,7 @@ def _out_of_step(
 
 
 def _has_been_made(one: _Waiting) -> bool:
-    """Whether such a call was made before, as the calls of every step are."""
+    """Return whether such a call was made before, as the calls of every step are."""
     calls = () if one.evidence.answer is None else one.evidence.answer.calls
     return any(
         call.group == one.call.group and call.number < one.call.number and _form(call) == _form(one.call)
@@ -320,7 +314,7 @@ def _has_been_made(one: _Waiting) -> bool:
 
 
 def _entered_alone(one: _Waiting, all_waiting: Sequence[_Waiting]) -> HangVerdict:
-    """A rank waits in a call that is new to the run, and the others in one of those that every step has."""
+    """Judge a rank that waits in a call new to the run while the others wait in a call of every step."""
     rank = one.evidence.rank
     other = next(each for each in all_waiting if _has_been_made(each))
     return HangVerdict(
@@ -335,7 +329,7 @@ def _entered_alone(one: _Waiting, all_waiting: Sequence[_Waiting]) -> HangVerdic
 
 
 def _left_out(one: _Waiting, culprit: Evidence) -> HangVerdict:
-    """A rank has ended, or gone on, without a call that another one waits in."""
+    """Judge a rank that has ended, or continued, without a call that another one waits in."""
     if not culprit.progress.running:
         return HangVerdict(
             culprit.rank,
@@ -366,7 +360,7 @@ def _waits_instead(one: Evidence) -> str:
 
 
 def _names(ranks: Sequence[int], verb: str = "") -> str:
-    """``rank 0 has called`` or ``ranks 0, 2 have called``."""
+    """Return ``rank 0 has called`` or ``ranks 0, 2 have called``."""
     several = len(ranks) > 1
     text = f"rank{'s' if several else ''} {', '.join(map(str, ranks))} {'have' if several else 'has'}"
     return f"{text} {verb}".rstrip()
