@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with argparse's message and what to type."""
-        raise ConfigError([f"{message}; `{self.prog} --help` shows how the command is typed"])
+        raise ConfigError([f"{message}; `{self.prog} --help` shows the usage"])
 
     def parse_among_words(
         self, words: Sequence[str], options: Sequence[str]

@@ -150,7 +150,7 @@ def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
         elif found == first[0]:
             break  # the layout does not matter for these problems
     assert first is not None
-    raise ConfigError([f"{text} (of what strategy=auto chose: {' '.join(first[1])})" for text in first[0]])
+    raise ConfigError([f"{text} (in the layout chosen by strategy=auto: {' '.join(first[1])})" for text in first[0]])
 
 
 def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[str]]:
@@ -182,10 +182,7 @@ def _global_batch(cfg: DictConfig, surroundings: Surroundings, who: str) -> int:
     if isinstance(cfg.micro_batch_size, int) and cfg.micro_batch_size >= 1:
         return int(cfg.micro_batch_size * (cfg.accumulation.steps or 1) * world_size_of(cfg, surroundings))
     raise ConfigError(
-        [
-            f"{who} with global_batch_size=null: the samples of a step would depend on what is chosen; type "
-            "global_batch_size=32"
-        ]
+        [f"{who} with global_batch_size=null: the batch size would depend on the choice; type global_batch_size=32"]
     )
 
 
@@ -205,7 +202,7 @@ def _unread_micro_batch(cfg: DictConfig, who: str) -> list[str]:
     if "${micro_batch_size" in str([raw.get("module"), raw.get("data")]):
         return []
     return [
-        f"{who}: the recipe {cfg.name!r} does not read micro_batch_size, so no other one can be chosen; write "
+        f"{who}: the recipe {cfg.name!r} does not read micro_batch_size, so another size cannot be chosen; write "
         "`batch_size: ${micro_batch_size}` under data in the recipe, or choose a strategy and a size by hand"
     ]
 
@@ -242,7 +239,7 @@ def _nothing_possible(document: Mapping[str, Any], limits: Limits) -> list[str]:
     refused = document["reasons"]
     given = [f"{key}={value}" for key, value in vars(limits).items() if value not in (None, {})]
     within = f" with {', '.join(given)}" if given else ""
-    why = "; ".join(refused[:3]) or "none of those that are left to choose from can be run"
+    why = "; ".join(refused[:3]) or "none of the remaining layouts can run"
     return [f"strategy=auto: no layout of {document['world_size']} rank(s){within} is possible: {why}"]
 
 
@@ -336,7 +333,7 @@ def _what(chosen: Mapping[str, Any]) -> str:
 def _predicted(document: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     seconds, held = chosen["seconds"]["step"], chosen["bytes"]["total"]
     return (
-        f"predicted {seconds:.3g} s a step ({chosen['samples_per_second']:.4g} samples/s) and "
+        f"predicted {seconds:.3g} s per step ({chosen['samples_per_second']:.4g} samples/s) and "
         f"{size_text(held, digits=2)} of {size_text(document['usable_bytes'], digits=2)} a rank, "
         f"{document['device_source']}"
     )
@@ -353,11 +350,11 @@ def _why(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits:
             f"it is the simplest of those within {100 * NEAR:.0f} % of the fastest of {len(ranked)} ({best['title']})"
         )
     else:
-        reason = f"it is the fastest of {len(ranked)} that the rest of the configuration allows"
+        reason = f"it is the fastest of {len(ranked)} layouts that the other options allow"
     parts = {"computing": step["compute"], "waiting": step["exposed"], "bubble": step["bubble"]}
     parts["optimizer"] = step["optimizer"]
     spent = ", ".join(f"{100 * value / step['step']:.0f} % {name}" for name, value in parts.items() if value > 0)
-    decided = " within what was typed" if limits != Limits() else ""
+    decided = " within the given options" if limits != Limits() else ""
     return f"{reason}{decided}; a step is {spent}."
 
 
@@ -375,16 +372,16 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
         planned = [each for each, kind in all_options() if kind().planned_as is not None]
         raise ConfigError(
             [
-                f"micro_batch_size=auto with {name}: what its ranks hold is not predicted; type a number, or one of "
-                f"the strategies {', '.join(planned)}"
+                f"micro_batch_size=auto with {name}: the memory of its ranks cannot be predicted; type a number, or "
+                f"one of the strategies {', '.join(planned)}"
             ]
         )
     batch = _global_batch(cfg, surroundings, "micro_batch_size=auto")
     problems = _unread_micro_batch(cfg, "micro_batch_size=auto")
     if cfg.accumulation.steps is not None:
         problems.append(
-            f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}: they decide each other; leave "
-            "accumulation.steps out"
+            f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}: each follows from the other; "
+            "leave accumulation.steps out"
         )
     trial = cfg.copy()
     trial.micro_batch_size = None
@@ -395,8 +392,9 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
     if batch % layout.data_ranks:
         raise ConfigError(
             [
-                f"micro_batch_size=auto: global_batch_size={batch} is no multiple of the {layout.data_ranks} data "
-                f"ranks; type global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
+                f"micro_batch_size=auto: global_batch_size={batch} is not a multiple of the {layout.data_ranks} "
+                "data-parallel ranks; type "
+                f"global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
             ]
         )
     document = _call(_largest, surroundings, cfg, _for_planner(cfg, surroundings, batch), most)
@@ -405,7 +403,7 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
     words = [f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]
     lines = (
         f"micro_batch_size=auto: {chosen['micro_batch_size']} samples x {chosen['accumulation']} accumulated x "
-        f"{layout.data_ranks} data rank(s): {_predicted(document, chosen)}.",
+        f"{layout.data_ranks} data-parallel rank(s): {_predicted(document, chosen)}.",
         f"because: {document['why']}",
         f"the same by hand: {' '.join(words)}",
     )

@@ -22,18 +22,18 @@ from trainwright.launch.schema import RunConfig
 _WIDTH = 100
 _VERBS = {
     "fit": "train a module",
-    "validate": "measure a module on its validation data",
-    "test": "measure a module on its test data",
+    "validate": "evaluate a module on its validation data",
+    "test": "evaluate a module on its test data",
     "predict": "write a module's predictions to predictions.pt in the run directory",
     "generate": "continue prompts with the model of a run, on any layout: `trainwright generate --help`",
-    "verify": "check that a layout trains as one process does: a few steps of both, compared",
-    "layout": "show which rank would do and hold what, in bytes; no process is started",
-    "import-deepspeed": "show what a DeepSpeed JSON is in native configuration: `trainwright import-deepspeed --help`",
-    "plan": "rank all layouts by predicted step time, with the bytes that each needs; no process is started",
+    "verify": "compare a few training steps of a layout with one process",
+    "layout": "show the work and memory of each rank; no process is started",
+    "import-deepspeed": "translate a DeepSpeed JSON into native configuration: `trainwright import-deepspeed --help`",
+    "plan": "rank all layouts by predicted step time, with their memory; no process is started",
     "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
-    "watch": "show a run in the terminal while it goes on: `trainwright watch --help`",
+    "watch": "show a running job in the terminal: `trainwright watch --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
-    "doctor": "look for what is wrong with machines, GPUs, versions, network and disks: `trainwright doctor --help`",
+    "doctor": "check machines, GPUs, versions, network and disks: `trainwright doctor --help`",
     "profile": "measure devices and links, for device=<name> of a plan: `trainwright profile --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
@@ -142,17 +142,17 @@ def _read(source: Any, name: str) -> Iterator[str]:
 
 
 _OPTIONS = {
-    "verify": ("--json              print the report as one JSON document, and nothing else, on standard output",),
+    "verify": ("--json              print the report as one JSON document on standard output",),
     "layout": (),
     "plan": (
-        "--json              print the plan as one JSON document, and nothing else, on standard output",
-        "--html FILE         also write the plan as one page with pictures",
+        "--json              print the plan as one JSON document on standard output",
+        "--html FILE         also write the plan as one HTML page with charts",
     ),
 }
 _OF_RUNS = ("-m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3",)
 _OF_ALL = (
     "--config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups",
-    "--print-config      print the resolved configuration and end",
+    "--print-config      print the resolved configuration and exit",
     "--help, --version",
 )
 

@@ -87,11 +87,11 @@ def try_out(planned: DictConfig, launcher: Launcher | None) -> Probed:
     """
     size = int(planned.micro_batch_size)
     if launcher is not None:
-        who = f"under {launcher.name} the ranks are there already, and ranks to try it with would be in their way"
-        return Probed(size, None, f"{who}; predicted alone")
+        who = f"under {launcher.name} the ranks are running already, so the size cannot be tried"
+        return Probed(size, None, f"{who}; only predicted")
     if uses_engine(planned):
-        who = f"launch={planned.launch.kind} starts the ranks elsewhere, once everything is decided"
-        return Probed(size, None, f"{who}; predicted alone")
+        who = f"launch={planned.launch.kind} starts the ranks elsewhere, so the size cannot be tried"
+        return Probed(size, None, f"{who}; only predicted")
     there = machine_facts().available
     with temporary_folder("probe") as folder:
         trial = _trial(planned, folder)
@@ -124,7 +124,7 @@ def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
         return Probed(size, False, f"{text}, more than {100 * SAFE:.0f} %", needed, limit)
     tight = [rank for rank, each in enumerate(records) if each["retries"]]
     if tight:
-        return Probed(size, False, f"rank {tight[0]} went on only after torch had given back what it had cached")
+        return Probed(size, False, f"rank {tight[0]} continued only after torch had released its cache")
     return Probed(size, True, text, needed, limit)
 
 
@@ -139,8 +139,8 @@ def refusal(tried: Sequence[Probed]) -> str:
     """Return the message for the user if no size fits."""
     sizes = ", ".join(str(each.micro_batch_size) for each in tried)
     return (
-        f"micro_batch_size=auto: tried {sizes} sample(s) at a time, and not even the last fits: {tried[-1].why}; type "
-        "strategy=auto for a layout that fits, strategy.activation_checkpointing=full, or more devices"
+        f"micro_batch_size=auto: tried {sizes} sample(s) at a time, and even the last does not fit: {tried[-1].why}; "
+        "type strategy=auto for a layout that fits, strategy.activation_checkpointing=full, or more devices"
     )
 
 
@@ -161,8 +161,8 @@ def _trial(planned: DictConfig, folder: Path) -> DictConfig:
 
 def _failed(size: int, error: RankError) -> Probed:
     if error.failure is None and error.hang is None and error.exit_code == -9:
-        return Probed(size, False, f"{error.summary}, as the kernel does where memory runs out")
+        return Probed(size, False, f"{error.summary}, probably by the kernel's out-of-memory killer")
     said = error.failure
     if said is not None and _OUT_OF_MEMORY.search(f"{said.kind}: {said.message}"):
         return Probed(size, False, error.summary)
-    return Probed(size, None, f"{error.summary}; predicted alone")
+    return Probed(size, None, f"{error.summary}; only predicted")

@@ -77,7 +77,7 @@ def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
     if launcher is not None:
         agreed = agree(launcher, lambda launcher: prepare(cfg, verb, launcher))
         if agreed is None:
-            raise ConfigError(["rank 0 has refused the configuration; its message says why"])
+            raise ConfigError(["rank 0 has refused the configuration; see its message"])
         return launch(agreed, verb, launcher)
     return launch(prepare(cfg, verb), verb)
 

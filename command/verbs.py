@@ -122,7 +122,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
 
 def _layout(arguments: argparse.Namespace) -> int:
     """Print what each rank would hold; no process is started."""
-    composition, problems = _composed_alone(arguments, "it shows one layout; ask for one after the other")
+    composition, problems = _composed_alone(arguments, "it shows one layout at a time")
     planned = None
     if composition.cfg is not None and composition.guessed:
         planned, found = plan(composition.cfg, "fit")
@@ -133,7 +133,7 @@ def _layout(arguments: argparse.Namespace) -> int:
     layout = closed_layout(cfg, Surroundings())
     if layout is None:
         target = cfg.strategy.get("_target_")
-        raise ConfigError([f"strategy: the layout of {target} is not told by its configuration; fit shows it"])
+        raise ConfigError([f"strategy: the layout of {target} is not known from its configuration; fit shows it"])
 
     from trainwright.planning.layout_report import report
 
@@ -144,7 +144,7 @@ def _layout(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Rank all layouts by predicted step time; no process is started."""
-    composition, problems = _composed_alone(arguments, "it looks at all layouts by itself; plan one after the other")
+    composition, problems = _composed_alone(arguments, "it compares all layouts anyway; type one value per key")
     if problems or composition.cfg is None:
         raise ConfigError(problems)
     from trainwright.planning.report.verb import run_plan
@@ -156,7 +156,7 @@ def _composed_alone(arguments: argparse.Namespace, why_one: str) -> tuple[Compos
     """Compose for a verb that starts no ranks; return the composition and all problems."""
     launcher, problems, verb = detect_launcher(), list[str](), arguments.verb
     if launcher is not None:
-        problems.append(f"{launcher.name}: {verb} starts no ranks; type trainwright {verb} ... without it")
+        problems.append(f"{launcher.name}: {verb} starts no ranks; type trainwright {verb} ... without the launcher")
     if arguments.multirun:
         problems.append(f"--multirun with {verb}: {why_one}")
     composition = compose_checked(arguments.overrides, arguments.config_dir)
@@ -181,7 +181,7 @@ def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         raise ConfigError(
             [
                 f"--multirun under {launcher.name}: each job needs its own ranks; type trainwright {arguments.verb} -m "
-                f"without {launcher.name}, or start one job after the other with it"
+                f"without {launcher.name}, or start the jobs one after the other with it"
             ]
         )
     from trainwright.command.sweep import run_sweep
@@ -253,11 +253,11 @@ def _say_start(cfg: DictConfig) -> None:
     for line in lines_of(Path(cfg.run_dir)):
         print(line, flush=True)
     if cfg.ckpt_path is not None:
-        print(f"going on from {_relative(cfg.ckpt_path)}", flush=True)
+        print(f"resuming from {_relative(cfg.ckpt_path)}", flush=True)
     elif cfg.resume is not None and cfg.resume_folders:
         print(f"resume={cfg.resume}: no good checkpoint among those in {', '.join(cfg.resume_folders)}", flush=True)
     elif cfg.resume is not None:
-        print(f"resume={cfg.resume}: there is no checkpoint yet; starting afresh", flush=True)
+        print(f"resume={cfg.resume}: there is no checkpoint yet; starting from scratch", flush=True)
 
 
 def _speaks(launcher: Launcher | None) -> bool:
@@ -270,7 +270,7 @@ def _say_where(result: RunResult, verb: str) -> None:
     if verb == "predict":
         lines.append(f"predictions:   torch.load('{run_dir}/predictions.pt')")
     elif any(result.run_dir.glob("events.out.tfevents.*")):
-        lines.append(f"look at it:    tensorboard --logdir {run_dir}")
+        lines.append(f"view it:       tensorboard --logdir {run_dir}")
     print("\n".join(lines), flush=True)
 
 

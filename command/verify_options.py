@@ -42,7 +42,7 @@ class VerifyOptions:
         if self.tolerance is None and precision != "32":
             found.append(
                 f"precision={precision}: rounding differs by layout far more than the {TOLERANCE:g} that precision=32 "
-                "keeps; type precision=32, or say what is to pass, for example verify.tolerance=0.01"
+                "guarantees; type precision=32, or set a tolerance, for example verify.tolerance=0.01"
             )
         return found
 

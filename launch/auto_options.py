@@ -83,7 +83,7 @@ class AutoOptions:
         product = math.prod(ranks.values())
         if world_size % product:
             given = " x ".join(f"{axis} {size}" for axis, size in ranks.items())
-            yield f"strategy=auto with {given}: {product} is no divisor of {world_size} ranks; type other sizes"
+            yield f"strategy=auto with {given}: {product} does not divide {world_size} ranks; type other sizes"
         allowed = {"stage": (0, *STAGES), "offload": OFFLOADS, "activation_checkpointing": ("none", "full")}
         for option, words in allowed.items():
             given = getattr(self, option)

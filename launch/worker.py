@@ -138,7 +138,7 @@ def _built(value: DictConfig, key: str, kind: type) -> Any:
     if isinstance(made, kind) or isinstance(getattr(made, "_orig_mod", None), kind):  # torch.compile wraps a module
         return made
     raise ConfigError(
-        [f"{key}._target_={target}: gives a {type(made).__name__}; type the path of a class of a {kind.__name__}"]
+        [f"{key}._target_={target}: is a {type(made).__name__}; type the path of a {kind.__name__} class"]
     )
 
 
@@ -236,7 +236,7 @@ class _ExceptionHook(Callback):
         if is_refusal(error):
             raise ConfigError([message_of(error)]) from error
         if self._ckpt_path is not None and _was_restoring(error) and not is_secondary(error):
-            with refused_as(f"ckpt_path={self._ckpt_path}: does not fit this run"):
+            with refused_as(f"ckpt_path={self._ckpt_path}: does not match this run"):
                 raise error
 
     def _begin(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:

@@ -299,13 +299,15 @@ class _Composer:
             self.result.guessed = False
             return None
         if override.is_sweep_override():
-            self._add(f"{text}: several values are several runs; add -m (--multirun), or write one; a list is [1,2]")
+            self._add(
+                f"{text}: several values need several runs; add -m (--multirun), or type one value; a list is [1,2]"
+            )
             self.result.guessed = False
             return None
         key = override.get_key_element().lstrip("+~").split("@")[0]
         head = re.split(r"[./]", key)[0]
         if head == "hydra":
-            self._add(f"{text}: settings of Hydra have no effect here; the directory of the run is set by run_dir=...")
+            self._add(f"{text}: settings of Hydra have no effect; set the run directory by run_dir=...")
             return None
         if override.type == OverrideType.DEL:
             return self._examine_deletion(key, text)
@@ -331,7 +333,7 @@ class _Composer:
             return None
         if key.split(".")[0] in free or key in self.groups:
             return text
-        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null if it shall be off")
+        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null to turn it off")
         return None
 
     def _examine_choice(self, override: Override, group: str, text: str) -> str | None:
@@ -443,7 +445,9 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
         return []
     folder = Path(config_dir).expanduser()
     if not folder.is_dir():
-        return [f"--config-dir {config_dir}: there is no such folder; it holds your files as <group>/<choice>.yaml"]
+        return [
+            f"--config-dir {config_dir}: there is no such folder; it must contain your files as <group>/<choice>.yaml"
+        ]
     ours = _conf_folder()
     if folder.resolve() == ours.resolve():
         return []

@@ -85,7 +85,7 @@ def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None) -> str:
     parent, _, last = fault.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
     if not isinstance(node, DictConfig):
-        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all there are"
+        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all keys"
     names = [str(name) for name in node if name != "_target_"]
     text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
     if OmegaConf.get_type(node) is dict:

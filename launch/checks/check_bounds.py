@@ -33,7 +33,7 @@ def bound_problems(cfg: DictConfig, missing: Sequence[str] = ()) -> dict[str, st
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     found = dict(_of_schema(RunConfig, values, cfg, ""))
     found.update(
-        (key, f"{key}={values[key]}: is no mapping; type {key}=<choice>, `trainwright fit --help` lists them")
+        (key, f"{key}={values[key]}: is not a mapping; type {key}=<choice>, `trainwright fit --help` lists them")
         for key in _GROUPS
         if not isinstance(values.get(key), dict) and key not in missing
     )

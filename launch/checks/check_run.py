@@ -39,11 +39,11 @@ def _mps_problems(cfg: DictConfig) -> Iterator[str]:
     options = options_of(cfg.strategy)
     if options is not None and not options.takes_mps:
         yield (
-            "accelerator=mps: an Apple GPU is trained on with strategy=single alone, for it has no collectives; type "
-            "strategy=single devices=1, or accelerator=cpu"
+            "accelerator=mps: an Apple GPU has no collectives, so it needs strategy=single; type strategy=single "
+            "devices=1, or accelerator=cpu"
         )
     elif engines.uses_engine(cfg):
-        yield f"accelerator=mps with launch={cfg.launch.kind}: is for this machine alone; type launch=local"
+        yield f"accelerator=mps with launch={cfg.launch.kind}: works only on this machine; type launch=local"
     elif not machine.has_mps():
         yield "accelerator=mps: torch finds no Apple GPU on this machine; type accelerator=cpu"
 
@@ -57,7 +57,7 @@ def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         return []
     return [
         f"devices={cfg.devices} nodes={cfg.nodes} make {cfg.devices * cfg.nodes} rank(s), but the launcher has started "
-        f"{started}; give both the same numbers, or type devices=auto to take what the launcher starts"
+        f"{started}; give both the same numbers, or type devices=auto to use the launcher's ranks"
     ]
 
 
@@ -76,8 +76,7 @@ def _own_launch(cfg: DictConfig) -> list[str]:
     port = cfg.launch.port
     if port is not None and 1 <= port <= 65535 and machine.port_is_taken(port):
         problems.append(
-            f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out to have a free one "
-            "picked"
+            f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out to use a free one"
         )
     return problems
 
@@ -97,8 +96,8 @@ def run_dir_problems(cfg: DictConfig, verb: str) -> list[str]:
         return [f"run_dir={run_dir}: {existing} is not writable for this user; type another run_dir=..."]
     if verb == "fit" and holds_run(run_dir) and not _continues(cfg, run_dir):
         return [
-            f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to go on from it, or "
-            "another run_dir=..."
+            f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to resume it, or another "
+            "run_dir=..."
         ]
     return []
 
@@ -159,8 +158,8 @@ def data_problems(cfg: DictConfig) -> list[str]:
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
         return [
-            f"trainer.data_key={trainer.data_key} with trainer.data_partition={trainer.data_partition}: only hash asks "
-            "for keys; type trainer.data_partition=hash, or leave trainer.data_key out"
+            f"trainer.data_key={trainer.data_key} with trainer.data_partition={trainer.data_partition}: only hash uses "
+            "keys; type trainer.data_partition=hash, or leave trainer.data_key out"
         ]
     return []
 

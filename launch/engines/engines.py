@@ -127,10 +127,9 @@ def variable_problems(cfg: DictConfig) -> list[str]:
     if not uses_engine(cfg) or _ENGINES[cfg.launch.kind].gives_variables:
         return []
     return [
-        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written where others may read "
-        "them, so the pods would lack this one; type "
-        f"launch.secret_env={{{name}: <secret>/<key>}} if the cluster keeps it, or "
-        f"launch.env={{{name}: <value>}} if it is no secret"
+        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written into the manifest, so "
+        "the pods would lack this one; type launch.secret_env={{name}: <secret>/<key>} if it is a secret of the "
+        "cluster, or launch.env={{name}: <value>} if it is no secret"
         for name in sorted(variables_of(cfg) & set(os.environ) - {*cfg.launch.env, *cfg.launch.secret_env})
     ]
 
@@ -138,14 +137,14 @@ def variable_problems(cfg: DictConfig) -> list[str]:
 def _in_any_case(cfg: DictConfig) -> Iterator[str]:
     if cfg.devices == "auto":
         yield (
-            f"devices=auto with launch={cfg.launch.kind}: the devices are those of other machines, which this command "
-            "does not count; type the ranks of each machine, like devices=8"
+            f"devices=auto with launch={cfg.launch.kind}: this command cannot count the devices of other machines; "
+            "type the ranks per machine, like devices=8"
         )
     recovers = _ENGINES[cfg.launch.kind].recovers
     if cfg.launch.recovery != RESTART and not recovers:
         yield (
-            f"launch.recovery={cfg.launch.recovery} with launch={cfg.launch.kind}: only ranks that launch=local has "
-            "started go on when one is lost; type launch.recovery=restart"
+            f"launch.recovery={cfg.launch.recovery} with launch={cfg.launch.kind}: only launch=local can continue "
+            "after losing a rank; type launch.recovery=restart"
         )
     if cfg.launch.min_devices is not None and not recovers:
         yield (

@@ -141,7 +141,7 @@ class AttemptedRun:
         if self._sizes is not None and self._sizes.blame(setback, self._samples):
             self._policy.forgive()
         restart = self._policy.restart(failure, setback, self._log)
-        self._log.tell(f"restart {restart.number}{restart.wait}; {self._log.path} says more")
+        self._log.tell(f"restart {restart.number}{restart.wait}; {self._log.path} has details")
         time.sleep(restart.seconds)
 
     def _is_refused(self, attempt: RankAttempt, failure: RankError) -> bool:
@@ -152,5 +152,5 @@ class AttemptedRun:
         devices = self._first.devices if self._sizes is None else self._sizes.size
         cfg = going_on_in_place(resized(self._first, devices, self._samples, self._first.nodes), self._verb)
         where = "from the start" if cfg.ckpt_path is None else f"from {cfg.ckpt_path}"
-        self._log.tell(f"going on {where} with {devices * cfg.nodes} rank(s)")
+        self._log.tell(f"continuing {where} with {devices * cfg.nodes} rank(s)")
         return cfg

@@ -165,7 +165,7 @@ def probe_main(environment: Mapping[str, str], on_gpu: bool) -> None:
     try:
         works = _computes(on_gpu)
     except Exception as error:  # any error of a driver
-        print(f"trainwright: a device does not answer: {error}", file=sys.stderr)
+        print(f"trainwright: a device does not respond: {error}", file=sys.stderr)
         works = False
     raise SystemExit(0 if works else 1)
 

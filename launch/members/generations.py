@@ -122,7 +122,9 @@ class Parted:
         if not self.before.whole_replicas(self.lost):
             return f"no replica is whole without rank(s) {gone}"
         held = "; ".join(f"rank {self.before.rank_of(each.member)}: {list(each.steps)}" for each in self.left)
-        return f"without rank(s) {gone} there is no step of which all others have a copy in memory ({held or 'none'})"
+        return (
+            f"without rank(s) {gone} there is no step of which all others have an in-memory snapshot ({held or 'none'})"
+        )
 
 
 class Generations:

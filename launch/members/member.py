@@ -164,7 +164,7 @@ class Member:
             self._snapshots.forget_after(announcement.step)
             held = self._snapshots.newest(announcement.step)
             if held is None or held.step != announcement.step:
-                raise RuntimeError(f"member {self._number} has no copy of step {announcement.step} in memory")
+                raise RuntimeError(f"member {self._number} has no in-memory snapshot of step {announcement.step}")
         if not announcement.sources:
             return held
         group = _meet(rank, len(announcement.members))

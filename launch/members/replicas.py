@@ -235,7 +235,7 @@ class ReplicaAttempt(RankAttempt):
         new = len(set(now.members) - set(parted.before.members)) // now.replica_size
         told = [error.summary] if error is not None else ["connections broke"] if not new else []
         told += [f"{new} replica(s) joined"] if new else []
-        text = f"{'; '.join(told)}; going on from step {step} with {self._generations.size}"
+        text = f"{'; '.join(told)}; continuing from step {step} with {self._generations.size}"
         self.log.tell(text, "" if error is None else str(error))
 
     # ---- ends --------------------------------------------------------------------------------------------------------

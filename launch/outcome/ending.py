@@ -95,7 +95,7 @@ def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str])
     if preemption.file is not None and Path(preemption.file).expanduser().exists():
         yield (
             f"preemption.file={preemption.file} exists already, so the run would end at its first step; delete the "
-            "file, or name another one"
+            "file, or type another path"
         )
     if verb != "fit" or not preemption.requeue:
         return
@@ -107,11 +107,11 @@ def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str])
         )
     if cfg.resume is None and not in_job_of_its_own:
         yield (
-            "preemption.requeue=true without resume=auto: the job that is requeued would not go on from what is saved; "
-            "type resume=auto, with a run_dir=... of its own"
+            "preemption.requeue=true without resume=auto: the requeued job would not resume the saved checkpoint; type "
+            "resume=auto, with a run_dir=... of its own"
         )
     if all(each is None for each in cfg.checkpoint.values()):
         yield (
-            "preemption.requeue=true without a checkpoint to go on from; type checkpoint=last (or async), or "
+            "preemption.requeue=true without a checkpoint to resume; type checkpoint=last (or async), or "
             "preemption.requeue=false"
         )

@@ -75,7 +75,7 @@ class Follower:
         followed = sampled_ranks(len(ranks), MOST_RANKS)
         if len(followed) < len(ranks):
             where = log_file(run_dir, 0).parent
-            self._print([f"{title}of {len(ranks)} ranks the logs of {len(followed)} are shown; all are in {where}"])
+            self._print([f"{title}the logs of {len(followed)} of {len(ranks)} ranks are shown; all are in {where}"])
         for rank in (ranks[place] for place in followed):
             self.add(log_file(run_dir, rank), f"[{title}rank {rank}]", from_end=True)
 

@@ -99,7 +99,7 @@ def _join(store: Store, rank: int) -> Store:
                 _enter(address, port)
                 return found
         time.sleep(_PAUSE_SECONDS)
-    raise TimeoutError(f"rank {rank} has found no rank 0 within {TIMEOUT}; its log, or that of torchrun, says why")
+    raise TimeoutError(f"rank {rank} has found no rank 0 within {TIMEOUT}; see its log, or that of torchrun")
 
 
 def _answers(address: str, port: int) -> bool:

@@ -26,16 +26,16 @@ def recovery_problems(
     problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
     if cfg.launch.recovery == REPLICAS and options is None:
         problems.append(
-            f"launch.recovery=replicas with {cfg.strategy.get('_target_')}: its configuration does not tell which "
-            "ranks hold copies of the same; type launch.recovery=restart, or derive the class from one of Trainwright's"
+            f"launch.recovery=replicas with {cfg.strategy.get('_target_')}: its configuration does not show which "
+            "ranks are replicas; type launch.recovery=restart, or derive the class from one of Trainwright's"
         )
     if cfg.launch.recovery == REJOIN:
         problems += _against_rejoining(cfg, verb, options, has_launcher)
     if cfg.launch.spares > 0 and cfg.launch.recovery in (RESTART, REJOIN):
         whom = "all ranks" if cfg.launch.recovery == RESTART else "the lost rank"
         problems.append(
-            f"launch.spares={cfg.launch.spares} with launch.recovery={cfg.launch.recovery}: it starts {whom} anew, and "
-            "takes none that stands ready; type launch.recovery=replicas, or leave launch.spares out"
+            f"launch.spares={cfg.launch.spares} with launch.recovery={cfg.launch.recovery}: it restarts {whom}, and "
+            "uses no standby processes; type launch.recovery=replicas, or leave launch.spares out"
         )
     return problems
 
@@ -57,16 +57,16 @@ def _in_any_case(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str
             "(torchrun --max-restarts=...), or start the run without it"
         )
     elif verb != "fit":
-        yield f"{given} with {verb}: only fit goes on after a loss; leave it out"
+        yield f"{given} with {verb}: only fit can recover from a loss; leave it out"
     elif cfg.launch.max_restarts == 0:
         yield (
-            f"{given} with launch.max_restarts=0: nothing is ever replaced; type launch=resilient, or "
+            f"{given} with launch.max_restarts=0: lost ranks are never replaced; type launch=resilient, or "
             "launch.max_restarts=null"
         )
     elif cfg.launch.min_devices is not None:
         yield (
-            f"{given} with launch.min_devices={cfg.launch.min_devices}: what is lost is replaced "
-            "without it; leave launch.min_devices out, or type launch.recovery=restart"
+            f"{given} with launch.min_devices={cfg.launch.min_devices}: lost ranks are replaced instead; leave "
+            "launch.min_devices out, or type launch.recovery=restart"
         )
 
 
@@ -76,22 +76,21 @@ def _against_rejoining(
     yield from _in_any_case(cfg, verb, has_launcher)
     if options is None or options.replaceable_ranks(0) is None:
         yield (
-            "launch.recovery=rejoin: under this strategy no rank can be lost while the others go on; type "
-            "launch.recovery=restart, launch.recovery=replicas for a layout with several replicas, or "
-            "strategy=parameter_server"
+            "launch.recovery=rejoin: this strategy cannot continue after losing a rank; type launch.recovery=restart, "
+            "launch.recovery=replicas for a layout with several replicas, or strategy=parameter_server"
         )
     elif cfg.devices != "auto" and not options.replaceable_ranks(int(cfg.devices)):
         servers = f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers}"
         if options.serving_ranks:
             yield (
-                f"{servers} strategy.server_ranks={cfg.strategy.server_ranks} on {cfg.devices} device(s): one worker "
-                "is left, which would have to give the state of the run to those that come; type more devices, or "
+                f"{servers} strategy.server_ranks={cfg.strategy.server_ranks} on {cfg.devices} device(s): there is "
+                "only one worker, so no other worker could send the state to a replacement; type more devices, or "
                 "launch.recovery=restart"
             )
         else:
             yield (
-                f"{servers} on {cfg.devices} device(s): every rank holds a server, and a server that is lost takes its "
-                "parameters along; type fewer servers, or launch.recovery=restart"
+                f"{servers} on {cfg.devices} device(s): every rank holds a server, and the parameters of a lost server "
+                "are lost; type fewer servers, or launch.recovery=restart"
             )
 
 
@@ -107,18 +106,18 @@ def restart_problems(cfg: DictConfig, verb: str, has_launcher: bool) -> list[str
     restarts = cfg.launch.max_restarts != 0
     if restarts and has_launcher:
         problems.append(
-            f"launch.max_restarts={_word(cfg.launch.max_restarts)} under a launcher: the launcher starts the ranks "
-            "again; type torchrun --max-restarts=... and launch=local, and leave launch.max_restarts out"
+            f"launch.max_restarts={_word(cfg.launch.max_restarts)} under a launcher: the launcher restarts the ranks; "
+            "type torchrun --max-restarts=... and launch=local, and leave launch.max_restarts out"
         )
     elif restarts and verb == "fit" and not _saves(cfg):
         problems.append(
-            f"launch.max_restarts={_word(cfg.launch.max_restarts)} without checkpoints: every restart would begin from "
-            "the start; type checkpoint=last (or async), or launch.max_restarts=0"
+            f"launch.max_restarts={_word(cfg.launch.max_restarts)} without checkpoints: every restart would start from "
+            "scratch; type checkpoint=last (or async), or launch.max_restarts=0"
         )
     if cfg.launch.min_devices is not None and not restarts:
         problems.append(
-            f"launch.min_devices={cfg.launch.min_devices} with launch.max_restarts=0: ranks are never started again, "
-            "on fewer devices either; type launch=resilient, or launch.max_restarts=null"
+            f"launch.min_devices={cfg.launch.min_devices} with launch.max_restarts=0: ranks are never restarted; type "
+            "launch=resilient, or launch.max_restarts=null"
         )
     return problems
 

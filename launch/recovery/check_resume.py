@@ -110,9 +110,9 @@ def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
     if cfg.resume not in (None, AUTO):
         yield f"resume={cfg.resume}: unknown; type resume=auto, or resume=null for off"
     elif cfg.resume is not None and cfg.ckpt_path is not None:
-        yield f"{' with '.join(given)}: both say what to go on from; leave one out"
+        yield f"{' with '.join(given)}: both select a checkpoint; leave one out"
     elif cfg.resume is not None and verb != "fit":
-        yield f"resume={cfg.resume} with {verb}: only fit can start afresh; type ckpt_path={LAST}"
+        yield f"resume={cfg.resume} with {verb}: only fit can start from scratch; type ckpt_path={LAST}"
     if cfg.init_from is not None and cfg.ckpt_path is not None:
         yield (
             f"init_from={cfg.init_from} with ckpt_path={cfg.ckpt_path}: the weights of the checkpoint would replace "
@@ -121,7 +121,7 @@ def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
     if cfg.trust and not given:
         yield "trust=true without a checkpoint: it lets the file named by ckpt_path run code; leave it out"
     if not cfg.strict and not given and cfg.init_from is None:
-        yield "strict=false without anything to load: it is about ckpt_path and init_from; leave it out"
+        yield "strict=false without anything to load: it applies to ckpt_path and init_from; leave it out"
     if cfg.resume_folders:
         yield "resume_folders is decided by the command; type ckpt_path=last or resume=auto, and run_dir=..."
 
@@ -135,17 +135,17 @@ def _find_newest(cfg: DictConfig, verb: str) -> list[str]:
         return []
     if reasons:
         return [
-            f"ckpt_path={LAST}: there is no good checkpoint; passed over: {'; '.join(reasons)}. Type "
-            "ckpt_path=<path> of another one, or leave it out to start afresh"
+            f"ckpt_path={LAST}: there is no good checkpoint; skipped: {'; '.join(reasons)}. Type ckpt_path=<path> of "
+            "another one, or leave it out to start from scratch"
         ]
     if cfg.run_dir is not None:
         return [
-            f"ckpt_path={LAST}: there is no checkpoint in {', '.join(folders)}; leave it out to start afresh, or type "
-            f"resume={AUTO} to do so where there is none"
+            f"ckpt_path={LAST}: there is no checkpoint in {', '.join(folders)}; leave it out to start from scratch, or "
+            f"type resume={AUTO} to do so only if there is none"
         ]
     return [
         f"ckpt_path={LAST}: no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint; leave ckpt_path "
-        "out to start afresh, or type ckpt_path=<path>"
+        "out to start from scratch, or type ckpt_path=<path>"
     ]
 
 
@@ -182,7 +182,7 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
             problem = connection_problem(path)  # its reader checks whether the file exists
             return [] if problem is None else [f"ckpt_path={path}: {problem}; fetch the file, then type its path"]
         return [
-            f"ckpt_path={path}: over http only single files can be read ({', '.join(_TORCH_FILES)}); fetch the folder, "
+            f"ckpt_path={path}: only single files can be read over http ({', '.join(_TORCH_FILES)}); fetch the folder, "
             "then type its path"
         ]
     if is_remote(path):
@@ -207,7 +207,7 @@ def _problem_of_local(cfg: DictConfig, path: Path) -> str | None:
     if (path.parent / MANIFEST).exists():
         return f"is one file of a checkpoint; type its folder, ckpt_path={path.parent}"
     if path.suffix == _SAFETENSORS:
-        return f"holds weights alone, training cannot go on from that; type init_from={path} to begin with them"
+        return f"contains only weights, so training cannot be resumed; type init_from={path} to start from them"
     return None
 
 
@@ -215,7 +215,7 @@ def _unreadable(path: Path) -> str | None:
     if not os.path.lexists(path):
         return "there is no such file or folder"
     if not path.exists():
-        return f"is a link to {os.readlink(path)}, which is not there"
+        return f"is a link to {os.readlink(path)}, which does not exist"
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         return "cannot be read by this user; change its permissions (chmod -R u+rX), or type another path"
     return None
@@ -225,7 +225,7 @@ def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
     """Return what a folder without a manifest is instead; None if it can be read."""
     inside, _ = newest_good([str(path), str(path / CHECKPOINTS)])
     if inside is not None:
-        return f"holds checkpoints, but is none; type ckpt_path={inside}, the newest good one in it"
+        return f"contains checkpoints, but is not one; type ckpt_path={inside}, the newest good one in it"
     if (path / "latest").is_file() or list(path.glob("*_model_states.pt")):
         return (
             f"is a DeepSpeed checkpoint; type trainwright checkpoint import {path} --to imported, then "
@@ -236,11 +236,11 @@ def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
             return None
         return (
             "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle and can run code; type "
-            "trust=true if you trust who wrote it"
+            "trust=true if you trust its source"
         )
     if list(path.glob(f"*{_SAFETENSORS}")) and not list(path.glob("rank_*")):
-        return f"holds weights alone, training cannot go on from that; type init_from={path} to begin with them"
-    return f"has no {MANIFEST}, so it is no checkpoint, or was never finished; {_advice(cfg)}"
+        return f"contains only weights, so training cannot be resumed; type init_from={path} to start from them"
+    return f"has no {MANIFEST}, so it is not a checkpoint, or an unfinished one; {_advice(cfg)}"
 
 
 def _advice(cfg: DictConfig) -> str:
@@ -260,8 +260,8 @@ def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> li
         problems.append(f"ckpt_path={cfg.ckpt_path}: is damaged: {'; '.join(wrong)}; {_advice(cfg)}")
     if verb == "fit" and about.get("kind", RUN_STATE) != RUN_STATE:
         problems.append(
-            f"ckpt_path={cfg.ckpt_path}: holds {about['kind']} alone, training cannot go on from that; type "
-            f"init_from={cfg.ckpt_path} to begin with them"
+            f"ckpt_path={cfg.ckpt_path}: contains only {about['kind']}, so training cannot be resumed; type "
+            f"init_from={cfg.ckpt_path} to start from them"
         )
     if cfg.trust:
         problems.append(
@@ -278,7 +278,7 @@ def _another_batch(cfg: DictConfig, about: Any) -> Iterator[str]:
         return
     yield (
         f"global_batch_size={given}, but {cfg.ckpt_path} was trained with {saved}; type global_batch_size={saved}, or "
-        "trainer.allow_changed_data=true to go on with another one"
+        "trainer.allow_changed_data=true to resume with another one"
     )
 
 
@@ -293,8 +293,8 @@ def _no_space(cfg: DictConfig, about: Any) -> Iterator[str]:
         free = free_bytes(callback.dirpath)
         if free is not None and free < needed:
             yield (
-                f"checkpoint.{name}.dirpath={callback.dirpath}: {size_text(free)} are free there, but a checkpoint of "
-                f"this run takes {size_text(needed)}; free space, or type another checkpoint.{name}.dirpath=..."
+                f"checkpoint.{name}.dirpath={callback.dirpath}: {size_text(free)} are free, but a checkpoint of this "
+                f"run needs {size_text(needed)}; free space, or type another checkpoint.{name}.dirpath=..."
             )
 
 
@@ -337,7 +337,7 @@ def connection_problem(url: str, seconds: float = _SECONDS) -> str | None:
     try:
         return answers.get(timeout=seconds)
     except queue.Empty:
-        return f"{urlsplit(url).netloc} has not answered within {seconds:g} s"
+        return f"{urlsplit(url).netloc} has not responded within {seconds:g} s"
 
 
 def _try(url: str, seconds: float) -> str | None:

@@ -81,7 +81,7 @@ class Replacements:
         setback = setback_of(error, read_steps(self.records).get(ended.rank), begun)
         self.log.tell(f"{error.summary} ({setback.when})", str(error))
         restart = self.policy.restart(error, setback, self.log)
-        self.log.tell(f"the others go on; rank {ended.rank} is started anew{restart.wait} and joins them")
+        self.log.tell(f"the others continue; rank {ended.rank} is restarted{restart.wait} and rejoins them")
         self._due[ended.rank] = time.monotonic() + restart.seconds
 
     def _error(self, ended: Ended) -> RankError:

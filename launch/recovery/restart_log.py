@@ -35,4 +35,4 @@ class RestartLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:  # a full disk must neither end the run nor hide the reason of the failure
-            print(f"trainwright: {self.path} cannot be written ({error}); it would say:\n{text}", file=sys.stderr)
+            print(f"trainwright: {self.path} cannot be written ({error}); the entry was:\n{text}", file=sys.stderr)

@@ -168,14 +168,14 @@ class RestartPolicy:
 
     def _reason_to_stop(self, setback: Setback) -> str | None:
         if setback.kind == DivergedError.__name__:
-            return "it is not restarted, because the guard of the loss ended it on purpose (guard=rollback goes on)"
+            return "it is not restarted, because the loss guard ended it (guard=rollback would continue)"
         if setback.raised and not setback.trained and self._restarts == 0:
-            return "it is not restarted, because it failed by itself before its first step; correct that first"
+            return "it is not restarted, because it failed before its first step; fix the error first"
         if self._same >= self._same_failure_limit:
             times = "once" if self._same == 1 else f"{self._same} times in a row"
             return (
-                f"crash loop: the same failure ({setback.kind} {setback.when}) came {times}, so another restart "
-                f"would meet it again (launch.same_failure_limit={self._same_failure_limit})"
+                f"crash loop: the same failure ({setback.kind} {setback.when}) occurred {times}, so it would occur "
+                f"after another restart (launch.same_failure_limit={self._same_failure_limit})"
             )
         if self._max_restarts is not None and self._restarts >= self._max_restarts:
             return f"it was restarted {self._restarts} time(s) already (launch.max_restarts={self._max_restarts})"

@@ -54,7 +54,7 @@ class Shrinking:
         wanted = self._choose(samples)
         if wanted is None or len(wanted) == len(self._used):
             return False
-        self._log.tell(f"devices: {len(wanted)} in place of {len(self._used)}")
+        self._log.tell(f"devices: {len(wanted)} instead of {len(self._used)}")
         self._used = wanted
         return True
 
@@ -86,10 +86,10 @@ class Shrinking:
     def _do_without(self, device: int, samples: int | None) -> bool:
         self._devices.lose(device)
         if self._choose(samples) is not None:
-            self._log.tell(f"device {device} is taken out of use; it is asked every so often whether it works again")
+            self._log.tell(f"device {device} is taken out of use; it is probed regularly")
             return True
         self._devices.found(device)
-        self._log.tell(f"device {device} seems lost, but without it there are too few (launch.min_devices)")
+        self._log.tell(f"device {device} seems lost, but the other devices are too few (launch.min_devices)")
         return False
 
     def _choose(self, samples: int | None) -> list[int] | None:

@@ -81,14 +81,13 @@ def size_problems(cfg: DictConfig, verb: str) -> list[str]:
     if fewest >= cfg.devices:
         smaller = f"type launch.min_devices={cfg.devices - 1}, or " if cfg.devices > 1 else ""
         return [
-            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number to go on with; "
-            f"{smaller}leave it out"
+            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number of devices to "
+            f"continue with; {smaller}leave it out"
         ]
     problems = [problems_of_size(cfg, verb, size) for size in range(cfg.devices - 1, fewest - 1, -1)]
     if not all(problems):
         return []
     return [
-        f"launch.min_devices={fewest}: the run is possible with none of {fewest} to {cfg.devices - 1} devices, so it "
-        f"could not go on with fewer ({problems[0][0]}); type -1 for an axis of the layout that may shrink, or leave "
-        "launch.min_devices out"
+        f"launch.min_devices={fewest}: the run is not possible with {fewest} to {cfg.devices - 1} devices "
+        f"({problems[0][0]}); type -1 for an axis of the layout that may shrink, or leave launch.min_devices out"
     ]

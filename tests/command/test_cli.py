@@ -81,7 +81,7 @@ def test_every_verb_with_one_process(conf: Path) -> None:
     assert "trainwright: the run failed with ValueError: boom in rank 0\n" in done.stderr
     assert 'raise ValueError(f"boom in rank {self.global_rank}")' in done.stderr
     assert "Traceback" not in done.stderr
-    assert "going on from first/checkpoints/step=4" in done.stdout
+    assert "resuming from first/checkpoints/step=4" in done.stdout
     _check_first_run()
     assert "test_loss" in Path("test/metrics.csv").read_text()
     import torch  # here, so that the other tests of this file stay light

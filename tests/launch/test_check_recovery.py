@@ -33,7 +33,7 @@ def test_what_is_possible() -> None:
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"has_launcher": True}, "under a launcher"),
-    ({"verb": "validate"}, "only fit goes on"),
+    ({"verb": "validate"}, "only fit can recover"),
     ({"max_restarts": 0}, "launch=resilient"),
     ({"min_devices": 1}, "leave launch.min_devices out"),
     ({"layout": Layout(shard=2)}, "no other replica has the state"),

@@ -152,7 +152,7 @@ def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
         f"{path}/{RANK_FILE}": ["one file of a checkpoint", f"ckpt_path={path}"],
         RUN: ["holds checkpoints, but is none", "step=1"],
         "runs/mine/2026-01-01": ["holds checkpoints, but is none", "step=1"],
-        "link": ["is a link to gone, which is not there"],
+        "link": ["is a link to gone, which does not exist"],
         "empty": ["has no manifest.json"],
         "deepspeed": ["DeepSpeed", "checkpoint import deepspeed", "ckpt_path=imported"],
         "torch": [".metadata is a pickle", "trust=true"],
@@ -245,7 +245,7 @@ def test_a_job_that_is_started_again_and_again(conf: Path) -> None:
     quiet = ("monitor=none", "logger=csv", "checkpoint.last.every_n_steps=1", "checkpoint.last.keep_last=3")
     first = run_command(*words, *quiet, "max_steps=3")
     assert first.returncode == 0, first.stdout
-    assert "there is no checkpoint yet; starting afresh" in first.stdout
+    assert "there is no checkpoint yet; starting from scratch" in first.stdout
     flip_bit("job/checkpoints/step=3")
     second = run_command(*words, *quiet, "max_steps=5")
     assert second.returncode == 0, second.stdout
@@ -260,10 +260,10 @@ def test_what_is_said(conf: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr("trainwright.command.verbs.launch", lambda cfg, *_: started.append(cfg.ckpt_path))
     words = ["fit", "--config-dir", str(conf), "recipe=mine", "resume=auto"]
     assert main(words) == 0
-    assert "resume=auto: there is no checkpoint yet; starting afresh" in capsys.readouterr().out
+    assert "resume=auto: there is no checkpoint yet; starting from scratch" in capsys.readouterr().out
     path = write_checkpoint("runs/mine/2026-01-01/checkpoints/step=1", 1)
     assert main(words) == 0
-    assert f"going on from {path}" in capsys.readouterr().out
+    assert f"resuming from {path}" in capsys.readouterr().out
     flip_bit(path, "manifest.json", at=9)
     assert main(words) == 0
     assert "no good checkpoint among those in runs/mine/2026-01-01/checkpoints" in capsys.readouterr().out

@@ -480,7 +480,7 @@ def test_a_cluster_that_does_not_answer_is_asked_again(
     assert launch(submitted(conf), "fit") == {"loss": 0.5}
     monkeypatch.setattr("trainwright.launch.engines.kubernetes.submit._SILENCE_SECONDS", 0.0)
     cluster.silent = 2
-    with pytest.raises(RankError, match="the cluster has not answered for 0 s, and TrainJob .* may go on"):
+    with pytest.raises(RankError, match="the cluster has not responded for 0 s, and TrainJob .* may still be running"):
         launch(submitted(conf, "run_dir=runs/other"), "fit")
 
 

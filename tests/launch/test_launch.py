@@ -441,7 +441,7 @@ def test_torchrun_starts_the_ranks_and_starts_them_again(hosts: int, conf: Path,
         for each in agents:
             each.kill()
     assert [each.returncode for each in agents] == [0] * hosts, said
-    assert "going on from" in said
+    assert "resuming from" in said
     [run_dir] = Path("runs/mine").iterdir()
     assert {path.name for path in (run_dir / "logs").glob("rank_*")} == {"rank_0.log", "rank_1.log"}
     assert (run_dir / "checkpoints/step=4/manifest.json").exists()

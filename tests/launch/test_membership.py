@@ -54,7 +54,8 @@ def test_members_go_on_from_the_newest_step_that_all_have():
     other = Parted(before, frozenset({5}), (Left(4, (30, 20), None), Left(6, (), None)))
     assert other.common_step is None
     assert other.why_not == (
-        "without rank(s) 1 there is no step of which all others have a copy in memory (rank 0: [30, 20]; rank 2: [])"
+        "without rank(s) 1 there is no step of which all others have an in-memory snapshot "
+        "(rank 0: [30, 20]; rank 2: [])"
     )
 
 

@@ -86,7 +86,7 @@ class Cluster:
             )
         except self._refused as error:
             if getattr(error, "status", None) == 404:
-                raise RankError(f"{self.title} was deleted by somebody else", 0, None) from None
+                raise RankError(f"{self.title} was deleted externally", 0, None) from None
             raise
         for condition in job.get("status", {}).get("conditions") or []:
             if condition.get("status") != "True":
@@ -178,7 +178,9 @@ class Cluster:
                 "Kubeflow Trainer 2.2 or later there, or type another launch.namespace=..."
             )
         if error.status == 409:
-            return "one of that name is there already; delete it, or type another launch.job_name=... or run_dir=..."
+            return (
+                "an object of that name exists already; delete it, or type another launch.job_name=... or run_dir=..."
+            )
         body = error.body if isinstance(error.body, str) else ""
         with contextlib.suppress(ValueError):
             body = str(json.loads(body).get("message", body))
@@ -205,7 +207,7 @@ def _connect(context: str | None) -> tuple[Any, str]:
             config.load_incluster_config()
             return client.ApiClient(), "default"
         raise ConfigError(
-            [f"launch.submit=true: no cluster is known here ({error}); set KUBECONFIG, or type launch.submit=false"]
+            [f"launch.submit=true: no cluster is configured ({error}); set KUBECONFIG, or type launch.submit=false"]
         ) from error
 
 

@@ -48,7 +48,7 @@ def _of_names(cfg: DictConfig) -> Iterator[str]:
     for key, given in named.items():
         if given is not None and (_NAME.fullmatch(str(given)) is None or len(str(given)) > _LONGEST_NAME):
             yield (
-                f"launch.{key}={given}: must be small letters, digits and -, beginning with a letter, at most "
+                f"launch.{key}={given}: must be lower-case letters, digits and -, starting with a letter, at most "
                 f"{_LONGEST_NAME} characters"
             )
     for key in ("cpu", "memory", "shm"):
@@ -59,7 +59,7 @@ def _of_names(cfg: DictConfig) -> Iterator[str]:
 def _of_numbers(cfg: DictConfig) -> Iterator[str]:
     gpus = gpus_of(cfg)
     if gpus and cfg.accelerator == "cpu":
-        yield f"launch.gpus={gpus} with accelerator=cpu: they would stand idle; leave launch.gpus out"
+        yield f"launch.gpus={gpus} with accelerator=cpu: they would be idle; leave launch.gpus out"
     elif not gpus and cfg.accelerator == "gpu":
         yield f"accelerator=gpu with launch.gpus=0: the pods have none; type launch.gpus={cfg.devices}, or leave it out"
     elif gpus and isinstance(cfg.devices, int) and gpus < cfg.devices:
@@ -75,9 +75,8 @@ def _of_places(cfg: DictConfig) -> Iterator[str]:
         yield f"launch.mount={mount}: must be a path from the root, like /workspace"
     elif ".." in run_dir.parts or (run_dir.is_absolute() and mount not in run_dir.parents):
         yield (
-            f"run_dir={run_dir} does not lie under launch.mount={mount}, where the pods have the volume of "
-            f"launch.claim={cfg.launch.claim}; type a run_dir=... from there, like runs/mine, or another "
-            "launch.mount=..."
+            f"run_dir={run_dir} is not below launch.mount={mount}, where the pods mount the volume of "
+            f"launch.claim={cfg.launch.claim}; type a relative run_dir=..., like runs/mine, or another launch.mount=..."
         )
     for claim, path in cfg.launch.volumes.items():
         if not PurePosixPath(str(path)).is_absolute():
@@ -88,9 +87,9 @@ def _of_variables(cfg: DictConfig) -> Iterator[str]:
     for group in ("env", "secret_env"):
         for name in cfg.launch[group]:
             if _VARIABLE.fullmatch(str(name)) is None:
-                yield f"launch.{group}.{name}: is no name of a variable"
+                yield f"launch.{group}.{name}: is not a variable name"
             elif str(name).startswith(_RESERVED):
-                yield f"launch.{group}.{name}: is set by who starts the pods; leave it out"
+                yield f"launch.{group}.{name}: is set by the launcher of the pods; leave it out"
     for name, where in cfg.launch.secret_env.items():
         secret, slash, key = str(where).partition("/")
         if not (secret and slash and key):

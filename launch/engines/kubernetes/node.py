@@ -70,8 +70,7 @@ def place_of(environment: Mapping[str, str]) -> PodPlace:
     """
     if "PET_MASTER_ADDR" not in environment:
         raise ValueError(
-            "PET_MASTER_ADDR does not say where the pods meet: this runs in the pods of trainwright fit "
-            "launch=kubernetes"
+            "PET_MASTER_ADDR is not set: this program runs in the pods of trainwright fit launch=kubernetes"
         )
     port = environment.get("PET_MASTER_PORT", "29500")
     return PodPlace(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
@@ -121,7 +120,7 @@ def settle(cfg: DictConfig, text: str) -> str | None:
         if cfg.resume != AUTO:
             return (
                 f"run_dir={run_dir}: holds another run already, on the volume of launch.claim={cfg.launch.claim}; type "
-                "resume=auto to go on from it, or another run_dir=..."
+                "resume=auto to resume it, or another run_dir=..."
             )
         write_config(cfg)
     return None

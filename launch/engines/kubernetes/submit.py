@@ -189,8 +189,8 @@ def _follow(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
                 return _end(cfg, cluster, logs, good, said)
         elif time.monotonic() - answered > _SILENCE_SECONDS:
             raise RankError(
-                f"the cluster has not answered for {_SILENCE_SECONDS:g} s, and {cluster.title} may go on; try kubectl "
-                f"get pods --namespace={cluster.namespace}",
+                f"the cluster has not responded for {_SILENCE_SECONDS:g} s, and {cluster.title} may still be running; "
+                f"try kubectl get pods --namespace={cluster.namespace}",
                 0,
                 None,
             )
@@ -240,7 +240,7 @@ def _exit_code(pod: dict[str, Any]) -> int | None:
 def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> None:
     """Delete the job and show its end, or leave it, as configured."""
     if cfg.launch.on_interrupt == "leave":
-        print(f"trainwright: {cluster.title} goes on in the namespace {cluster.namespace}", file=sys.stderr)
+        print(f"trainwright: {cluster.title} keeps running in the namespace {cluster.namespace}", file=sys.stderr)
         return
     if not cluster.delete():
         return

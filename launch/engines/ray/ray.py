@@ -41,13 +41,13 @@ def _of_recovery(cfg: DictConfig) -> Iterator[str]:
     launch = cfg.launch
     if launch.recovery != RESTART:
         yield (
-            f"launch.recovery={launch.recovery} with launch=ray: a failure starts all ranks again; type "
+            f"launch.recovery={launch.recovery} with launch=ray: a failure restarts all ranks; type "
             "launch.recovery=restart"
         )
     if launch.min_devices is not None and cfg.nodes > 1:
         yield (
-            f"launch.min_devices={launch.min_devices} with launch=ray on nodes={cfg.nodes}: only a group of ranks on "
-            "one machine shrinks; type nodes=1, or leave it out"
+            f"launch.min_devices={launch.min_devices} with launch=ray on nodes={cfg.nodes}: only the ranks of one "
+            "machine can shrink; type nodes=1, or leave it out"
         )
     if cfg.preemption.requeue:
         yield "preemption.requeue=true with launch=ray: Ray has no queue; type preemption.requeue=false"

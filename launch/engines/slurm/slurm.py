@@ -57,7 +57,7 @@ def _of_cluster(cfg: DictConfig) -> Iterator[str]:
             "launch.cluster=local to try it without SLURM"
         )
     elif cluster == "local" and cfg.nodes > 1:
-        yield f"launch.cluster=local with nodes={cfg.nodes}: it is this machine alone; type nodes=1"
+        yield f"launch.cluster=local with nodes={cfg.nodes}: it uses only this machine; type nodes=1"
     elif cluster == "local" and cfg.preemption.requeue:
         yield "preemption.requeue=true with launch.cluster=local: there is no queue; type preemption.requeue=false"
 
@@ -66,7 +66,7 @@ def _of_options(cfg: DictConfig) -> Iterator[str]:
     for name in cfg.launch.sbatch:
         plain = str(name).replace("_", "-").lstrip("-")
         if plain in _TYPED:
-            yield f"launch.sbatch.{name}: {_TYPED[plain]} says that; leave launch.sbatch.{name} out"
+            yield f"launch.sbatch.{name}: {_TYPED[plain]} sets that; leave launch.sbatch.{name} out"
     if cfg.launch.container_mounts and cfg.launch.container_image is None:
         yield (
             "launch.container_mounts without launch.container_image: there is no container to mount them in; type "
@@ -80,7 +80,7 @@ def _of_several_machines(cfg: DictConfig) -> Iterator[str]:
     if cfg.launch.recovery != RESTART:
         yield (
             f"launch.recovery={cfg.launch.recovery} with launch=slurm on nodes={cfg.nodes}: on several machines "
-            "torchrun's agents start all ranks again; type launch.recovery=restart"
+            "torchrun's agents restart all ranks; type launch.recovery=restart"
         )
     if cfg.launch.min_devices is not None:
         yield (
@@ -108,7 +108,7 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
     """
     [job] = submit([cfg], verb, Path(cfg.run_dir) / "logs" / "slurm")
     if not cfg.launch.wait:
-        say(f"submitted {job.name}, which goes on by itself; {job.how_to_follow}")
+        say(f"submitted {job.name}, which continues by itself; {job.how_to_follow}")
         return None
     say(f"submitted {job.name}; Ctrl-C cancels it")
     follow([job], cfg.launch.poll_seconds)

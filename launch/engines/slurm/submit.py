@@ -94,7 +94,7 @@ class SubmittedJob:
         run_dir = Path(self.cfg.run_dir)
         folder = ends_folder(run_dir)
         ends = [read_node(folder, node) for node in range(self.cfg.nodes)]
-        silence = f"{self.name} ended ({self.state}) before it could say why; the last it said is in {self.output()}"
+        silence = f"{self.name} ended ({self.state}) without a reason; its last output is in {self.output()}"
         return metrics_of(folder, self.cfg, ends, silence)
 
 

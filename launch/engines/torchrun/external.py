@@ -40,9 +40,9 @@ def problem_of(launcher: Launcher) -> str | None:
     here, everywhere = launcher.local_world_size, launcher.world_size
     return (
         f"{launcher.name} has started {everywhere} ranks, {here} of them on this machine, and they share no secret: "
-        f"the configuration, which says what code runs, travels to the other machines through a store that everyone "
-        f"who reaches it can write. Give all machines the same: export {RUN_TOKEN}=<secret>, made once with "
-        f"`openssl rand -hex 32`."
+        "the configuration, which determines the code that runs, is sent to the other machines through a store that "
+        "anyone with network access to it can write. Set the same secret on all machines: export "
+        f"{RUN_TOKEN}=<secret>, made once with `openssl rand -hex 32`."
     )
 
 
@@ -76,9 +76,9 @@ def take(store: Any, readers: int) -> str | None:
     except (OSError, ValueError) as error:
         raise ConfigError(
             [
-                f"The configuration that was found in the store of the ranks is not the one of this run's rank 0 "
-                f"({error}). Start the run again; if ranks do not share a folder for temporary files, or are on "
-                f"several machines, export {RUN_TOKEN}=<secret> with the same value for all."
+                f"The configuration in the store of the ranks is not from this run's rank 0 ({error}). Start the run "
+                "again; if ranks do not share a folder for temporary files, or are on several machines, export "
+                f"{RUN_TOKEN}=<secret> with the same value for all."
             ]
         ) from None
     os.environ[RUN_TOKEN] = token
@@ -107,7 +107,7 @@ def _secret_in(path: bytes) -> str:
     with open_regular(path.decode(), os.O_NOFOLLOW) as file:
         state, secret = os.fstat(file.fileno()), file.read(64)
     if state.st_uid != os.geteuid() or state.st_mode & 0o077 or not _SECRET.fullmatch(secret):
-        raise OSError(f"{path[:100]!r} holds no secret of this user's alone")
+        raise OSError(f"{path[:100]!r} is not a secret that only this user can read")
     return secret.decode()
 
 
