@@ -29,21 +29,21 @@ from trainwright.core.run.run_directory import PLAN_FILE
 from trainwright.core.text.sizes import size_text
 from trainwright.launch.auto_options import AUTO_TARGET, MICRO_BATCH, AutoOptions
 from trainwright.launch.checks.validate import problems_before_layout, validate
-from trainwright.launch.ranks.forkserver import call_apart
+from trainwright.launch.ranks.forkserver import call_in_subprocess
 from trainwright.launch.recovery.sizes import size_problems
 from trainwright.planning.search.limits import Limits
 from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of, world_size_of
 from trainwright.strategies.contract.registry import all_options, strategy_names
 
-NEAR = 0.03
+TOLERANCE = 0.03
 """Largest fraction by which the predicted step of a simpler layout may exceed the fastest, for it to be preferred."""
 # Layouts that are validated before the configuration is refused.
-_MOST_TRIED = 8
+_MAX_VALIDATED = 8
 # Options that the planner takes as limits, by their common names in Limits and AutoOptions.
-_OF_LIMITS = tuple(each.name for each in fields(Limits) if each.name in AutoOptions.__dataclass_fields__)
+_LIMIT_OPTIONS = tuple(each.name for each in fields(Limits) if each.name in AutoOptions.__dataclass_fields__)
 # Options copied from strategy=auto to the chosen strategy.
-_OF_EVERY_STRATEGY = ("blocks", "compile", "certificate")
-_OF_THE_MODEL = ("plan", "batch_dims", "attention")
+_STRATEGY_OPTIONS = ("blocks", "compile", "certificate")
+_MODEL_OPTIONS = ("plan", "batch_dims", "attention")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def is_auto(strategy: Any) -> bool:
     return isinstance(strategy, DictConfig) and strategy.get("_target_") == AUTO_TARGET
 
 
-def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
+def copy_choice(chosen: DictConfig, cfg: DictConfig) -> None:
     """Copy the choice made for one configuration into another that asked for the same.
 
     Args:
@@ -113,7 +113,7 @@ def write_plan(choice: Choice, run_dir: Path) -> None:
     write_whole(run_dir / PLAN_FILE, json.dumps(choice.document, indent=1, allow_nan=False) + "\n")
 
 
-def lines_of(run_dir: Path) -> list[str]:
+def choice_lines(run_dir: Path) -> list[str]:
     """Return the lines that describe the choice of a run; empty without one."""
     try:
         return list(json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")).get("lines", []))
@@ -126,17 +126,17 @@ def lines_of(run_dir: Path) -> list[str]:
 
 def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
     limits, problems = _limits(cfg, surroundings)
-    problems += _unread_micro_batch(cfg, "strategy=auto")
+    problems += _micro_batch_problems(cfg, "strategy=auto")
     if problems:
         raise ConfigError(problems)
     batch = _global_batch(cfg, surroundings, "strategy=auto")
-    asked = _for_planner(cfg, surroundings, batch)
+    asked = _planner_config(cfg, surroundings, batch)
     document = _call(_search, surroundings, cfg, asked, limits)
     ranked = document["ranked"]
     if not ranked:
-        raise ConfigError(_nothing_possible(document, limits))
+        raise ConfigError(_refusal(document, limits))
     first: tuple[list[str], list[str]] | None = None
-    for candidate in _order(ranked)[:_MOST_TRIED]:
+    for candidate in _order(ranked)[:_MAX_VALIDATED]:
         trial = cfg.copy()
         words = _apply(trial, candidate, batch)
         found = validate(trial, surroundings)
@@ -159,7 +159,7 @@ def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[s
     keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
     return (
         Limits(
-            **{name: getattr(strategy, name) for name in _OF_LIMITS},
+            **{name: getattr(strategy, name) for name in _LIMIT_OPTIONS},
             axes=strategy.axes(),
             micro_batch_size=cfg.micro_batch_size if keeps_size else None,
             accumulation=cfg.accumulation.steps,
@@ -197,7 +197,7 @@ def _saved_batch(cfg: DictConfig) -> int | None:
     return None if samples is None else int(samples)
 
 
-def _unread_micro_batch(cfg: DictConfig, who: str) -> list[str]:
+def _micro_batch_problems(cfg: DictConfig, who: str) -> list[str]:
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     if "${micro_batch_size" in str([raw.get("module"), raw.get("data")]):
         return []
@@ -207,7 +207,7 @@ def _unread_micro_batch(cfg: DictConfig, who: str) -> list[str]:
     ]
 
 
-def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dict[str, Any]:
+def _planner_config(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dict[str, Any]:
     """Return the configuration as plain values, with numbers in place of `auto`."""
     asked = cfg.copy()
     world = world_size_of(cfg, surroundings)
@@ -225,7 +225,7 @@ def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dic
 def _call(function: Any, surroundings: Surroundings, cfg: DictConfig, *arguments: Any) -> dict[str, Any]:
     """Call a function of the planner, in this process if training will be, else in one of its own."""
     alone = surroundings.world_size is None and world_size_of(cfg, surroundings) == 1 and cfg.launch.max_restarts == 0
-    answer = function(*arguments) if alone else call_apart(function, *arguments)
+    answer = function(*arguments) if alone else call_in_subprocess(function, *arguments)
     return dict(answer)
 
 
@@ -235,7 +235,7 @@ def _search(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
     return ranked_layouts(asked, limits)
 
 
-def _nothing_possible(document: Mapping[str, Any], limits: Limits) -> list[str]:
+def _refusal(document: Mapping[str, Any], limits: Limits) -> list[str]:
     refused = document["reasons"]
     given = [f"{key}={value}" for key, value in vars(limits).items() if value not in (None, {})]
     within = f" with {', '.join(given)}" if given else ""
@@ -246,8 +246,8 @@ def _nothing_possible(document: Mapping[str, Any], limits: Limits) -> list[str]:
 def _order(ranked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Sort the layouts: those nearly as fast as the fastest by simplicity, then the others by speed."""
     best = ranked[0]["seconds"]["step"]
-    near = [each for each in ranked if each["seconds"]["step"] <= (1 + NEAR) * best]
-    rest = [each for each in ranked if each["seconds"]["step"] > (1 + NEAR) * best]
+    near = [each for each in ranked if each["seconds"]["step"] <= (1 + TOLERANCE) * best]
+    rest = [each for each in ranked if each["seconds"]["step"] > (1 + TOLERANCE) * best]
     return [*sorted(near, key=_complexity), *rest]
 
 
@@ -261,15 +261,15 @@ def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[st
     """Replace `auto` by a candidate; return the overrides that give the same."""
     asked, words = cfg.strategy, []
     chosen = [word for word in candidate["overrides"] if word.startswith("strategy")]
-    scalars = [word for word in chosen if word.split("=")[0].removeprefix("strategy.") not in _OF_THE_MODEL]
+    scalars = [word for word in chosen if word.split("=")[0].removeprefix("strategy.") not in _MODEL_OPTIONS]
     scalars = [word for word in scalars if not word.startswith("strategy.blocks=")]
-    words = list(_that_may_shrink(scalars, candidate["layout"], asked))
+    words = list(_elastic_overrides(scalars, candidate["layout"], asked))
     bucket = candidate["bucket_mib"]
     if bucket is not None:  # else gradients are not sent in buckets
         words.append(f"strategy.bucket_mib={bucket if asked.bucket_mib is None else asked.bucket_mib}")
     words += ways_to_send(cfg, candidate)
     node = _composed(words)
-    for key in (*_OF_EVERY_STRATEGY, *_OF_THE_MODEL):
+    for key in (*_STRATEGY_OPTIONS, *_MODEL_OPTIONS):
         value = OmegaConf.to_container(asked).get(key)  # type: ignore[union-attr]
         if key in node and value not in (None, {}, node[key]):
             node[key] = value
@@ -298,7 +298,7 @@ def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]
         yield f"strategy.prefetch={prefetch}"
 
 
-def _that_may_shrink(words: Sequence[str], layout: Mapping[str, int], asked: DictConfig) -> Iterator[str]:
+def _elastic_overrides(words: Sequence[str], layout: Mapping[str, int], asked: DictConfig) -> Iterator[str]:
     """Yield the overrides with -1 for one data-parallel axis, so that a run can continue on fewer ranks."""
     free = next((axis for axis in ("shard", "replicate") if layout[axis] > 1 and asked[axis] is None), None)
     for word in words:
@@ -316,15 +316,15 @@ def _composed(words: Sequence[str]) -> DictConfig:
 def _choice(document: dict[str, Any], chosen: Mapping[str, Any], words: Sequence[str], limits: Limits) -> Choice:
     ranked = document["ranked"]
     lines = (
-        f"strategy=auto: {_what(chosen)}: {_predicted(document, chosen)}.",
-        f"because: {_why(ranked, chosen, limits)}",
+        f"strategy=auto: {_summary(chosen)}: {_predicted(document, chosen)}.",
+        f"because: {_reason(ranked, chosen, limits)}",
         f"the same by hand: {' '.join(shlex.quote(word) for word in words)}",
     )
     document = {**document, "chosen": dict(chosen), "explicit": list(words), "lines": list(lines), "measured": None}
     return Choice(lines, tuple(words), document)
 
 
-def _what(chosen: Mapping[str, Any]) -> str:
+def _summary(chosen: Mapping[str, Any]) -> str:
     accumulated = f" x {chosen['accumulation']} accumulated" if chosen["accumulation"] > 1 else ""
     more = "".join(f", {each}" for each in chosen["extras"])
     return f"{chosen['title']}, micro-batches of {chosen['micro_batch_size']}{accumulated}{more}"
@@ -339,16 +339,14 @@ def _predicted(document: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     )
 
 
-def _why(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits: Limits) -> str:
+def _reason(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits: Limits) -> str:
     best, step = ranked[0], chosen["seconds"]
     if len(ranked) == 1:
         reason = "it is the only possible layout"
     elif chosen is best or chosen["title"] == best["title"]:
-        reason = f"it is the fastest of {len(ranked)} possible layouts (next: {_later(ranked[1], chosen)})"
-    elif step["step"] <= (1 + NEAR) * best["seconds"]["step"]:
-        reason = (
-            f"it is the simplest of those within {100 * NEAR:.0f} % of the fastest of {len(ranked)} ({best['title']})"
-        )
+        reason = f"it is the fastest of {len(ranked)} possible layouts (next: {_runner_up(ranked[1], chosen)})"
+    elif step["step"] <= (1 + TOLERANCE) * best["seconds"]["step"]:
+        reason = f"it is the simplest within {100 * TOLERANCE:.0f} % of the fastest of {len(ranked)} ({best['title']})"
     else:
         reason = f"it is the fastest of {len(ranked)} layouts that the other options allow"
     parts = {"computing": step["compute"], "waiting": step["exposed"], "bubble": step["bubble"]}
@@ -358,7 +356,7 @@ def _why(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits:
     return f"{reason}{decided}; a step is {spent}."
 
 
-def _later(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+def _runner_up(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     slower = other["seconds"]["step"] / chosen["seconds"]["step"] - 1
     return f"{other['title']}, {100 * slower:.1f} % slower"
 
@@ -377,7 +375,7 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
             ]
         )
     batch = _global_batch(cfg, surroundings, "micro_batch_size=auto")
-    problems = _unread_micro_batch(cfg, "micro_batch_size=auto")
+    problems = _micro_batch_problems(cfg, "micro_batch_size=auto")
     if cfg.accumulation.steps is not None:
         problems.append(
             f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}: each follows from the other; "
@@ -397,7 +395,7 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
                 f"global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
             ]
         )
-    document = _call(_largest, surroundings, cfg, _for_planner(cfg, surroundings, batch), most)
+    document = _call(_largest, surroundings, cfg, _planner_config(cfg, surroundings, batch), most)
     chosen = document["chosen"]
     cfg.micro_batch_size, cfg.global_batch_size = chosen["micro_batch_size"], batch
     words = [f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]

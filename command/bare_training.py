@@ -54,7 +54,7 @@ def only_training(planned: DictConfig, steps: int, run_dir: Path, callbacks: Map
     return resolved
 
 
-def train_apart(cfg: DictConfig) -> None:
+def train_in_subprocesses(cfg: DictConfig) -> None:
     """Train a configuration from :func:`only_training` in new processes.
 
     Raises:

@@ -22,12 +22,11 @@ from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.tools import tool
-from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
-from trainwright.launch.ranks.importing import without_collector
-from trainwright.launch.ranks.output import ranks_speak_to_stderr
+from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver, without_collector
+from trainwright.launch.ranks.output import ranks_to_stderr
 
 # Verbs that compose no configuration.
-_ALONE = ("checkpoint", "report", "watch", "doctor", "profile")
+_TOOL_VERBS = ("checkpoint", "report", "watch", "doctor", "profile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,30 +46,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_agent()
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
-        verb = _first(words)
-        if verb in _ALONE:
+        verb = _first_word(words)
+        if verb in _TOOL_VERBS:
             return int(tool(verb)(words))
         _make_cwd_importable()
         if verb in ("import-deepspeed", "generate"):  # their configuration may name modules in the working directory
             return int(tool(verb)(words))
-        if _wants_several_processes(words) and detect_launcher() is None:
+        if _needs_forkserver(words) and detect_launcher() is None:
             # The output of `verify`'s ranks must not mix with its report.
-            with ranks_speak_to_stderr() if "verify" in words else contextlib.nullcontext():
+            with ranks_to_stderr() if "verify" in words else contextlib.nullcontext():
                 start_forkserver()
         with without_collector():
             from trainwright.command.verbs import run_command
 
         return run_command(words)
     except Interrupted as interrupted:
-        return _say(interrupted)
+        return _report_interrupt(interrupted)
     except KeyboardInterrupt:
-        return _say(Interrupted(signal.SIGINT))
+        return _report_interrupt(Interrupted(signal.SIGINT))
     finally:
         stop_forkserver()
         signal.signal(signal.SIGTERM, previous)
 
 
-def _say(interrupted: Interrupted) -> int:
+def _report_interrupt(interrupted: Interrupted) -> int:
     """Print the signal that ended the command; return its exit code."""
     # A second Ctrl-C must not interrupt the last steps of this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,12 +78,12 @@ def _say(interrupted: Interrupted) -> int:
     return interrupted.exit_code
 
 
-def _first(words: Sequence[str]) -> str | None:
+def _first_word(words: Sequence[str]) -> str | None:
     """Return the first word that is not a request for help."""
     return next((word for word in words if word not in ("-h", "--help")), None)
 
 
-def _wants_several_processes(words: Sequence[str]) -> bool:
+def _needs_forkserver(words: Sequence[str]) -> bool:
     """Guess from the words alone, so that the fork server starts before composing. A wrong guess only costs time."""
     if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout", "plan")):
         return False

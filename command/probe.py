@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainwright.command.auto import Choice
-from trainwright.command.bare_training import only_training, temporary_folder, train_apart
+from trainwright.command.bare_training import only_training, temporary_folder, train_in_subprocesses
 from trainwright.core.failures.failure import RankError
 from trainwright.core.processes.machine import machine_facts
 from trainwright.core.run.launcher import Launcher
@@ -39,7 +39,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """Result of trying a micro-batch.
 
     Attributes:
@@ -75,7 +75,7 @@ class Probed:
         return max((size for size in smaller if size <= most), default=None)
 
 
-def try_out(planned: DictConfig, launcher: Launcher | None) -> Probed:
+def probe(planned: DictConfig, launcher: Launcher | None) -> ProbeResult:
     """Train two optimizer steps with the micro-batch of a configuration, in temporary processes.
 
     Args:
@@ -88,22 +88,22 @@ def try_out(planned: DictConfig, launcher: Launcher | None) -> Probed:
     size = int(planned.micro_batch_size)
     if launcher is not None:
         who = f"under {launcher.name} the ranks are running already, so the size cannot be tried"
-        return Probed(size, None, f"{who}; only predicted")
+        return ProbeResult(size, None, f"{who}; only predicted")
     if uses_engine(planned):
         who = f"launch={planned.launch.kind} starts the ranks elsewhere, so the size cannot be tried"
-        return Probed(size, None, f"{who}; only predicted")
+        return ProbeResult(size, None, f"{who}; only predicted")
     there = machine_facts().available
     with temporary_folder("probe") as folder:
         trial = _trial(planned, folder)
         try:
-            train_apart(trial)
+            train_in_subprocesses(trial)
         except RankError as error:
             return _failed(size, error)
         records = [json.loads((folder / "peaks" / f"rank_{rank}.json").read_text()) for rank in range(trial.devices)]
     return judge(size, records, there)
 
 
-def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
+def judge(size: int, records: Sequence[dict[str, int]], there: int) -> ProbeResult:
     """Compare the ranks' peak memory with what is available.
 
     Args:
@@ -121,21 +121,21 @@ def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
     needed, limit, words = max(pairs, key=lambda pair: pair[0] / max(pair[1], 1))
     text = words.format(needed=size_text(needed, digits=2), there=size_text(limit, digits=2))
     if needed > SAFE * limit:
-        return Probed(size, False, f"{text}, more than {100 * SAFE:.0f} %", needed, limit)
+        return ProbeResult(size, False, f"{text}, more than {100 * SAFE:.0f} %", needed, limit)
     tight = [rank for rank, each in enumerate(records) if each["retries"]]
     if tight:
-        return Probed(size, False, f"rank {tight[0]} continued only after torch had released its cache")
-    return Probed(size, True, text, needed, limit)
+        return ProbeResult(size, False, f"rank {tight[0]} continued only after torch had released its cache")
+    return ProbeResult(size, True, text, needed, limit)
 
 
-def told(choice: Choice, tried: Sequence[Probed]) -> Choice:
+def with_probes(choice: Choice, tried: Sequence[ProbeResult]) -> Choice:
     """Return the choice with the results of its trials in lines and document."""
     lines = (*choice.lines, *(each.text for each in tried))
     document = {**choice.document, "lines": list(lines), "tried": [asdict(each) for each in tried]}
     return replace(choice, lines=lines, document=document)
 
 
-def refusal(tried: Sequence[Probed]) -> str:
+def refusal(tried: Sequence[ProbeResult]) -> str:
     """Return the message for the user if no size fits."""
     sizes = ", ".join(str(each.micro_batch_size) for each in tried)
     return (
@@ -159,10 +159,10 @@ def _trial(planned: DictConfig, folder: Path) -> DictConfig:
     return trial
 
 
-def _failed(size: int, error: RankError) -> Probed:
+def _failed(size: int, error: RankError) -> ProbeResult:
     if error.failure is None and error.hang is None and error.exit_code == -9:
-        return Probed(size, False, f"{error.summary}, probably by the kernel's out-of-memory killer")
+        return ProbeResult(size, False, f"{error.summary}, probably by the kernel's out-of-memory killer")
     said = error.failure
     if said is not None and _OUT_OF_MEMORY.search(f"{said.kind}: {said.message}"):
-        return Probed(size, False, error.summary)
-    return Probed(size, None, f"{error.summary}; only predicted")
+        return ProbeResult(size, False, error.summary)
+    return ProbeResult(size, None, f"{error.summary}; only predicted")

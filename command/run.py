@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.read.candidates import AUTO
-from trainwright.command.auto import Choice, decide, hand_over, write_plan
+from trainwright.command.auto import Choice, copy_choice, decide, write_plan
 from trainwright.core.config.missing import unresolved
 from trainwright.core.config.references import settled
 from trainwright.core.failures.failure import RankError
@@ -30,11 +30,10 @@ from trainwright.core.run.run_directory import (
 from trainwright.core.tools import tool
 from trainwright.launch.checks.validate import validate
 from trainwright.launch.engines.engines import engine_of, uses_engine
-from trainwright.launch.engines.torchrun.begun import begun_run
-from trainwright.launch.engines.torchrun.external import agree
-from trainwright.launch.outcome.ends import begins_again
-from trainwright.launch.ranks.importing import without_collector
-from trainwright.launch.recovery.check_resume import decide_resume, going_on_in_place, run_name, saved_global_batch
+from trainwright.launch.engines.torchrun.agreement import agree, previous_run
+from trainwright.launch.outcome.rank_records import is_restart
+from trainwright.launch.ranks.forkserver import without_collector
+from trainwright.launch.recovery.check_resume import decide_resume, resume_in_place, run_name, saved_global_batch
 from trainwright.launch.recovery.sizes import resized, size_problems
 from trainwright.strategies.compose.world import Surroundings, resolve_devices
 
@@ -108,15 +107,15 @@ def prepare(
         ConfigError: with all problems.
     """
     if launcher is not None:
-        begun = begun_run(run_name(cfg), cfg.run_dir, launcher.agents)
+        begun = previous_run(run_name(cfg), cfg.run_dir, launcher.agents)
         if begun is not None:
-            return _go_on(begun, verb, launcher)
-    planned, problems, made = _planned(cfg, verb, launcher)
+            return _next_attempt(begun, verb, launcher)
+    planned, problems, made = _plan(cfg, verb, launcher)
     choice = made or choice
     if problems:
         raise ConfigError(problems)
     if choice is not None and choice.smaller is not None and verb == "fit":
-        planned, choice = _tried(cfg, planned, choice, launcher)
+        planned, choice = _probed(cfg, planned, choice, launcher)
     before: Before | None = None
     try:
         before = Before(Path(planned.run_dir))
@@ -137,7 +136,7 @@ def prepare(
     return prepared
 
 
-def begin_or_go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
+def next_config(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
     """Return the configuration of an engine's run, or of its next attempt if its ranks were restarted.
 
     Args:
@@ -145,10 +144,10 @@ def begin_or_go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
         verb: fit, validate, test or predict.
         launcher: that has started the ranks.
     """
-    return _go_on(run_dir, verb, launcher) if begins_again(run_dir) else read_config(run_dir)
+    return _next_attempt(run_dir, verb, launcher) if is_restart(run_dir) else read_config(run_dir)
 
 
-def _tried(
+def _probed(
     cfg: DictConfig, planned: DictConfig, choice: Choice, launcher: Launcher | None
 ) -> tuple[DictConfig, Choice]:
     """Try the chosen micro-batch, then smaller ones, until one fits."""
@@ -157,25 +156,25 @@ def _tried(
     asked = cfg.copy()
     OmegaConf.set_readonly(asked, False)
     asked.micro_batch_size = AUTO  # a sweep has put the choice into it
-    tried: list[probe.Probed] = []
+    tried: list[probe.ProbeResult] = []
     while True:
-        tried.append(probe.try_out(planned, launcher))
+        tried.append(probe.probe(planned, launcher))
         if tried[-1].fits is not False:
-            return planned, probe.told(choice, tried)
+            return planned, probe.with_probes(choice, tried)
         most = tried[-1].next_of(choice.smaller or ())
         if most is None:
             raise ConfigError([probe.refusal(tried)])
-        planned, problems, smaller = _planned(asked, "fit", launcher, most)
+        planned, problems, smaller = _plan(asked, "fit", launcher, most)
         if problems or smaller is None:
             raise ConfigError(problems)
         choice = smaller
 
 
-def _go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
+def _next_attempt(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
     """Return the configuration of a run's next attempt, on as many ranks as the launcher has started now."""
     devices, nodes = launcher.local_world_size, launcher.world_size // launcher.local_world_size
     first = read_config(run_dir)
-    cfg = going_on_in_place(resized(first, devices, saved_global_batch(first), nodes), verb)
+    cfg = resume_in_place(resized(first, devices, saved_global_batch(first), nodes), verb)
     if verb == "fit":
         cfg.resume = AUTO  # it may have ended before its first checkpoint
     problems = validate(cfg, Surroundings(verb, launcher.world_size))
@@ -190,7 +189,7 @@ def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[
     Returns:
         A copy of the configuration with run_dir, ckpt_path and devices decided and `auto` replaced, and the problems.
     """
-    planned, problems, _ = _planned(cfg, verb, launcher)
+    planned, problems, _ = _plan(cfg, verb, launcher)
     return planned, problems
 
 
@@ -204,20 +203,20 @@ def choose(cfg: DictConfig, verb: str) -> tuple[Choice | None, list[str]]:
     Returns:
         The choice, for :func:`prepare`, and all problems.
     """
-    planned, problems, choice = _planned(cfg, verb)
+    planned, problems, choice = _plan(cfg, verb)
     if choice is not None and not problems:
-        hand_over(planned, cfg)
+        copy_choice(planned, cfg)
     return choice, problems
 
 
-def _planned(
+def _plan(
     cfg: DictConfig, verb: str, launcher: Launcher | None = None, most_samples: int | None = None
 ) -> tuple[DictConfig, list[str], Choice | None]:
     with refused_as("the configuration cannot be checked"):
-        return _decided(cfg.copy(), verb, launcher, most_samples)
+        return _resolved(cfg.copy(), verb, launcher, most_samples)
 
 
-def _decided(
+def _resolved(
     cfg: DictConfig, verb: str, launcher: Launcher | None, most_samples: int | None
 ) -> tuple[DictConfig, list[str], Choice | None]:
     OmegaConf.set_readonly(cfg, False)
@@ -268,7 +267,7 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
 
             metrics = launch_local(cfg, verb)
         else:
-            metrics = run_here(cfg, verb)
+            metrics = run_in_process(cfg, verb)
     except ConfigError:
         # A part that cannot be built, or an engine that cannot reach its machines: nothing was trained.
         if before is not None and launcher is None:
@@ -288,7 +287,7 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
     return RunResult(Path(cfg.run_dir), metrics)
 
 
-def run_here(
+def run_in_process(
     cfg: DictConfig, verb: str, on_exception: Callable[[BaseException], None] | None = None
 ) -> dict[str, float]:
     """Run in this process; raise Interrupted for every kind of interruption.

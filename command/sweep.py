@@ -19,7 +19,7 @@ from trainwright.callbacks.inject.words import is_inject
 from trainwright.command.auto import Choice
 from trainwright.command.run import choose, launch, prepare
 from trainwright.command.schema.compose import compose_checked, config_loader, quote_paths
-from trainwright.command.schema.expansion import ImportReport, tell_import
+from trainwright.command.schema.expansion import ImportReport, report_import
 from trainwright.core.config.masking import masked_words
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
@@ -203,7 +203,7 @@ def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) 
 def _prepared(job: _Composed, verb: str, words: Sequence[str]) -> DictConfig:
     """Create the run directory of a job, and print the planner's choice."""
     prepared = prepare(job.cfg, verb, choice=job.choice, words=words)
-    tell_import(job.report, sys.stdout, Path(prepared.run_dir))
+    report_import(job.report, sys.stdout, Path(prepared.run_dir))
     for line in job.choice.lines if job.choice is not None else ():
         print(line, flush=True)
     return prepared

@@ -11,10 +11,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.command.arguments import Parser
-from trainwright.command.auto import lines_of
+from trainwright.command.auto import choice_lines
 from trainwright.command.run import RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import Composition, compose_checked
-from trainwright.command.schema.expansion import tell_import
+from trainwright.command.schema.expansion import report_import
 from trainwright.core.config.masking import masked
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import settled
@@ -24,13 +24,13 @@ from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import command_words
 from trainwright.core.tools import tool
-from trainwright.launch.engines.torchrun.external import agree
+from trainwright.launch.engines.torchrun.agreement import agree
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, PLAN = "verify", "layout", "plan"
 # Verbs that must be the first word, with what follows them.
-_FIRST = {
+_FIRST_WORD_VERBS = {
     "checkpoint": "<verb> PATH [options]",
     "import-deepspeed": "ds_config.json [options]",
     "generate": "RUN prompt=TEXT [key=value ...] [--json]",
@@ -39,7 +39,7 @@ _FIRST = {
     "doctor": "[key=value ...] [--json]",
     "profile": "[key=value ...] [--out FILE]",
 }
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *_FIRST)
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *_FIRST_WORD_VERBS)
 _OPTIONS = (
     "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html"
 )  # fmt: skip
@@ -96,8 +96,8 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         if agreed is None:
             return REFUSED  # rank 0 reports the reason
         cfg = agreed
-    if _speaks(launcher):
-        _say_start(cfg)
+    if _prints(launcher):
+        _print_start(cfg)
     try:
         result = launch(cfg, verb, launcher)
     except SystemExit as error:
@@ -115,14 +115,14 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     except Exception as error:
         Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process
         return FAILED
-    if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, callbacks print it
-        _say_where(result, verb)
+    if _prints(launcher) and verb != "fit" and result.has_ended:  # after fit, callbacks print it
+        _print_run_dir(result, verb)
     return OK
 
 
 def _layout(arguments: argparse.Namespace) -> int:
     """Print what each rank would hold; no process is started."""
-    composition, problems = _composed_alone(arguments, "it shows one layout at a time")
+    composition, problems = _compose_only(arguments, "it shows one layout at a time")
     planned = None
     if composition.cfg is not None and composition.guessed:
         planned, found = plan(composition.cfg, "fit")
@@ -137,14 +137,14 @@ def _layout(arguments: argparse.Namespace) -> int:
 
     from trainwright.planning.layout_report import report
 
-    tell_import(composition.import_report, sys.stderr)
+    report_import(composition.import_report, sys.stderr)
     print(report(cfg, layout), end="", flush=True)
     return OK
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Rank all layouts by predicted step time; no process is started."""
-    composition, problems = _composed_alone(arguments, "it compares all layouts anyway; type one value per key")
+    composition, problems = _compose_only(arguments, "it compares all layouts anyway; type one value per key")
     if problems or composition.cfg is None:
         raise ConfigError(problems)
     from trainwright.planning.report.verb import run_plan
@@ -152,7 +152,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return OK if run_plan(composition.cfg, as_json=arguments.json, html=arguments.html) else FAILED
 
 
-def _composed_alone(arguments: argparse.Namespace, why_one: str) -> tuple[Composition, list[str]]:
+def _compose_only(arguments: argparse.Namespace, why_one: str) -> tuple[Composition, list[str]]:
     """Compose for a verb that starts no ranks; return the composition and all problems."""
     launcher, problems, verb = detect_launcher(), list[str](), arguments.verb
     if launcher is not None:
@@ -172,7 +172,7 @@ def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launc
     if problems or composition.cfg is None:
         raise ConfigError(problems)
     prepared = prepare(composition.cfg, verb, launcher, words=command_words(verb, overrides, config_dir))
-    tell_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
+    report_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
     return prepared
 
 
@@ -204,7 +204,7 @@ def _print_config(arguments: argparse.Namespace) -> int:
     cfg, problems = plan(composition.cfg, verb)
     if problems:
         raise ConfigError(problems)
-    tell_import(composition.import_report, sys.stderr)
+    report_import(composition.import_report, sys.stderr)
     print(OmegaConf.to_yaml(masked(OmegaConf.to_container(settled(cfg)))), end="")
     return OK
 
@@ -232,8 +232,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
         problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
-    elif arguments.verb in _FIRST:
-        problems.append(f"{arguments.verb} comes first: type trainwright {arguments.verb} {_FIRST[arguments.verb]}")
+    elif arguments.verb in _FIRST_WORD_VERBS:
+        problems.append(
+            f"{arguments.verb} comes first: type trainwright {arguments.verb} {_FIRST_WORD_VERBS[arguments.verb]}"
+        )
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:
@@ -249,8 +251,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _say_start(cfg: DictConfig) -> None:
-    for line in lines_of(Path(cfg.run_dir)):
+def _print_start(cfg: DictConfig) -> None:
+    for line in choice_lines(Path(cfg.run_dir)):
         print(line, flush=True)
     if cfg.ckpt_path is not None:
         print(f"resuming from {_relative(cfg.ckpt_path)}", flush=True)
@@ -260,11 +262,11 @@ def _say_start(cfg: DictConfig) -> None:
         print(f"resume={cfg.resume}: there is no checkpoint yet; starting from scratch", flush=True)
 
 
-def _speaks(launcher: Launcher | None) -> bool:
+def _prints(launcher: Launcher | None) -> bool:
     return launcher is None or launcher.rank == 0
 
 
-def _say_where(result: RunResult, verb: str) -> None:
+def _print_run_dir(result: RunResult, verb: str) -> None:
     run_dir = _relative(result.run_dir)
     lines = [f"run directory: {run_dir}"]
     if verb == "predict":

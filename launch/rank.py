@@ -8,7 +8,7 @@ from trainwright.core.failures.failure import FailureRecorder, log_file
 from trainwright.core.failures.records import write_result
 from trainwright.core.processes.watch import ShutdownWatch
 from trainwright.core.run.run_directory import read_config
-from trainwright.launch.ranks.forkserver import become_ordinary
+from trainwright.launch.ranks.forkserver import restore_defaults
 from trainwright.launch.ranks.output import Output
 
 
@@ -28,7 +28,7 @@ def rank_main(environment: Mapping[str, str], verb: str, folder: Path, records: 
     rank = int(environment["RANK"])
     recorder = FailureRecorder(records, rank)
     try:
-        become_ordinary()
+        restore_defaults()
         cfg = read_config(folder)
         recorder.run_dir = Path(cfg.run_dir)
         if rank != 0:

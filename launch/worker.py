@@ -146,7 +146,7 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     """Build the Trainer with its strategy, callbacks and loggers."""
     asked, cfg = cfg, resolved(cfg)
     callbacks = [built for group in ("monitor", "checkpoint", "callbacks") for built in _build_all(cfg, group)]
-    _tell_peak(cfg, callbacks)
+    _set_peak_flops(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
     callbacks += _watchdog(cfg, callbacks)
     # The guard comes last, because it checks what the others may have changed.
@@ -186,7 +186,7 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     )
 
 
-def _tell_peak(cfg: DictConfig, callbacks: Sequence[Callback]) -> None:
+def _set_peak_flops(cfg: DictConfig, callbacks: Sequence[Callback]) -> None:
     """Set the peak FLOP/s of callbacks that log a fraction of it, where the user has not."""
     ignorant = [each for each in callbacks if isinstance(each, Throughput) and each.peak_flops is None]
     peak = peak_flops_of(cfg) if ignorant else None
@@ -235,17 +235,17 @@ class _ExceptionHook(Callback):
             return
         if is_refusal(error):
             raise ConfigError([message_of(error)]) from error
-        if self._ckpt_path is not None and _was_restoring(error) and not is_secondary(error):
+        if self._ckpt_path is not None and _raised_in_restore(error) and not is_secondary(error):
             with refused_as(f"ckpt_path={self._ckpt_path}: does not match this run"):
                 raise error
 
-    def _begin(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+    def _mark_begun(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         self._has_begun = True
 
-    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _mark_begun
 
 
-def _was_restoring(error: Exception) -> bool:
+def _raised_in_restore(error: Exception) -> bool:
     """Return whether an error was raised while restoring a checkpoint into the module and the loops."""
     return any(
         frame.f_globals.get("__name__") == _RESTORING and frame.f_code.co_name.startswith("restore")

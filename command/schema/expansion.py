@@ -54,7 +54,7 @@ def asks_for_file(overrides: Sequence[str]) -> bool:
     return any(ASKS.fullmatch(text) for text in overrides) and any(PATH.fullmatch(text) for text in overrides)
 
 
-def tell_import(report: ImportReport | None, stream: TextIO, run_dir: Path | None = None) -> None:
+def report_import(report: ImportReport | None, stream: TextIO, run_dir: Path | None = None) -> None:
     """Print the report, and store it in the run directory.
 
     Args:

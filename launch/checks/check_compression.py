@@ -33,7 +33,7 @@ def compression_refusals(cfg: DictConfig, options: StrategyOptions | None, layou
     given = compression_of(cfg, options)
     problems = compression_problems(given)
     choice = None if problems else choose_compression(given)
-    return problems if choice is None else [*problems, *_beside(cfg, choice, options, layout)]
+    return problems if choice is None else [*problems, *_choice_problems(cfg, choice, options, layout)]
 
 
 def compression_of(cfg: DictConfig, options: StrategyOptions | None) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def compression_of(cfg: DictConfig, options: StrategyOptions | None) -> dict[str
     return dict(plain) if options is None or options.averages_gradients else of_one_message(plain)
 
 
-def _beside(
+def _choice_problems(
     cfg: DictConfig, choice: CompressionChoice, options: StrategyOptions | None, layout: Layout | None
 ) -> Iterator[str]:
     if options is None:

@@ -52,7 +52,9 @@ def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     """Return problems of the launcher: it is missing, or has started another number of ranks."""
     started = surroundings.world_size
     if started is None:
-        return engines.engine_problems(cfg, surroundings.verb) if engines.uses_engine(cfg) else _own_launch(cfg)
+        return (
+            engines.engine_problems(cfg, surroundings.verb) if engines.uses_engine(cfg) else _local_launch_problems(cfg)
+        )
     if cfg.devices == "auto" or not isinstance(cfg.devices, int) or started == cfg.devices * cfg.nodes:
         return []
     return [
@@ -61,7 +63,7 @@ def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     ]
 
 
-def _own_launch(cfg: DictConfig) -> list[str]:
+def _local_launch_problems(cfg: DictConfig) -> list[str]:
     problems = []
     if cfg.launch.kind == "torchrun":
         problems.append(
@@ -94,7 +96,7 @@ def run_dir_problems(cfg: DictConfig, verb: str) -> list[str]:
         return [f"run_dir={run_dir}: {existing} is a file; type another run_dir=..."]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"run_dir={run_dir}: {existing} is not writable for this user; type another run_dir=..."]
-    if verb == "fit" and holds_run(run_dir) and not _continues(cfg, run_dir):
+    if verb == "fit" and holds_run(run_dir) and not _resumes(cfg, run_dir):
         return [
             f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to resume it, or another "
             "run_dir=..."
@@ -102,7 +104,7 @@ def run_dir_problems(cfg: DictConfig, verb: str) -> list[str]:
     return []
 
 
-def _continues(cfg: DictConfig, run_dir: Path) -> bool:
+def _resumes(cfg: DictConfig, run_dir: Path) -> bool:
     """Return whether the run resumes in its own directory; with resume=auto it may have ended before a checkpoint."""
     if cfg.resume == AUTO:
         return True

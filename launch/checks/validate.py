@@ -30,7 +30,7 @@ from trainwright.launch.checks.check_run import (
 )
 from trainwright.launch.engines import engines
 from trainwright.launch.engines.engines import variable_problems
-from trainwright.launch.outcome.ending import preemption_refusals
+from trainwright.launch.outcome.interruption import preemption_refusals
 from trainwright.launch.recovery.check_recovery import recovery_problems, restart_problems
 from trainwright.launch.recovery.check_resume import resume_problems
 from trainwright.launch.watchdog.limits import hang_problems

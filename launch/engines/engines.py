@@ -1,7 +1,7 @@
 """Registry of engines, which start the ranks of a run on other machines: one module each, imported when chosen.
 
-An engine starts `python -m trainwright.command.started RUN_DIR VERB` once per rank, with the environment that torchrun
-or SLURM would give a rank. The configuration was composed and checked before, and is in the run directory.
+An engine starts `python -m trainwright.command.engine_rank RUN_DIR VERB` once per rank, with the environment that
+torchrun or SLURM would give a rank. The configuration was composed and checked before, and is in the run directory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    problems = list(_in_any_case(cfg))
+    problems = list(_common_problems(cfg))
     missing = [name for name in _ENGINES[cfg.launch.kind].packages if importlib.util.find_spec(name) is None]
     if missing:
         kind, extra = cfg.launch.kind, _ENGINES[cfg.launch.kind].extra
@@ -134,7 +134,7 @@ def variable_problems(cfg: DictConfig) -> list[str]:
     ]
 
 
-def _in_any_case(cfg: DictConfig) -> Iterator[str]:
+def _common_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.devices == "auto":
         yield (
             f"devices=auto with launch={cfg.launch.kind}: this command cannot count the devices of other machines; "

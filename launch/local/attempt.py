@@ -12,14 +12,13 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError, first_failure
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import patience, told_to_end
-from trainwright.launch.outcome.outcome import LOOK_SECONDS, Outcome, metrics_after_signal, metrics_in
+from trainwright.launch.outcome.attempt import LOOK_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
+from trainwright.launch.outcome.interruption import interruption_in, patience
 from trainwright.launch.rank import rank_main
 from trainwright.launch.ranks.environment import rank_environment
-from trainwright.launch.ranks.rendezvous import LocalStore
-from trainwright.launch.ranks.supervisor import Ended, Supervisor
-from trainwright.launch.recovery.replacing import Replacements
+from trainwright.launch.ranks.local_store import LocalStore
+from trainwright.launch.ranks.supervisor import RankExit, Supervisor
+from trainwright.launch.recovery.replacements import Replacements
 
 # Failures of several ranks arrive one after the other; the second may be the cause.
 _TOGETHER_SECONDS = 0.1
@@ -52,7 +51,7 @@ class Attempt(RankAttempt):
                     self._start(ranks, rank, store.port, self.replacements.environment)
                 ended = self._wait(ranks, store.port, enough)
             except Interrupted as interrupted:
-                ended = pass_on(ranks, self.cfg, self.verb, interrupted)
+                ended = forward_signal(ranks, self.cfg, self.verb, interrupted)
                 codes = {each.rank: each.exit_code for each in ended}
                 failure = partial(first_failure, self.records, codes, Path(self.cfg.run_dir))
                 return Outcome(metrics=metrics_after_signal(self.records, self.cfg, codes, interrupted, failure))
@@ -68,15 +67,15 @@ class Attempt(RankAttempt):
         environment = rank_environment(self.cfg, rank, port, self.number)
         ranks.start_rank(rank, {**environment, **self.environment, **more})
 
-    def _wait(self, ranks: Supervisor, port: int, enough: Callable[[], bool] | None) -> list[Ended]:
+    def _wait(self, ranks: Supervisor, port: int, enough: Callable[[], bool] | None) -> list[RankExit]:
         """Wait until all ranks have exited, one has failed that cannot be replaced, or `enough` returns True."""
-        ended: list[Ended] = []
+        ended: list[RankExit] = []
         look = None if enough is None else LOOK_SECONDS
         while ranks.living or self.replacements.pause is not None:
             pauses = [pause for pause in (look, self.replacements.pause) if pause is not None]
             some = _next_ends(ranks, min(pauses, default=None))
             failed = [each for each in some if each.failed]
-            if failed and not self._can_go_on(failed):
+            if failed and not self._can_replace(failed):
                 return ended + some
             ended += [each for each in some if not each.failed]
             for rank, more in self.replacements.due():
@@ -85,23 +84,23 @@ class Attempt(RankAttempt):
                 return ended
         return ended
 
-    def _can_go_on(self, failed: Sequence[Ended]) -> bool:
+    def _can_replace(self, failed: Sequence[RankExit]) -> bool:
         beginning = self.beginning
         begun = None if beginning is None else beginning.step
         return self.replacements.take(failed, begun)
 
-    def _failure(self, ended: list[Ended]) -> RankError:
+    def _failure(self, ended: list[RankExit]) -> RankError:
         codes = {each.rank: None if each.asked else each.exit_code for each in ended}
         hangs = {each.rank: each.hang for each in ended if each.hang is not None}
         failure = first_failure(self.records, codes, Path(self.cfg.run_dir), hangs)
-        told = told_to_end(self.cfg, codes)
+        told = interruption_in(self.cfg, codes)
         # A rank that did not save in time was killed, and the others lost their connections to it.
         if told is not None and not failure.is_cause:
             raise told
         return failure
 
 
-def _next_ends(ranks: Supervisor, seconds: float | None) -> list[Ended]:
+def _next_ends(ranks: Supervisor, seconds: float | None) -> list[RankExit]:
     """Wait at most `seconds` for ranks to exit; after a failure, also for those that fail with it."""
     if not ranks.living:
         time.sleep(seconds or 0.0)  # all are lost, and replacements are due later
@@ -109,7 +108,7 @@ def _next_ends(ranks: Supervisor, seconds: float | None) -> list[Ended]:
     return ended + ranks.wait(_TOGETHER_SECONDS) if any(each.failed for each in ended) else ended
 
 
-def pass_on(ranks: Supervisor, cfg: DictConfig, verb: str, interrupted: Interrupted) -> list[Ended]:
+def forward_signal(ranks: Supervisor, cfg: DictConfig, verb: str, interrupted: Interrupted) -> list[RankExit]:
     """Forward a signal to the ranks and wait for their exit; a second signal kills them at once."""
     try:
         return ranks.end(ranks.living, patience(cfg, verb, interrupted.number), interrupted.number)

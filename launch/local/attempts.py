@@ -11,10 +11,9 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import MARGIN_SECONDS
-from trainwright.launch.recovery.check_resume import going_on_in_place
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback
+from trainwright.launch.outcome.interruption import MARGIN_SECONDS
+from trainwright.launch.recovery.check_resume import resume_in_place
+from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog, RestartPolicy
 from trainwright.launch.recovery.sizes import resized
 
 # Seconds that the other ranks have to exit before a restart. Ranks waiting in an NCCL collective never notice a
@@ -42,7 +41,7 @@ class Sizes(Protocol):
     def look(self, samples: int | None) -> bool:
         """Return whether the number of devices changes now; `samples` per optimizer step, as reported by the ranks."""
 
-    def blame(self, setback: Setback, samples: int | None) -> bool:
+    def blame(self, setback: AttemptFailure, samples: int | None) -> bool:
         """Account for a failure; return whether the next attempt omits its cause."""
 
     def close(self) -> None:
@@ -89,7 +88,7 @@ class AttemptedRun:
                 attempt = self._maker.make(cfg, self._attempts, self._policy, self._log)
                 self._attempts += 1
                 try:
-                    metrics = self._try(attempt)
+                    metrics = self._run_attempt(attempt)
                 except RankError as failure:
                     failure.is_refused = self._is_refused(attempt, failure)
                     raise
@@ -101,7 +100,7 @@ class AttemptedRun:
                 self._sizes.close()
             self._maker.close()
 
-    def _try(self, attempt: RankAttempt) -> dict[str, float] | None:
+    def _run_attempt(self, attempt: RankAttempt) -> dict[str, float] | None:
         """Return the final metrics; None = another attempt follows."""
         enough = None if self._sizes is None else lambda: self._resizes(attempt)
         try:
@@ -113,7 +112,7 @@ class AttemptedRun:
         if self._samples is None and attempt.beginning is not None:
             self._samples = attempt.beginning.global_batch_size
         if outcome.failure is not None:
-            self._settle(attempt, outcome.failure)
+            self._handle_failure(attempt, outcome.failure)
         return outcome.metrics
 
     @property
@@ -128,7 +127,7 @@ class AttemptedRun:
         # An attempt that has not reached training would lose its start repeatedly.
         return self._sizes is not None and beginning is not None and self._sizes.look(beginning.global_batch_size)
 
-    def _settle(self, attempt: RankAttempt, failure: RankError) -> None:
+    def _handle_failure(self, attempt: RankAttempt, failure: RankError) -> None:
         """Decide about a failure, and wait before a restart.
 
         Raises:
@@ -137,11 +136,11 @@ class AttemptedRun:
         if self._policy.is_off or self._is_refused(attempt, failure):
             raise failure
         setback = attempt.setback(failure)
-        self._log.tell(f"{failure.summary} ({setback.when})", str(failure))
+        self._log.write(f"{failure.summary} ({setback.when})", str(failure))
         if self._sizes is not None and self._sizes.blame(setback, self._samples):
             self._policy.forgive()
         restart = self._policy.restart(failure, setback, self._log)
-        self._log.tell(f"restart {restart.number}{restart.wait}; {self._log.path} has details")
+        self._log.write(f"restart {restart.number}{restart.wait}; {self._log.path} has details")
         time.sleep(restart.seconds)
 
     def _is_refused(self, attempt: RankAttempt, failure: RankError) -> bool:
@@ -150,7 +149,7 @@ class AttemptedRun:
 
     def _next_config(self) -> DictConfig:
         devices = self._first.devices if self._sizes is None else self._sizes.size
-        cfg = going_on_in_place(resized(self._first, devices, self._samples, self._first.nodes), self._verb)
+        cfg = resume_in_place(resized(self._first, devices, self._samples, self._first.nodes), self._verb)
         where = "from the start" if cfg.ckpt_path is None else f"from {cfg.ckpt_path}"
-        self._log.tell(f"continuing {where} with {devices * cfg.nodes} rank(s)")
+        self._log.write(f"continuing {where} with {devices * cfg.nodes} rank(s)")
         return cfg

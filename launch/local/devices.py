@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.launch.ranks.supervisor import Supervisor
-from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.recovery.restarts import AttemptFailure
 
 # A number in this file of the run directory limits the devices in use.
 LIMIT_FILE = "devices"
@@ -27,7 +27,7 @@ _OF_MEMORY = re.compile(r"OutOfMemory|out of memory", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def speaks_of_device(setback: Setback) -> bool:
+def is_device_failure(setback: AttemptFailure) -> bool:
     """Return whether a failure may come from the device: a kill, crash or hang, or an error of its driver."""
     if not setback.raised:
         return True
@@ -78,9 +78,9 @@ class Devices:
             return None
         return max(self.fewest, int(text)) if text.isdecimal() else None
 
-    def strike(self, device: int, setback: Setback) -> bool:
+    def count_failure(self, device: int, setback: AttemptFailure) -> bool:
         """Count a failure of the rank on a device; return whether the device counts as lost."""
-        if setback.trained or not speaks_of_device(setback):
+        if setback.trained or not is_device_failure(setback):
             self._strikes = None, 0
             return False
         before, strikes = self._strikes
@@ -88,7 +88,7 @@ class Devices:
         self._strikes = (None, 0) if strikes == _STRIKES else (device, strikes)
         return strikes == _STRIKES
 
-    def lose(self, device: int) -> None:
+    def mark_lost(self, device: int) -> None:
         """Take a device out of use until a later probe succeeds."""
         before = self._intervals.get(device)
         interval = self.probe_seconds if before is None else min(2 * before, _LONGEST_PROBE_INTERVAL)
@@ -101,7 +101,7 @@ class Devices:
         self._probe_at.update((device, now + self._intervals[device]) for device in found)
         return found
 
-    def found(self, device: int) -> None:
+    def mark_working(self, device: int) -> None:
         """Use a lost device again."""
         self._probe_at.pop(device, None)
 

@@ -13,13 +13,12 @@ from trainwright.core.run.interrupt import HeldSignals
 from trainwright.core.run.run_directory import write_config_file
 from trainwright.launch.local.attempt import Attempt
 from trainwright.launch.local.attempts import AttemptedRun
-from trainwright.launch.members.replicas import ReplicaAttempt, keeps_replicas
+from trainwright.launch.members.replicas import ReplicaAttempt, is_elastic_run
 from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import notices
+from trainwright.launch.outcome.interruption import notices
 from trainwright.launch.ranks.forkserver import start_forkserver
-from trainwright.launch.recovery.replacing import Replacements
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy
+from trainwright.launch.recovery.replacements import Replacements
+from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy
 from trainwright.launch.recovery.shrinking import Shrinking
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import HangMonitor
@@ -82,7 +81,7 @@ class LocalAttempts:
             write_config_file(cfg, folder)
         environment = {} if self._sizes is None else self._sizes.environment()
         monitor = _monitor_of(cfg, records)
-        if keeps_replicas(cfg, self._verb):
+        if is_elastic_run(cfg, self._verb):
             return ReplicaAttempt(cfg, self._verb, records, monitor, environment, policy, log)
         options = options_of(cfg.strategy)
         ranks = () if options is None else PlannedRun(cfg, self._verb).replaceable_ranks(options)

@@ -14,7 +14,7 @@ from trainwright.core.failures.records import Beginning, read_beginning, read_st
 from trainwright.core.layout import Layout
 from trainwright.launch.members.mailbox import NOW, Announcement, Left, records_of
 from trainwright.launch.members.members import Members
-from trainwright.launch.ranks.rendezvous import LocalStore
+from trainwright.launch.ranks.local_store import LocalStore
 from trainwright.launch.recovery.sizes import resized
 
 
@@ -96,7 +96,7 @@ _AHEAD_SECONDS, _AHEAD_STEPS = 0.3, 2
 
 
 @dataclass(frozen=True)
-class Parted:
+class EndedGeneration:
     """A generation after its members have left.
 
     Args:
@@ -116,7 +116,7 @@ class Parted:
         return max(set.intersection(*held), default=None) if held else None
 
     @property
-    def why_not(self) -> str:
+    def reason(self) -> str:
         """The reason why the remaining members cannot continue."""
         gone = ", ".join(str(self.before.rank_of(member)) for member in sorted(self.lost))
         if not self.before.whole_replicas(self.lost):
@@ -179,7 +179,7 @@ class Generations:
 
     def begin(self) -> None:
         """Announce the first generation."""
-        self._members.strike_off(self.now.members)
+        self._members.remove_joining(self.now.members)
         self._announce(self._cfg, None, {})
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Generations:
 
     # ---- the end of a generation ------------------------------------------------------------------------------------
 
-    def call_if_ready(self) -> None:
+    def call_to_leave(self) -> None:
         """Call the members to leave after a coming step, if whole new replicas are ready."""
         if self._called or not self.lacking or len(self._members.ready) < self.now.replica_size:
             return
@@ -200,7 +200,7 @@ class Generations:
         self._called = True
         self._members.mailbox.board.call(self.now.generation, step + _AHEAD_STEPS + int(per_second * _AHEAD_SECONDS))
 
-    def part(self, lost: Collection[int]) -> Parted:
+    def end_generation(self, lost: Collection[int]) -> EndedGeneration:
         """Make all members leave; end the rest of replicas that lost one.
 
         Args:
@@ -208,11 +208,11 @@ class Generations:
         """
         if lost or not self._called:
             self._members.mailbox.board.call(self.now.generation, NOW)
-        left, gone = self._all_left(set(lost))
+        left, gone = self._wait_until_left(set(lost))
         gone |= self._end_broken_replicas(gone)
-        return Parted(self.now, frozenset(gone), tuple(each for each in left if each.member not in gone))
+        return EndedGeneration(self.now, frozenset(gone), tuple(each for each in left if each.member not in gone))
 
-    def _all_left(self, lost: set[int]) -> tuple[list[Left], set[int]]:
+    def _wait_until_left(self, lost: set[int]) -> tuple[list[Left], set[int]]:
         """Wait until every member has left or is lost; end those that do neither in time."""
         end = time.monotonic() + _LEAVE_SECONDS
         while True:
@@ -222,7 +222,7 @@ class Generations:
                 return left, lost
             if time.monotonic() > end:
                 late = set(waiting) - {each.member for each in left}
-                self._members.end_those(late)
+                self._members.kill(late)
                 return left, lost | late
             ended = {each.rank for each in self._members.wait(0.02)}
             lost |= ended & set(self.now.members)
@@ -231,12 +231,12 @@ class Generations:
         """End the remaining members of replicas that lost one."""
         whole = {member for replica in self.now.whole_replicas(lost) for member in replica}
         broken = set(self.now.members) - whole - set(lost)
-        self._members.end_those(broken)
+        self._members.kill(broken)
         return broken
 
     # ---- the next generation ----------------------------------------------------------------------------------------
 
-    def go_on(self, parted: Parted) -> int | None:
+    def start_next(self, parted: EndedGeneration) -> int | None:
         """Announce the next generation: the remaining members, and new replicas that are ready and needed.
 
         Returns:
@@ -249,7 +249,7 @@ class Generations:
         if after is None or step is None:
             return None
         self.now = after
-        self._members.strike_off(after.members)
+        self._members.remove_joining(after.members)
         self._announce(self._config(), step, after.sources(before))
         return step
 

@@ -120,7 +120,7 @@ class Mailbox:
         found: Announcement | None = rebuilt(Announcement, self._read(f"generation_{generation}"))
         return found
 
-    def wait_to_be_in(self, member: int, generation: int) -> Announcement:
+    def wait_for_generation(self, member: int, generation: int) -> Announcement:
         """Wait, without limit, for a generation after ``generation`` that includes ``member``."""
         found: Announcement = waited(lambda: self._latest_with(member, generation), None)
         return found
@@ -130,7 +130,7 @@ class Mailbox:
         found = self.announcement(max(numbers)) if max(numbers, default=-1) > generation else None
         return found if found is not None and member in found.members else None
 
-    def say_ready(self, member: int) -> None:
+    def report_ready(self, member: int) -> None:
         """Report that a new member waits to join."""
         self._write(f"ready_{member}", {})
 
@@ -138,7 +138,7 @@ class Mailbox:
         """Return whether a new member waits to join."""
         return self._path(f"ready_{member}").exists()
 
-    def say_left(self, generation: int, left: Left) -> None:
+    def report_left(self, generation: int, left: Left) -> None:
         """Report that a member has left a generation."""
         self._write(f"left_{generation}_{left.member}", asdict(left))
 

@@ -20,9 +20,9 @@ from trainwright.core.processes.watch import ShutdownWatch
 from trainwright.core.run.run_directory import read_config
 from trainwright.launch.members.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
 from trainwright.launch.ranks.environment import of_rank
-from trainwright.launch.ranks.forkserver import become_ordinary
+from trainwright.launch.ranks.forkserver import restore_defaults
+from trainwright.launch.ranks.local_store import ADDRESS
 from trainwright.launch.ranks.output import Output
-from trainwright.launch.ranks.rendezvous import ADDRESS
 
 if TYPE_CHECKING:
     from trainwright.callbacks.end.regrouping import Regrouping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.5
 _MEET_SECONDS = 300.0
 # Wait for news of a lost member before an error counts as this member's own.
-_DOUBT_SECONDS = 1.0
+_CALL_WAIT_SECONDS = 1.0
 
 
 def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, records: Path, mailbox: Path) -> None:
@@ -52,7 +52,7 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
     os.environ.update(environment)
     member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
     try:
-        become_ordinary()
+        restore_defaults()
         ShutdownWatch.start_in_rank(read_config(run_dir).launch.grace_seconds)
         member.run()
     except SystemExit:
@@ -91,7 +91,7 @@ class Member:
         self._snapshots = Snapshots(keep=2)
         import_module("trainwright.launch.worker")
         gc.freeze()  # exclude the imports from garbage collection, which leaving groups triggers
-        self._mailbox.say_ready(self._number)
+        self._mailbox.report_ready(self._number)
         while True:
             announcement = self._next()
             metrics = self._train(announcement)
@@ -106,7 +106,7 @@ class Member:
 
     def _next(self) -> Announcement:
         """Wait for a later generation that includes this member; the launching process kills unwanted members."""
-        found = self._mailbox.wait_to_be_in(self._number, self._generation)
+        found = self._mailbox.wait_for_generation(self._number, self._generation)
         self._generation = found.generation
         return found
 
@@ -130,13 +130,13 @@ class Member:
         seen: list[BaseException] = []
         try:
             held = self._state(announcement, rank)
-            with _interrupted(self._mailbox, announcement.generation):
+            with _abort_on_call(self._mailbox, announcement.generation):
                 return run_verb(cfg, self._verb, seen.append, held=held, more_callbacks=callbacks)
         except BaseException as error:
             if not self._generation_ended(seen[0] if seen else error, announcement.generation):
                 self._recorder.record(seen[0] if seen else error)
                 raise
-            self._leave(error, announcement)
+            self._leave_generation(error, announcement)
             return None
 
     def _regrouping(self, cfg: DictConfig, record: StepRecord) -> Regrouping:
@@ -167,7 +167,7 @@ class Member:
                 raise RuntimeError(f"member {self._number} has no in-memory snapshot of step {announcement.step}")
         if not announcement.sources:
             return held
-        group = _meet(rank, len(announcement.members))
+        group = _meet_members(rank, len(announcement.members))
         try:
             for member, source in announcement.sources.items():
                 if self._number == source:
@@ -195,10 +195,10 @@ class Member:
         if stands_alone(error):
             return False
         # An error caused by a lost member need not say so; the launching process calls when one is lost.
-        called: int | None = waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS)
+        called: int | None = waited(lambda: self._mailbox.board.called(generation), _CALL_WAIT_SECONDS)
         return called == NOW
 
-    def _leave(self, error: BaseException, announcement: Announcement) -> None:
+    def _leave_generation(self, error: BaseException, announcement: Announcement) -> None:
         """Drop the connections to the other members and report it."""
         from trainwright.callbacks.end.regrouping import Regroup
         from trainwright.callbacks.inject.network import Endpoint, cut_off
@@ -206,17 +206,17 @@ class Member:
 
         assert self._snapshots is not None
         text = None if isinstance(error, Regroup) else f"{type(error).__name__}: {error}"
-        _forget_frames(error)
+        _clear_tracebacks(error)
         if text is not None:
             # Members that wait for this one must not wait longer; groups are only freed once nothing refers to them.
             others = [Endpoint("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
             cut_off(Endpoint("", os.getpid(), ()), others)
         leave_groups()
         steps = tuple(self._snapshots.steps())
-        self._mailbox.say_left(self._generation, Left(self._number, steps, text))
+        self._mailbox.report_left(self._generation, Left(self._number, steps, text))
 
 
-def _meet(rank: int, size: int) -> Any:
+def _meet_members(rank: int, size: int) -> Any:
     """Return a gloo group of all members of a generation, for use before training creates its own."""
     import torch.distributed as dist
 
@@ -227,14 +227,14 @@ def _meet(rank: int, size: int) -> Any:
     return dist.group.WORLD
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def _clear_tracebacks(error: BaseException | None) -> None:
     """Drop the references in an error's frames: strategies, and through them process groups and device memory."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
 
 
-class _interrupted:  # noqa: N801 - read as a sentence: with _interrupted(...)
+class _abort_on_call:  # noqa: N801 - read as a sentence: with _abort_on_call(...)
     """Context manager that aborts NCCL collectives when the members are called to leave at once.
 
     gloo raises on a broken connection; an NCCL kernel waits for the lost peer.

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from trainwright.launch.members.mailbox import Mailbox, records_of
 from trainwright.launch.members.member import member_main
 from trainwright.launch.ranks.environment import rank_environment
-from trainwright.launch.ranks.supervisor import Ended, Monitor, Supervisor
+from trainwright.launch.ranks.supervisor import Monitor, RankExit, Supervisor
 
 
 class Members(Supervisor):
@@ -57,18 +57,18 @@ class Members(Supervisor):
             self.start_rank(number, environment | self._more)
             self.joining.append(number)
 
-    def strike_off(self, members: Collection[int]) -> None:
+    def remove_joining(self, members: Collection[int]) -> None:
         """Remove these from the joining members."""
         self.joining = [member for member in self.joining if member not in members]
 
-    def wait(self, timeout: float | None = None) -> list[Ended]:
+    def wait(self, timeout: float | None = None) -> list[RankExit]:
         """Wait until a member exits; see :meth:`Supervisor.wait`."""
         ended = super().wait(timeout)
         self.exit_codes.update((each.rank, each.exit_code) for each in ended if not each.asked)
-        self.strike_off({each.rank for each in ended})
+        self.remove_joining({each.rank for each in ended})
         return ended
 
-    def end_those(self, members: Collection[int]) -> None:
+    def kill(self, members: Collection[int]) -> None:
         """Kill those that live."""
         self.end(tuple(sorted(set(members) & set(self.living))), grace=0.0)
 

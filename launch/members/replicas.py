@@ -18,21 +18,19 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError, ends, first_failure
 from trainwright.core.failures.records import Beginning, read_result
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.local.attempt import pass_on
-from trainwright.launch.members.generations import Generations, Parted, first_beginning
+from trainwright.launch.local.attempt import forward_signal
+from trainwright.launch.members.generations import EndedGeneration, Generations, first_beginning
 from trainwright.launch.members.mailbox import Left, records_of
 from trainwright.launch.members.members import Members
-from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import patience, told_to_end
-from trainwright.launch.outcome.outcome import Outcome
-from trainwright.launch.ranks.supervisor import Ended
+from trainwright.launch.outcome.attempt import Outcome, RankAttempt
+from trainwright.launch.outcome.interruption import interruption_in, patience
+from trainwright.launch.ranks.supervisor import RankExit
 from trainwright.launch.recovery.check_recovery import AUTO, REPLICAS
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback, setback_of
+from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog, RestartPolicy, attempt_failure
 from trainwright.strategies.compose.world import Surroundings, closed_layout
 
 
-class MemberEnds:
+class MemberExits:
     """Interpretation of members' exits and records.
 
     Args:
@@ -46,19 +44,19 @@ class MemberEnds:
         self._records = records
         self._generations = generations
 
-    def told(self, ended: Iterable[Ended]) -> Interrupted | None:
+    def interruption(self, ended: Iterable[RankExit]) -> Interrupted | None:
         """Return the signal that interrupted these, if one did."""
-        return told_to_end(self._cfg, {each.rank: each.exit_code for each in ended})
+        return interruption_in(self._cfg, {each.rank: each.exit_code for each in ended})
 
-    def of_members(self, ended: Iterable[Ended]) -> list[Ended]:
+    def of_members(self, ended: Iterable[RankExit]) -> list[RankExit]:
         """Return those that took part in this generation."""
         return [each for each in ended if each.rank in self._generations.now.members]
 
-    def failed(self, ended: Iterable[Ended]) -> list[Ended]:
+    def failed(self, ended: Iterable[RankExit]) -> list[RankExit]:
         """Return those that failed and were not interrupted."""
-        return [each for each in ended if each.failed and self.told([each]) is None]
+        return [each for each in ended if each.failed and self.interruption([each]) is None]
 
-    def blame(self, failed: Sequence[Ended]) -> RankError:
+    def blame(self, failed: Sequence[RankExit]) -> RankError:
         """Return the error of the first that failed; of a joining one only if no other did."""
         now, run_dir = self._generations.now, Path(self._cfg.run_dir)
         by_rank = {now.members.index(each.rank): each for each in self.of_members(failed)}
@@ -69,18 +67,18 @@ class MemberEnds:
         hangs = {rank: each.hang for rank, each in by_rank.items() if each.hang is not None}
         return first_failure(self._generations.folder, codes, run_dir, hangs)
 
-    def setback(self, error: RankError, failed: Sequence[Ended]) -> Setback:
+    def setback(self, error: RankError, failed: Sequence[RankExit]) -> AttemptFailure:
         """Return an error, which made these fail, in the terms of the policy."""
         ranks, steps = {self._generations.now.rank_of(each.rank) for each in failed}, self._generations.steps
         step = max((step for rank, step in steps.items() if rank in ranks), default=None)
-        return setback_of(error, step, self._generations.begun)
+        return attempt_failure(error, step, self._generations.begun)
 
-    def broken(self, left: Left) -> tuple[RankError, Setback]:
+    def connection_failure(self, left: Left) -> tuple[RankError, AttemptFailure]:
         """Return the error and setback of a member that lost its connections to living ones."""
         rank = self._generations.now.rank_of(left.member) or 0
         error = RankError(f"the connections of rank {rank} broke: {left.error}", rank, None)
         step = max(self._generations.steps.values(), default=None)
-        return error, Setback(rank, "broken connections", step=step, begun=self._generations.begun)
+        return error, AttemptFailure(rank, "broken connections", step=step, begun=self._generations.begun)
 
     def lines(self, members: Collection[int], exit_codes: dict[int, int]) -> list[str]:
         """Return a line for each of those that ended without being asked to."""
@@ -95,7 +93,7 @@ _LOOK_SECONDS = 0.1
 _TOGETHER_SECONDS = 0.1
 
 
-def keeps_replicas(cfg: DictConfig, verb: str) -> bool:
+def is_elastic_run(cfg: DictConfig, verb: str) -> bool:
     """Return whether a run continues in the processes of the other replicas when it loses one.
 
     Args:
@@ -128,14 +126,14 @@ class ReplicaAttempt(RankAttempt):
         self._layout = layout
         self._start_at = 0.0  # when replacements may be started
         self._suspects = False
-        self._setback: Setback | None = None
+        self._setback: AttemptFailure | None = None
 
     @property
     def beginning(self) -> Beginning | None:
         """The start of training; None before it."""
         return first_beginning(self.records)
 
-    def setback(self, failure: RankError) -> Setback:
+    def setback(self, failure: RankError) -> AttemptFailure:
         """Return a failure of this attempt in the terms of the policy."""
         assert self._setback is not None
         return replace(self._setback, rank=failure.rank)
@@ -151,16 +149,16 @@ class ReplicaAttempt(RankAttempt):
         self._members = Members(self.cfg, self.verb, self.records, self.environment, self.monitor)
         with self._members:
             self._generations = Generations(self.cfg, self._layout, self.records, self._members)
-            self._ends = MemberEnds(self.cfg, self.records, self._generations)
+            self._ends = MemberExits(self.cfg, self.records, self._generations)
             try:
-                return self._see_through()
+                return self._supervise()
             except Interrupted as interrupted:
-                ended = pass_on(self._members, self.cfg, self.verb, interrupted)
-                raise self._ends.told(ended) or interrupted from None
+                ended = forward_signal(self._members, self.cfg, self.verb, interrupted)
+                raise self._ends.interruption(ended) or interrupted from None
             finally:
                 self._generations.close()
 
-    def _see_through(self) -> Outcome:
+    def _supervise(self) -> Outcome:
         self._members.start(self._layout.world_size + self.cfg.launch.spares)
         self._generations.begin()
         while True:
@@ -168,13 +166,13 @@ class ReplicaAttempt(RankAttempt):
             if any(each.failed for each in ended):
                 ended += self._members.wait(_TOGETHER_SECONDS)
             members = self._ends.of_members(ended)
-            if any(each.exit_code == 0 for each in members) or self._ends.told(members) is not None:
+            if any(each.exit_code == 0 for each in members) or self._ends.interruption(members) is not None:
                 return self._finish(ended)
-            outcome = self._look_after(ended)
+            outcome = self._handle(ended)
             if outcome is not None:
                 return outcome
 
-    def _look_after(self, ended: Sequence[Ended]) -> Outcome | None:
+    def _handle(self, ended: Sequence[RankExit]) -> Outcome | None:
         """Regroup, start replacements or call members, as needed; return the outcome if the attempt is over."""
         failed = [each for each in ended if each.failed]
         lost = {each.rank for each in self._ends.of_members(failed)}
@@ -182,7 +180,7 @@ class ReplicaAttempt(RankAttempt):
         if error is not None:
             self._setback = self._ends.setback(error, failed)
             if not self._generations.now.whole_replicas(lost):
-                return self._end_with(error)
+                return self._fail(error)
             self._decide(error)
         left = self._generations.left
         errors = [each for each in left if each.error is not None]
@@ -190,7 +188,7 @@ class ReplicaAttempt(RankAttempt):
             if not self._suspects:
                 self._suspects = True
                 return None  # the exit of the member that broke them may not be noticed yet
-            error, self._setback = self._ends.broken(errors[0])
+            error, self._setback = self._ends.connection_failure(errors[0])
             self._decide(error)
         if lost or errors or len(left) == len(self._generations.now.members):
             return self._regroup(lost, error)
@@ -198,7 +196,7 @@ class ReplicaAttempt(RankAttempt):
             self._members.end_all(patience(self.cfg, self.verb))
             return Outcome()
         self._start_missing()
-        self._generations.call_if_ready()
+        self._generations.call_to_leave()
         return None
 
     def _decide(self, error: RankError) -> None:
@@ -217,53 +215,53 @@ class ReplicaAttempt(RankAttempt):
 
     def _regroup(self, lost: set[int], error: RankError | None) -> Outcome | None:
         """Continue as the next generation; return the outcome if that is impossible."""
-        parted = self._generations.part(lost)
-        step = self._generations.go_on(parted)
+        parted = self._generations.end_generation(lost)
+        step = self._generations.start_next(parted)
         if step is None:
             # The state is lost, or does not exist yet: the run restarts from a checkpoint.
-            self.log.tell("; ".join([parted.why_not, *self._ends.lines(parted.lost, self._members.exit_codes)]))
+            self.log.write("; ".join([parted.reason, *self._ends.lines(parted.lost, self._members.exit_codes)]))
             gone = sorted(parted.lost) or parted.before.members
-            error = error or self._ends.blame([Ended(member, 1) for member in gone])
-            self._setback = self._setback or Setback(error.rank, error.kind)
-            return self._end_with(error)
+            error = error or self._ends.blame([RankExit(member, 1) for member in gone])
+            self._setback = self._setback or AttemptFailure(error.rank, error.kind)
+            return self._fail(error)
         self._suspects = False
-        self._say(parted, error, step)
+        self._log_change(parted, error, step)
         return None
 
-    def _say(self, parted: Parted, error: RankError | None, step: int) -> None:
+    def _log_change(self, parted: EndedGeneration, error: RankError | None, step: int) -> None:
         now = self._generations.now
         new = len(set(now.members) - set(parted.before.members)) // now.replica_size
-        told = [error.summary] if error is not None else ["connections broke"] if not new else []
-        told += [f"{new} replica(s) joined"] if new else []
-        text = f"{'; '.join(told)}; continuing from step {step} with {self._generations.size}"
-        self.log.tell(text, "" if error is None else str(error))
+        parts = [error.summary] if error is not None else ["connections broke"] if not new else []
+        parts += [f"{new} replica(s) joined"] if new else []
+        text = f"{'; '.join(parts)}; continuing from step {step} with {self._generations.size}"
+        self.log.write(text, "" if error is None else str(error))
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def _end_with(self, error: RankError) -> Outcome:
+    def _fail(self, error: RankError) -> Outcome:
         self._members.end_all(self._grace)
         return Outcome(error)
 
-    def _finish(self, ended: Sequence[Ended]) -> Outcome:
+    def _finish(self, ended: Sequence[RankExit]) -> Outcome:
         """Wait for the other members after one has finished training or was interrupted."""
         ended = list(ended)
-        self._members.end_those(self._members.joining)
+        self._members.kill(self._members.joining)
         while self._members.living and not self._ends.failed(ended):
             ended += self._members.wait(_LOOK_SECONDS)
             # Members whose connections broke because others have finished wait for a generation that never comes.
-            self._members.end_those({each.member for each in self._generations.left})
+            self._members.kill({each.member for each in self._generations.left})
         failed = self._ends.of_members(self._ends.failed(ended))
         if failed:
             self._members.end_all(self._grace)
             error = self._ends.blame(failed)
             self._setback = self._ends.setback(error, failed)
             return Outcome(error)
-        told = self._ends.told(ended)
-        if told is not None:
-            raise told
+        interruption = self._ends.interruption(ended)
+        if interruption is not None:
+            raise interruption
         metrics = read_result(self.records)
         if metrics is None:
             error = RankError("rank 0 lost its connections at the end of training", 0, None)
-            self._setback = Setback(0, "broken connections")
+            self._setback = AttemptFailure(0, "broken connections")
             return Outcome(error)
         return Outcome(metrics=metrics)

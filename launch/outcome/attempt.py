@@ -1,19 +1,37 @@
-"""Interface of one attempt of a run, for any launcher."""
+"""One attempt of a run, for any launcher: its interface, and its outcome from the records of its ranks."""
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.failures.records import Beginning, read_beginning
-from trainwright.launch.outcome.outcome import Outcome, setback_in
-from trainwright.launch.recovery.restarts import Setback
+from trainwright.core.failures.records import Beginning, read_beginning, read_result, read_steps
+from trainwright.core.run.interrupt import Interrupted
+from trainwright.launch.outcome.interruption import interruption_in, notices
+from trainwright.launch.recovery.restarts import AttemptFailure, attempt_failure
 from trainwright.launch.watchdog.monitor import HangMonitor
+
+LOOK_SECONDS = 1.0
+"""Seconds between checks whether to end the ranks of an attempt and continue on other devices."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of an attempt.
+
+    Attributes:
+        failure: that ended it; None = success, or ended to continue on other devices.
+        metrics: final metrics of rank 0 by name; None = the run is not finished.
+    """
+
+    failure: RankError | None = None
+    metrics: dict[str, float] | None = None
 
 
 @dataclass(eq=False)
@@ -52,9 +70,11 @@ class RankAttempt(ABC):
         """The start of training; None before it."""
         return read_beginning(self.records)
 
-    def setback(self, failure: RankError) -> Setback:
+    def setback(self, failure: RankError) -> AttemptFailure:
         """Return a failure of this attempt in the terms of the policy."""
-        return setback_in(self.records, failure)
+        steps, beginning = read_steps(self.records), self.beginning
+        step = steps.get(failure.rank, max(steps.values(), default=None))
+        return attempt_failure(failure, step, None if beginning is None else beginning.step)
 
     def explain(self, failure: RankError) -> RankError:
         """Return the failure, with the monitor's findings added."""
@@ -65,3 +85,50 @@ class RankAttempt(ABC):
         """Release resources after the end."""
         if self.monitor is not None:
             self.monitor.close()
+
+
+def metrics_in(records: Path, cfg: DictConfig, number: int = signal.SIGTERM) -> dict[str, float]:
+    """Return the metrics of ranks that have all exited successfully; empty where the user's code ended them.
+
+    Args:
+        records: the folder of the attempt.
+        cfg: its resolved configuration.
+        number: of the signal that interrupted them, if one did.
+
+    Raises:
+        Interrupted: if they were interrupted and preemption.exit_code is 0.
+    """
+    metrics = read_result(records)
+    if metrics is None and cfg.preemption.exit_code == 0:
+        raise Interrupted(number, 0)
+    return metrics or {}
+
+
+def metrics_after_signal(
+    records: Path,
+    cfg: DictConfig,
+    codes: Mapping[int, int | None],
+    interrupted: Interrupted,
+    failure: Callable[[], RankError],
+) -> dict[str, float]:
+    """Return the metrics, if the ranks had finished before they were interrupted.
+
+    Args:
+        records: the folder of the attempt.
+        cfg: its resolved configuration.
+        codes: exit codes by rank; None = unknown.
+        interrupted: the signal to the launching process.
+        failure: returns the error of the rank that failed first.
+
+    Raises:
+        Interrupted: if they had not finished.
+        RankError: if they should have saved, and one failed to.
+    """
+    if codes and all(code == 0 for code in codes.values()):
+        return metrics_in(records, cfg, interrupted.number)
+    told = interruption_in(cfg, codes)
+    if told is None and codes and interrupted.number in notices(cfg):
+        error = failure()
+        if error.is_cause:
+            raise error
+    raise told or interrupted

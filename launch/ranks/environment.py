@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from trainwright.core.processes.machine import threads_of_rank
 from trainwright.core.processes.rendezvous import loopback_interfaces
 from trainwright.core.text.messages import token_environment
-from trainwright.launch.ranks.rendezvous import ADDRESS
+from trainwright.launch.ranks.local_store import ADDRESS
 
 
 def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) -> dict[str, str]:

@@ -14,7 +14,7 @@ MOST_RANKS = 256
 _BYTES = 1 << 16
 
 
-class _Growing:
+class _TailedFile:
     """A growing file that may not exist yet, read incrementally."""
 
     def __init__(self, path: Path, name: str, at: int) -> None:
@@ -36,10 +36,10 @@ class _Growing:
         if all_of_it and self._rest:
             whole, self._rest = [*whole, self._rest], b""
         mark = TRACEBACK_MARK.encode()  # the run's error has the information of the traceback
-        return [f"{self._name} {_as_shown(line)}" for line in whole if not line.startswith(mark)]
+        return [f"{self._name} {_last_state(line)}" for line in whole if not line.startswith(mark)]
 
 
-def _as_shown(line: bytes) -> str:
+def _last_state(line: bytes) -> str:
     """Return the last state of a line that redraws itself, like a progress bar."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
 
@@ -48,7 +48,7 @@ class Follower:
     """Printer of the lines appended to several files."""
 
     def __init__(self) -> None:
-        self._files: list[_Growing] = []
+        self._files: list[_TailedFile] = []
 
     def add(self, path: Path, name: str, from_end: bool = False, at: int = 0) -> None:
         """Follow a file, which may be created later.
@@ -59,7 +59,7 @@ class Follower:
             from_end: skip its present contents.
             at: bytes to skip otherwise.
         """
-        self._files.append(_Growing(path, name, path.stat().st_size if from_end and path.is_file() else at))
+        self._files.append(_TailedFile(path, name, path.stat().st_size if from_end and path.is_file() else at))
 
     def add_ranks(self, run_dir: Path, ranks: range, title: str = "") -> None:
         """Follow the logs of ranks, `logs/rank_<n>.log`, without the output of earlier runs in the directory.

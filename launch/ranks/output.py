@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def ranks_speak_to_stderr() -> Iterator[None]:
+def ranks_to_stderr() -> Iterator[None]:
     """Send the standard output of processes started within to standard error, so that a report stands alone."""
     sys.stdout.flush()
     held = os.dup(1)

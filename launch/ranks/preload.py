@@ -2,8 +2,7 @@
 
 import gc
 
-from trainwright.launch.ranks.forkserver import serve
-from trainwright.launch.ranks.importing import without_collector
+from trainwright.launch.ranks.forkserver import serve, without_collector
 
 serve()
 with without_collector():

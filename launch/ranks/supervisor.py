@@ -20,7 +20,7 @@ _MONITOR_INTERVAL = 0.5
 # A process inside the kernel (an unresponsive driver) survives SIGKILL; the launching process then continues.
 _SECONDS_TO_DIE = 30.0
 # Exit code of multiprocessing for children of a killed fork server: their real state is unknown.
-_SERVER_IS_GONE = 255
+_SERVER_KILLED = 255
 
 
 class Monitor(Protocol):
@@ -37,7 +37,7 @@ class Monitor(Protocol):
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExit:
     """Exit of one rank's process.
 
     Attributes:
@@ -129,7 +129,7 @@ class Supervisor:
         if self._monitor is not None:
             self._monitor.watch(rank, self.pid(rank))
 
-    def end(self, ranks: tuple[int, ...], grace: float, number: signal.Signals = signal.SIGTERM) -> list[Ended]:
+    def end(self, ranks: tuple[int, ...], grace: float, number: signal.Signals = signal.SIGTERM) -> list[RankExit]:
         """End some ranks together; the others continue.
 
         Args:
@@ -138,7 +138,7 @@ class Supervisor:
             number: the signal.
         """
         self._asked.update(ranks)
-        ended: list[Ended] = []
+        ended: list[RankExit] = []
         if grace > 0:
             for rank in ranks:
                 self._send(rank, number)
@@ -149,7 +149,7 @@ class Supervisor:
         ended += self._wait_for(left, _SECONDS_TO_DIE)
         return sorted(ended, key=lambda each: each.rank)
 
-    def wait(self, timeout: float | None = None) -> list[Ended]:
+    def wait(self, timeout: float | None = None) -> list[RankExit]:
         """Wait until a rank exits.
 
         Args:
@@ -161,7 +161,7 @@ class Supervisor:
         end = None if timeout is None else time.monotonic() + timeout
         while self._processes:
             rest = None if end is None else max(0.0, end - time.monotonic())
-            ended = self._gone(self.living, self._pause(rest))
+            ended = self._wait_any(self.living, self._pause(rest))
             if ended or rest == 0.0:
                 return ended
             self._ask_monitor()
@@ -173,35 +173,35 @@ class Supervisor:
             return rest
         return _MONITOR_INTERVAL if rest is None else min(rest, _MONITOR_INTERVAL)
 
-    def _wait_for(self, ranks: tuple[int, ...], seconds: float) -> list[Ended]:
+    def _wait_for(self, ranks: tuple[int, ...], seconds: float) -> list[RankExit]:
         """Wait at most `seconds` until all of these have exited."""
         end = time.monotonic() + seconds
-        ended: list[Ended] = []
+        ended: list[RankExit] = []
         while left := tuple(rank for rank in ranks if rank in self._processes):
             rest = end - time.monotonic()
             if rest <= 0:
                 break
-            ended += self._gone(left, rest)
+            ended += self._wait_any(left, rest)
         return ended
 
-    def _gone(self, ranks: tuple[int, ...], seconds: float | None) -> list[Ended]:
+    def _wait_any(self, ranks: tuple[int, ...], seconds: float | None) -> list[RankExit]:
         """Wait at most `seconds` until one of these has exited, and remove those that have."""
         sentinels = {self._processes[rank].sentinel: rank for rank in ranks}
         ready = connection.wait(list(sentinels), seconds)
-        return [self._forget(sentinels[sentinel]) for sentinel in sentinels if sentinel in ready]
+        return [self._reap(sentinels[sentinel]) for sentinel in sentinels if sentinel in ready]
 
-    def _forget(self, rank: int) -> Ended:
+    def _reap(self, rank: int) -> RankExit:
         process = self._processes[rank]
         process.join()
         code = process.exitcode
         assert code is not None
-        if code == _SERVER_IS_GONE:
+        if code == _SERVER_KILLED:
             self._send(rank, signal.SIGKILL)  # it may still live
         del self._processes[rank]
         process.close()
         asked = rank in self._asked
         self._asked.discard(rank)
-        return Ended(rank, code, asked, self._hangs.pop(rank, None))
+        return RankExit(rank, code, asked, self._hangs.pop(rank, None))
 
     def _ask_monitor(self) -> None:
         hang = None if self._monitor is None else self._monitor.check()

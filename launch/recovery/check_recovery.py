@@ -23,14 +23,14 @@ def recovery_problems(
         layout: with all sizes resolved; None = unknown, or refused elsewhere.
         has_launcher: whether torchrun or SLURM has started this process.
     """
-    problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
+    problems = [] if cfg.launch.recovery != REPLICAS else list(_replica_problems(cfg, verb, layout, has_launcher))
     if cfg.launch.recovery == REPLICAS and options is None:
         problems.append(
             f"launch.recovery=replicas with {cfg.strategy.get('_target_')}: its configuration does not show which "
             "ranks are replicas; type launch.recovery=restart, or derive the class from one of Trainwright's"
         )
     if cfg.launch.recovery == REJOIN:
-        problems += _against_rejoining(cfg, verb, options, has_launcher)
+        problems += _rejoin_problems(cfg, verb, options, has_launcher)
     if cfg.launch.spares > 0 and cfg.launch.recovery in (RESTART, REJOIN):
         whom = "all ranks" if cfg.launch.recovery == RESTART else "the lost rank"
         problems.append(
@@ -40,8 +40,8 @@ def recovery_problems(
     return problems
 
 
-def _against_replicas(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> Iterator[str]:
-    yield from _in_any_case(cfg, verb, has_launcher)
+def _replica_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> Iterator[str]:
+    yield from _common_problems(cfg, verb, has_launcher)
     if layout is not None and layout.replicate < 2:
         yield (
             f"launch.recovery=replicas with the layout {layout}: no other replica has the state of a lost rank; type "
@@ -49,7 +49,7 @@ def _against_replicas(cfg: DictConfig, verb: str, layout: Layout | None, has_lau
         )
 
 
-def _in_any_case(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str]:
+def _common_problems(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str]:
     given = f"launch.recovery={cfg.launch.recovery}"
     if has_launcher:
         yield (
@@ -70,10 +70,8 @@ def _in_any_case(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str
         )
 
 
-def _against_rejoining(
-    cfg: DictConfig, verb: str, options: StrategyOptions | None, has_launcher: bool
-) -> Iterator[str]:
-    yield from _in_any_case(cfg, verb, has_launcher)
+def _rejoin_problems(cfg: DictConfig, verb: str, options: StrategyOptions | None, has_launcher: bool) -> Iterator[str]:
+    yield from _common_problems(cfg, verb, has_launcher)
     if options is None or options.replaceable_ranks(0) is None:
         yield (
             "launch.recovery=rejoin: this strategy cannot continue after losing a rank; type launch.recovery=restart, "

@@ -52,7 +52,7 @@ def decide_resume(cfg: DictConfig, verb: str) -> list[str]:
     return problems
 
 
-def going_on_in_place(cfg: DictConfig, verb: str) -> DictConfig:
+def resume_in_place(cfg: DictConfig, verb: str) -> DictConfig:
     """Return the configuration of the next attempt of a run, resuming from its newest good checkpoint.
 
     Args:
@@ -268,11 +268,11 @@ def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> li
             f"trust=true has no effect: nothing in the checkpoint {cfg.ckpt_path} can run code; leave it out"
         )
     if verb == "fit":
-        problems += [*_another_batch(cfg, about), *_no_space(cfg, about)]
+        problems += [*_batch_problems(cfg, about), *_space_problems(cfg, about)]
     return problems
 
 
-def _another_batch(cfg: DictConfig, about: Any) -> Iterator[str]:
+def _batch_problems(cfg: DictConfig, about: Any) -> Iterator[str]:
     saved, given = about.get("global_batch_size"), cfg.global_batch_size
     if saved is None or given is None or saved == given or cfg.trainer.get("allow_changed_data"):
         return
@@ -282,7 +282,7 @@ def _another_batch(cfg: DictConfig, about: Any) -> Iterator[str]:
     )
 
 
-def _no_space(cfg: DictConfig, about: Any) -> Iterator[str]:
+def _space_problems(cfg: DictConfig, about: Any) -> Iterator[str]:
     """Yield folders without space for the next checkpoint, which is as large and replaces this one only at its end."""
     needed = about.get("bytes")
     if not needed:

@@ -1,11 +1,47 @@
 """Policy of restarts: a failed attempt is restarted after a wait, or given up with a reason."""
 
 import re
+import sys
+import textwrap
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import DivergedError
-from trainwright.launch.recovery.restart_log import RestartLog
+
+LOG_FILE = "restarts.log"
+
+
+class RestartLog:
+    """Log of failures and restarts.
+
+    Args:
+        run_dir: of the run; the file is `logs/restarts.log`, created with the first entry.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "logs" / LOG_FILE
+        """The file."""
+
+    def write(self, line: str, details: str = "") -> None:
+        """Print one line, and append it to the file with its details.
+
+        Args:
+            line: for the terminal (standard error) and the file.
+            details: for the file only.
+        """
+        print(f"trainwright: {line}", file=sys.stderr, flush=True)
+        text = f"{datetime.now().isoformat(' ', 'milliseconds')} {line}\n"
+        if details:
+            text += textwrap.indent(details.rstrip(), "    ") + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:  # a full disk must neither end the run nor hide the reason of the failure
+            print(f"trainwright: {self.path} cannot be written ({error}); the entry was:\n{text}", file=sys.stderr)
+
 
 # Longest wait before a restart, in seconds.
 _LONGEST_WAIT = 60.0
@@ -14,7 +50,7 @@ _INCIDENTAL = re.compile(r"0x[0-9a-f]+|\d+|/tmp/\S+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Setback:
+class AttemptFailure:
     """The failure that ended an attempt.
 
     Attributes:
@@ -43,7 +79,7 @@ class Setback:
         """The time of the failure in words."""
         return "before training" if self.step is None else f"at step {self.step}"
 
-    def is_same_as(self, other: "Setback") -> bool:
+    def is_same_as(self, other: "AttemptFailure") -> bool:
         """Return whether both are probably the same fault: the same error at the same step.
 
         An exception may be raised on all ranks, so its rank is ignored; a killed process is identified by its rank.
@@ -84,7 +120,7 @@ class StopRestarting:
     reason: str
 
 
-def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setback:
+def attempt_failure(failure: RankError, step: int | None, begun: int | None) -> AttemptFailure:
     """Return the failure of a rank in the terms of the policy.
 
     Args:
@@ -93,7 +129,7 @@ def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setba
         begun: optimizer steps done when training started; None = it did not.
     """
     raised = failure.failure
-    return Setback(
+    return AttemptFailure(
         rank=failure.rank,
         kind=failure.kind,
         message=raised.message if raised else failure.hang.reason if failure.hang else "",
@@ -123,14 +159,14 @@ class RestartPolicy:
         self._farthest = -1
         self._fruitless = 0
         self._same = 0
-        self._last: Setback | None = None
+        self._last: AttemptFailure | None = None
 
     @property
     def is_off(self) -> bool:
         """Whether nothing is ever restarted."""
         return self._max_restarts == 0
 
-    def decide(self, setback: Setback) -> Restart | StopRestarting:
+    def decide(self, setback: AttemptFailure) -> Restart | StopRestarting:
         """Decide about a failure."""
         self._count(setback)
         reason = self._reason_to_stop(setback)
@@ -139,7 +175,7 @@ class RestartPolicy:
         self._restarts += 1
         return Restart(self._restarts, self._seconds())
 
-    def restart(self, failure: RankError, setback: Setback, log: RestartLog) -> Restart:
+    def restart(self, failure: RankError, setback: AttemptFailure, log: RestartLog) -> Restart:
         """Decide about a failure, and log it if the run is given up.
 
         Raises:
@@ -147,7 +183,7 @@ class RestartPolicy:
         """
         decision = self.decide(setback)
         if isinstance(decision, StopRestarting):
-            log.tell(f"given up: {decision.reason}", str(failure))
+            log.write(f"given up: {decision.reason}", str(failure))
             raise failure.because(f"the run was given up: {decision.reason}")
         return decision
 
@@ -157,7 +193,7 @@ class RestartPolicy:
         self._fruitless = 0
         self._last = None
 
-    def _count(self, setback: Setback) -> None:
+    def _count(self, setback: AttemptFailure) -> None:
         step = -1 if setback.step is None else setback.step
         progressed = setback.trained and step > self._farthest
         self._farthest = max(self._farthest, step)
@@ -166,7 +202,7 @@ class RestartPolicy:
         self._same = self._same + 1 if repeated else 1
         self._last = setback
 
-    def _reason_to_stop(self, setback: Setback) -> str | None:
+    def _reason_to_stop(self, setback: AttemptFailure) -> str | None:
         if setback.kind == DivergedError.__name__:
             return "it is not restarted, because the loss guard ended it (guard=rollback would continue)"
         if setback.raised and not setback.trained and self._restarts == 0:

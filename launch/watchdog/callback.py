@@ -135,7 +135,7 @@ class Watchdog(Callback):
     # -----------------------------------------------------------------------------------------
 
     def _start_guardian(self, trainer: Trainer) -> dict[str, Any]:
-        from trainwright.launch.watchdog.outside import Guardian, agree
+        from trainwright.launch.watchdog.guardian_client import Guardian, agree
 
         assert self.limits is not None
         if trainer.local_rank == 0:

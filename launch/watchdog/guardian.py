@@ -1,4 +1,4 @@
-"""Program of the process that monitors the ranks of one machine; see :mod:`trainwright.launch.watchdog.outside`.
+"""Program that monitors the ranks of one machine; see :mod:`trainwright.launch.watchdog.guardian_client`.
 
 It imports neither torch nor Lightning, sleeps between two checks, and lives as long as its parent.
 """

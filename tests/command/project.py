@@ -117,3 +117,13 @@ def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]
     """Run the command to its end; its output is text, standard error included in it."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment()} | options
     return warm_run(command(*words), timeout=120, **options)
+
+
+def problems_of(*words: str, conf: Path | None = None, verb: str = "fit", launcher: Any = None) -> list[str]:
+    """All problems that are reported for a command line before anything is started."""
+    from trainwright.command.run import plan
+    from trainwright.command.schema.compose import compose_checked
+
+    result = compose_checked(words, conf)
+    checked = result.cfg is not None and result.guessed
+    return [*result.problems, *(plan(result.cfg, verb, launcher)[1] if checked else [])]

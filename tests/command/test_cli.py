@@ -40,7 +40,7 @@ def test_refused(words: list[str], parts: list[str], conf: Path, capfd: pytest.C
 
 def test_help_and_version(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "validate          measure" in capsys.readouterr().out
+    assert "validate          evaluate" in capsys.readouterr().out
     assert main(["fit", "--help", "--config-dir", str(conf)]) == 0
     assert "A recipe of my own." in capsys.readouterr().out
     assert main(["--version"]) == 0
@@ -57,7 +57,7 @@ def test_print_config(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config-dir", str(conf), "recipe=mine", "devices=2", "--print-config"]) == 2
 
 
-def test_every_verb_with_one_process(conf: Path) -> None:
+def test_all_verbs_in_one_process(conf: Path) -> None:
     script = Path("verbs.py")
     script.write_text(
         "import json\n"
@@ -100,7 +100,7 @@ def _check_first_run() -> None:
     assert "max_steps=6" in Path("first/logs/rank_0.log").read_text()
 
 
-def test_multirun_gives_one_directory_per_job_and_nothing_else(conf: Path, tmp_path: Path) -> None:
+def test_multirun_directories(conf: Path, tmp_path: Path) -> None:
     before = {path.name for path in tmp_path.iterdir()}
     words = ("--config-dir", str(conf), "recipe=mine", "devices=2", "trainer.log_every_n_steps=1")
     done = run_command("fit", "-m", *words, "strategy=ddp,zero3", "module.fail_rank=-1")
@@ -119,7 +119,7 @@ def test_multirun_gives_one_directory_per_job_and_nothing_else(conf: Path, tmp_p
             assert [row["step"] for row in csv.DictReader(file)][-1] == "3"
 
 
-def test_multirun_goes_on_after_a_failing_job(conf: Path) -> None:
+def test_multirun_continues_after_a_failure(conf: Path) -> None:
     words = ("--config-dir", str(conf), "recipe=mine", *QUIET)
     done = run_command("fit", "-m", *words, "module.fail_rank=0,-1")
     assert done.returncode == 1, done.stdout

@@ -63,7 +63,7 @@ def problems(conf: Path, *overrides: str, verb: str = "fit", launcher: Launcher 
 RECIPE_WITH = {"adapter": "finetune", "objective": "finetune", "model": "hf_causal_lm"}
 
 
-def test_every_choice_of_every_group_composes() -> None:
+def test_all_choices_compose() -> None:
     loader = config_loader()
     choices = {group: choices_of(loader, group) for group in group_names(loader)}
     for recipe in choices.pop("recipe"):
@@ -78,14 +78,14 @@ def test_every_choice_of_every_group_composes() -> None:
         assert OmegaConf.get_type(cfg) is schema.RunConfig, chosen
 
 
-def test_every_choice_says_in_a_line_what_it_is() -> None:
+def test_all_choices_have_descriptions() -> None:
     loader = config_loader()
     for group in group_names(loader):
         for choice in choices_of(loader, group):
             assert len(description_of(loader, group, choice)) > 10, f"{group}/{choice}.yaml needs a first comment line"
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_all_fields_have_help() -> None:
     for cls in SCHEMAS:
         comments = field_comments(cls)
         groups = {
@@ -105,12 +105,12 @@ def test_every_field_says_what_it_is() -> None:
         assert not silent, f"{cls.__name__}: {silent}"
 
 
-def test_composing_leaves_hydra_of_the_caller_alone(conf: Path) -> None:
+def test_global_hydra_is_untouched(conf: Path) -> None:
     mine(conf)
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_a_recipe_outside_the_package(conf: Path) -> None:
+def test_user_recipe(conf: Path) -> None:
     cfg = mine(conf, "strategy=zero3", "strategy.shard=2", "devices=2", "module.hidden=16", "+module.extra=1")
     assert cfg.strategy._target_ == "trainwright.strategies.data.zero.ZeroStrategy"
     assert (cfg.strategy.stage, cfg.strategy.shard, cfg.devices) == (3, 2, 2)
@@ -119,14 +119,14 @@ def test_a_recipe_outside_the_package(conf: Path) -> None:
     assert problems(conf, "strategy=zero3", "devices=2") == []
 
 
-def test_a_model_may_be_named_by_its_size() -> None:
+def test_model_by_size() -> None:
     by_model, by_size = (compose("llama_3d", [word]) for word in ("model=350m", "size=350m"))
     assert by_model == by_size
     assert by_model != compose("llama_3d")
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true", "16-mixed"])
-def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
+def test_precision_choices(conf: Path, precision: str) -> None:
     assert mine(conf, f"precision={precision}").precision == precision
 
 
@@ -201,7 +201,7 @@ def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
         (["module.hidden=${hiden}"], ["hiden", "not there"]),
     ],
 )
-def test_what_is_wrong_is_said_with_what_is_allowed(conf: Path, overrides: list[str], parts: list[str]) -> None:
+def test_error_messages(conf: Path, overrides: list[str], parts: list[str]) -> None:
     if overrides[0].startswith("recipe="):
         found = list(compose_checked(overrides, conf).problems)
     else:
@@ -224,14 +224,14 @@ def test_what_is_wrong_is_said_with_what_is_allowed(conf: Path, overrides: list[
         ),
     ],
 )
-def test_a_recipe_with_what_was_removed_is_told_what_to_type(conf: Path, lines: str, said: str) -> None:
+def test_removed_options_in_recipes(conf: Path, lines: str, said: str) -> None:
     head = "# @package _global_\ndefaults:\n  - mine\n"
     (conf / "recipe/old.yaml").write_text(head + lines.replace("\nlaunch", "\n  - _self_\nlaunch"), encoding="utf-8")
     [problem] = compose_checked(["recipe=old"], conf).problems
     assert said in problem
 
 
-def test_all_problems_at_once(conf: Path) -> None:
+def test_all_problems_are_reported_together(conf: Path) -> None:
     found = problems(
         conf,
         "strategy=zer3",
@@ -250,17 +250,17 @@ def test_all_problems_at_once(conf: Path) -> None:
     assert str(ConfigError(found)).startswith(f"nothing was started, because of {len(found)} problems:\n  1. ")
 
 
-def test_problems_hidden_behind_a_missing_value_are_said_too(conf: Path) -> None:
+def test_problems_beside_missing_values(conf: Path) -> None:
     found = problems(conf, "accumulation=fixed", "devices=2", "ckpt_path=nowhere")
     assert len(found) == 3
 
 
-def test_nothing_is_guessed_where_nothing_is_near(conf: Path) -> None:
+def test_no_guess_without_a_similar_name(conf: Path) -> None:
     # Checked with the default strategy instead, devices=2 would look wrong as well.
     assert len(problems(conf, "strategy=quantum_annealing", "devices=2")) == 1
 
 
-def test_without_a_recipe() -> None:
+def test_missing_recipe() -> None:
     with pytest.raises(
         ConfigError, match="no recipe was given; type recipe=<name>, recipes: digits, diloco_gpt, finetune"
     ):
@@ -301,7 +301,7 @@ def test_run_dir_not_writable(conf: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert "is a file" in found
 
 
-def test_run_dir_that_cannot_be_made(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, *args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -311,7 +311,7 @@ def test_run_dir_that_cannot_be_made(conf: Path, monkeypatch: pytest.MonkeyPatch
         run.prepare(cfg, "fit")
 
 
-def test_run_dir_that_holds_a_run(conf: Path, tmp_path: Path) -> None:
+def test_occupied_run_dir(conf: Path, tmp_path: Path) -> None:
     write_config(run.plan(mine(conf, "run_dir=here"), "fit")[0])
     [found] = problems(conf, "run_dir=here")
     assert "holds a run already" in found
@@ -322,7 +322,7 @@ def test_run_dir_that_holds_a_run(conf: Path, tmp_path: Path) -> None:
     assert problems(conf, "run_dir=here", verb="test") == []
 
 
-def test_a_launcher_that_started_another_number_of_ranks(conf: Path) -> None:
+def test_launcher_with_other_world_size(conf: Path) -> None:
     launcher = Launcher("torchrun", rank=0, world_size=4, local_world_size=2)
     [found] = problems(conf, "strategy=ddp", "devices=2", launcher=launcher)
     assert "devices=2 nodes=1 make 2 rank(s)" in found
@@ -333,7 +333,7 @@ def test_a_launcher_that_started_another_number_of_ranks(conf: Path) -> None:
     assert (planned.devices, planned.nodes) == (2, 2)
 
 
-def test_functions_of_a_recipe_look_at_the_configuration(conf: Path, tmp_path: Path) -> None:
+def test_recipe_checks(conf: Path, tmp_path: Path) -> None:
     (tmp_path / "my_checks.py").write_text(
         "def data(cfg, num_data_ranks):\n"
         "    return [f'data.path={cfg.data.path}: not there, {num_data_ranks} ranks wait'] if cfg.data.path else []\n"
@@ -343,7 +343,7 @@ def test_functions_of_a_recipe_look_at_the_configuration(conf: Path, tmp_path: P
     assert len(problems(conf, *more, "launch.port=0")) == 2
 
 
-def test_recipe_with_a_key_that_is_not_there(conf: Path) -> None:
+def test_faulty_recipes(conf: Path) -> None:
     (conf / "recipe/typo.yaml").write_text(RECIPE + "max_stepz: 3\n")
     with pytest.raises(
         ConfigError, match=r"in recipe/typo.yaml: there is no key 'max_stepz'; did you mean max_steps\?"
@@ -362,25 +362,25 @@ def test_recipe_with_a_key_that_is_not_there(conf: Path) -> None:
     assert "module: names no class" in found
 
 
-def test_config_dir_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_config_dir(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--config-dir nowhere: there is no such folder"):
         compose("mine", config_dir="nowhere")
 
 
-def test_own_file_that_ours_would_hide(conf: Path) -> None:
+def test_shadowed_user_file(conf: Path) -> None:
     (conf / "recipe/gpt.yaml").write_text(RECIPE)
     with pytest.raises(ConfigError, match="recipe/gpt.yaml has the name of a file of trainwright"):
         compose("gpt", config_dir=conf)
 
 
-def test_own_group_and_strategy(conf: Path) -> None:
+def test_user_strategy_yaml(conf: Path) -> None:
     (conf / "strategy").mkdir()
     (conf / "strategy/mine.yaml").write_text("_target_: my_module.MyStrategy\nnodes_per_pod: 4\n")
     cfg = mine(conf, "strategy=mine", "strategy.nodes_per_pod=8")
     assert cfg.strategy.nodes_per_pod == 8
 
 
-def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
+def test_derived_user_strategy(conf: Path, tmp_path: Path) -> None:
     (tmp_path / "my_strategies").mkdir()
     (tmp_path / "my_strategies/__init__.py").write_text("raise RuntimeError('imported')\n")
     (tmp_path / "my_strategies/base.py").write_text(
@@ -401,10 +401,10 @@ def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
     assert problems(conf, "strategy=own", *replicas) == []
     # Nobody knows whether there are replicas, so it must not be taken for a restart without a word.
     [found] = problems(conf, "strategy=other", *replicas)
-    assert found.startswith("launch.recovery=replicas with my_strategies.own.Other: its configuration does not tell")
+    assert found.startswith("launch.recovery=replicas with my_strategies.own.Other: its configuration does not show")
 
 
-def test_functions_of_an_own_strategy_look_at_the_configuration(conf: Path, tmp_path: Path) -> None:
+def test_strategy_checks(conf: Path, tmp_path: Path) -> None:
     (tmp_path / "even.py").write_text(
         "def ranks(cfg, num_data_ranks):\n    return [f'{num_data_ranks} ranks'] if num_data_ranks % 2 else []\n"
     )
@@ -417,7 +417,7 @@ def test_functions_of_an_own_strategy_look_at_the_configuration(conf: Path, tmp_
         assert problems(conf, f"strategy={name}", "devices=3") == ["3 ranks"]
 
 
-def test_targets_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_checked_without_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "loud"
     package.mkdir()
@@ -436,7 +436,7 @@ def test_targets_are_found_without_importing_them(tmp_path: Path, monkeypatch: p
     assert problem_of_target("module", "loud.open.anything") is None
 
 
-def test_targets_in_modules_whose_source_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_in_deleted_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank imports what is there now, whatever this process has loaded."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
@@ -457,7 +457,7 @@ def test_targets_in_modules_whose_source_is_gone(tmp_path: Path, monkeypatch: py
         sys.modules.pop("moved_module", None)
 
 
-def test_what_the_run_directory_keeps(conf: Path, tmp_path: Path) -> None:
+def test_run_directory_keeps_old_files(conf: Path, tmp_path: Path) -> None:
     cfg, found = run.plan(mine(conf, "run_dir=here"), "fit")
     assert found == []
     assert write_config(cfg) == Path("here/config.yaml")
@@ -471,7 +471,7 @@ def test_what_the_run_directory_keeps(conf: Path, tmp_path: Path) -> None:
     assert not list(Path("here").glob("*.partial"))
 
 
-def test_run_directories_of_one_second_differ() -> None:
+def test_default_run_dirs_are_unique() -> None:
     first = default_run_dir("mine")
     first.mkdir(parents=True)
     assert default_run_dir("mine", None).parent == first.parent
@@ -480,7 +480,7 @@ def test_run_directories_of_one_second_differ() -> None:
     assert default_run_dir("mine", now) == Path("runs/mine/2026-01-31_14-05-09-1")
 
 
-def test_runs_that_start_in_the_same_second_have_directories_of_their_own(
+def test_concurrent_runs_get_separate_directories(
     conf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "timestamp", lambda now=None: "2026-01-31_14-05-09")
@@ -501,7 +501,7 @@ def test_ckpt_path_last(conf: Path) -> None:
     assert planned.run_dir != "runs/mine/2026-01-01"
 
 
-def test_sweep_is_every_combination(conf: Path) -> None:
+def test_sweep_expansion(conf: Path) -> None:
     jobs = expand(["recipe=mine", "strategy=ddp,zero3", "seed=range(0,2)"], conf)
     assert [job.directory_name for job in jobs] == [
         "0_strategy=ddp,seed=0",
@@ -517,7 +517,7 @@ def test_sweep_is_every_combination(conf: Path) -> None:
     assert "/" not in odd.directory_name
 
 
-def test_help_is_for_people(conf: Path) -> None:
+def test_help_text(conf: Path) -> None:
     text = help_of_verb("fit", conf)
     loader = config_loader(conf)
     for group in group_names(loader):

@@ -30,5 +30,5 @@ def test_100_malformed_messages_of_members_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ContentError):
             mailbox.left(0, [1])
     left = Left(1, (5,), None)
-    mailbox.say_left(0, left)
+    mailbox.report_left(0, left)
     assert mailbox.left(0, [1]) == [left]

@@ -57,7 +57,7 @@ class Cluster:
             ConfigError: if the cluster refuses one of them; the other is not left behind.
         """
         config_map, job = objects
-        with self._told(f"{self.title}: "):
+        with self._translated(f"{self.title}: "):
             answer = self._objects.create_namespaced_custom_object(**self._where, body=job, _preload_content=False)
             created = _json(answer)
         owner = {
@@ -68,7 +68,7 @@ class Cluster:
         }
         owned = config_map | {"metadata": config_map["metadata"] | {"ownerReferences": [owner]}}
         try:
-            with self._told(f"the ConfigMap of {self.title}: "):
+            with self._translated(f"the ConfigMap of {self.title}: "):
                 self._core.create_namespaced_config_map(self.namespace, owned, _preload_content=False)
         except BaseException:
             self.delete()
@@ -103,7 +103,7 @@ class Cluster:
         )
         return sorted(_json(answer)["items"], key=lambda pod: str(pod["metadata"]["name"]))
 
-    def answer_to(self, question: Callable[[], T]) -> T | None:
+    def query(self, question: Callable[[], T]) -> T | None:
         """Return the result of one of this class's queries; None = the cluster does not respond at present.
 
         Raises:
@@ -141,7 +141,7 @@ class Cluster:
             Whether it is being deleted. If not, the job continues, and a message says why and what to type.
         """
         try:
-            with self._told(""):
+            with self._translated(""):
                 self._delete()
         except ConfigError as error:
             words = f"kubectl delete {_PLURAL} {self.name} --namespace={self.namespace}"
@@ -160,7 +160,7 @@ class Cluster:
                 raise
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _translated(self, what: str) -> Iterator[None]:
         """Turn refusals of the cluster into ConfigError."""
         from urllib3.exceptions import HTTPError
 

@@ -33,7 +33,7 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    found = [*_of_names(cfg), *_of_numbers(cfg), *_of_places(cfg), *_of_variables(cfg)]
+    found = [*_name_problems(cfg), *_gpu_problems(cfg), *_path_problems(cfg), *_variable_problems(cfg)]
     if cfg.launch.submit and importlib.util.find_spec("kubernetes") is None:
         found.append(
             "launch.submit=true needs the package kubernetes, which is not installed; type pip install "
@@ -42,7 +42,7 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
     return found
 
 
-def _of_names(cfg: DictConfig) -> Iterator[str]:
+def _name_problems(cfg: DictConfig) -> Iterator[str]:
     launch = cfg.launch
     named = {"job_name": launch.job_name, "namespace": launch.namespace, "claim": launch.claim}
     for key, given in named.items():
@@ -56,7 +56,7 @@ def _of_names(cfg: DictConfig) -> Iterator[str]:
             yield f"launch.{key}={launch[key]}: must be a quantity of Kubernetes, like 16, 500m or 64Gi"
 
 
-def _of_numbers(cfg: DictConfig) -> Iterator[str]:
+def _gpu_problems(cfg: DictConfig) -> Iterator[str]:
     gpus = gpus_of(cfg)
     if gpus and cfg.accelerator == "cpu":
         yield f"launch.gpus={gpus} with accelerator=cpu: they would be idle; leave launch.gpus out"
@@ -69,7 +69,7 @@ def _of_numbers(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def _of_places(cfg: DictConfig) -> Iterator[str]:
+def _path_problems(cfg: DictConfig) -> Iterator[str]:
     mount, run_dir = PurePosixPath(cfg.launch.mount), PurePosixPath(cfg.run_dir)
     if not mount.is_absolute():
         yield f"launch.mount={mount}: must be a path from the root, like /workspace"
@@ -83,7 +83,7 @@ def _of_places(cfg: DictConfig) -> Iterator[str]:
             yield f"launch.volumes.{claim}={path}: must be a path from the root, like /data"
 
 
-def _of_variables(cfg: DictConfig) -> Iterator[str]:
+def _variable_problems(cfg: DictConfig) -> Iterator[str]:
     for group in ("env", "secret_env"):
         for name in cfg.launch[group]:
             if _VARIABLE.fullmatch(str(name)) is None:
@@ -119,15 +119,15 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
     path = run_dir / MANIFEST_FILE
     path.write_text(text_of(objects), encoding="utf-8")
     if not cfg.launch.submit:
-        print(_what_to_type(cfg, path), flush=True)
+        print(_kubectl_commands(cfg, path), flush=True)
         return None
     from trainwright.launch.engines.kubernetes.submit import submit
 
     return submit(cfg, verb, objects)
 
 
-def _what_to_type(cfg: DictConfig, path: Path) -> str:
-    options = _options_of_kubectl(cfg)
+def _kubectl_commands(cfg: DictConfig, path: Path) -> str:
+    options = _kubectl_options(cfg)
     file = shlex.quote(str(path))
     return "\n".join(
         (
@@ -139,6 +139,6 @@ def _what_to_type(cfg: DictConfig, path: Path) -> str:
     )
 
 
-def _options_of_kubectl(cfg: DictConfig) -> str:
+def _kubectl_options(cfg: DictConfig) -> str:
     given = {"context": cfg.launch.context, "namespace": cfg.launch.namespace}
     return "".join(f" --{name}={value}" for name, value in given.items() if value is not None)

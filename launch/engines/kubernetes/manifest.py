@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.text.messages import RUN_TOKEN, token_environment
-from trainwright.launch.outcome.ending import seconds_to_end
+from trainwright.launch.outcome.interruption import seconds_to_end
 
 API_GROUP, API_VERSION, KIND = "trainer.kubeflow.org", "v1alpha1", "TrainJob"
 RUN_LABEL = "trainwright/run"

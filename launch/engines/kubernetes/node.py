@@ -31,13 +31,13 @@ from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import CONFIG_FILE, holds_run, read_config, write_config
 from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, JOB_NAME, POD_IP, WORKDIR
 from trainwright.launch.engines.kubernetes.submit import metrics_line
-from trainwright.launch.engines.torchrun.agent import AgentEnd, Meeting, agent_environment, run_agent
-from trainwright.launch.outcome.ending import told_to_end
-from trainwright.launch.outcome.ends import HERE, ends_folder, ranks_here
+from trainwright.launch.engines.torchrun.agent import AgentEnd, Rendezvous, agent_environment, run_agent
+from trainwright.launch.outcome.interruption import interruption_in
+from trainwright.launch.outcome.rank_records import LOCAL_RANKS, ends_folder, local_ranks
 from trainwright.launch.ranks.follow import Follower
 
 if TYPE_CHECKING:
-    from trainwright.launch.ranks.rendezvous import LocalStore
+    from trainwright.launch.ranks.local_store import LocalStore
 
 # Seconds between two reads of the ranks' logs, and between attempts to connect to the first pod.
 _LOOK_SECONDS = 0.5
@@ -96,11 +96,11 @@ def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="trainwright-here-", ignore_cleanup_errors=True) as here:
         try:
-            with _shown(Path(cfg.run_dir), Path(here)):
+            with _logs_shown(Path(cfg.run_dir), Path(here)):
                 end = _run(cfg, verb, place)
         except Interrupted as interrupted:
             return interrupted.exit_code
-        return _tell(cfg, end, 0 in ranks_here(Path(here)))
+        return _report(cfg, end, 0 in local_ranks(Path(here)))
 
 
 def settle(cfg: DictConfig, text: str) -> str | None:
@@ -134,15 +134,15 @@ def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
         host = address if store is not None else _wait_for_first(place, cfg.launch.start_timeout)
         threads = {"OMP_NUM_THREADS": threads_of_rank(cfg.launch.threads, cfg.devices)}
         os.environ.update(agent_environment(address, host, place.port) | threads)
-        meeting = Meeting(os.environ[JOB_NAME], host, place.port, False, address)
-        return run_agent(cfg, verb, meeting)
+        rendezvous = Rendezvous(os.environ[JOB_NAME], host, place.port, False, address)
+        return run_agent(cfg, verb, rendezvous)
     finally:
         if store is not None:
             store.close()
 
 
 def _open_store(place: PodPlace, address: str) -> LocalStore:
-    from trainwright.launch.ranks.rendezvous import LocalStore
+    from trainwright.launch.ranks.local_store import LocalStore
 
     return LocalStore(place.port, address)
 
@@ -165,13 +165,13 @@ def _wait_for_first(place: PodPlace, seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
+def _logs_shown(run_dir: Path, folder: Path) -> Iterator[None]:
     """Print the logs of this pod's ranks as they grow; the ranks register in `folder`."""
-    os.environ[HERE] = str(folder)
+    os.environ[LOCAL_RANKS] = str(folder)
     logs, known, ended = Follower(), set[int](), threading.Event()
 
     def look() -> None:
-        for rank, at in ranks_here(folder).items():
+        for rank, at in local_ranks(folder).items():
             if rank not in known:
                 known.add(rank)
                 logs.add(log_file(run_dir, rank), f"[rank {rank}]", at=at)
@@ -190,10 +190,10 @@ def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
         thread.join()
         look()
         logs.finish()
-        del os.environ[HERE]
+        del os.environ[LOCAL_RANKS]
 
 
-def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
+def _report(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
     """Report the outcome of this pod's ranks to the user and the submitting command; return the exit code.
 
     Args:
@@ -205,7 +205,7 @@ def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
     if end.signal is not None:
         return 128 + end.signal
     if end.codes:
-        told = told_to_end(cfg, end.codes)
+        told = interruption_in(cfg, end.codes)
         if told is not None:
             return told.exit_code
         everybody: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))

@@ -19,7 +19,7 @@ from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.core.text.bounded import parse_json
 from trainwright.core.text.messages import LONGEST
 from trainwright.launch.engines.kubernetes.cluster import Cluster
-from trainwright.launch.outcome.ending import notices, seconds_to_end, told_to_end
+from trainwright.launch.outcome.interruption import interruption_in, notices, seconds_to_end
 
 MARK = "\x1e"
 """Prefix of lines for the submitting command, which are not shown."""
@@ -74,7 +74,7 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
         try:
             cluster.create(objects)
             print(f"trainwright: {cluster.title} was created in the namespace {cluster.namespace}", file=sys.stderr)
-            return _follow(cfg, cluster, logs)
+            return _wait_for_end(cfg, cluster, logs)
         except Interrupted as interrupted:
             _interrupt(cfg, verb, cluster, logs)
             raise interrupted from None
@@ -176,11 +176,11 @@ class _Logs:
         print(line if line.startswith("[rank ") else f"[{pod}] {line}", flush=True)
 
 
-def _follow(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
+def _wait_for_end(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
     answered = time.monotonic()
     while True:
-        pods = cluster.answer_to(cluster.pods)
-        state = None if pods is None else cluster.answer_to(cluster.state)
+        pods = cluster.query(cluster.pods)
+        state = None if pods is None else cluster.query(cluster.state)
         if pods is not None and state is not None:
             answered = time.monotonic()
             logs.look(pods)
@@ -203,7 +203,7 @@ def _end(cfg: DictConfig, cluster: Cluster, logs: _Logs, good: bool, said: str) 
     Raises:
         RankError, Interrupted: if it has not.
     """
-    pods = cluster.answer_to(cluster.pods) or []
+    pods = cluster.query(cluster.pods) or []
     logs.look(pods)
     logs.finish()
     if good:
@@ -216,7 +216,7 @@ def _failure(
 ) -> RankError | Interrupted:
     codes = {str(pod["metadata"]["name"]): _exit_code(pod) for pod in pods}
     bad: dict[str, int | None] = {name: code for name, code in codes.items() if code}
-    told = told_to_end(cfg, dict(enumerate(bad.values())))
+    told = interruption_in(cfg, dict(enumerate(bad.values())))
     first = next(iter(bad), None)
     own = [code for code in bad.values() if code == 1]
     if told is not None and not own:
@@ -247,6 +247,6 @@ def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> Non
     seconds = seconds_to_end(cfg, verb)
     end = time.monotonic() + (_NO_LIMIT_SECONDS if seconds is None else seconds) + 2 * _MARGIN_SECONDS
     with contextlib.suppress(Interrupted):  # a second signal ends the wait
-        while cluster.answer_to(cluster.pods) != [] and time.monotonic() < end:
+        while cluster.query(cluster.pods) != [] and time.monotonic() < end:
             time.sleep(cfg.launch.poll_seconds)
     logs.finish()

@@ -17,10 +17,10 @@ from trainwright.core.failures.failure import RankError, log_file
 from trainwright.core.processes.scratch import scratch
 from trainwright.core.run.interrupt import HeldSignals
 from trainwright.core.run.run_directory import write_config_file
-from trainwright.launch.engines.ray.places import Place, actor_options, environment_of
+from trainwright.launch.engines.ray.resources import Place, actor_options, rank_variables
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 from trainwright.launch.ranks.output import Output
-from trainwright.launch.ranks.supervisor import Ended, Supervisor
+from trainwright.launch.ranks.supervisor import RankExit, Supervisor
 
 
 class RankHolder:
@@ -57,7 +57,7 @@ class RankHolder:
         Args:
             address: of this machine.
         """
-        from trainwright.launch.ranks.rendezvous import LocalStore
+        from trainwright.launch.ranks.local_store import LocalStore
 
         store = LocalStore(address=address)
         self._store = store
@@ -84,7 +84,7 @@ class RankHolder:
             seconds: to wait at most.
         """
         if self._supervisor is not None and self._code is None:
-            self._keep(self._supervisor.wait(seconds))
+            self._record_exit(self._supervisor.wait(seconds))
         return self._code
 
     def end(self, number: int, grace: float | None) -> int | None:
@@ -96,10 +96,10 @@ class RankHolder:
         """
         if self._supervisor is not None and self._code is None:
             seconds = 7 * 86400.0 if grace is None else grace
-            self._keep(self._supervisor.end((self._rank,), seconds, signal.Signals(number)))
+            self._record_exit(self._supervisor.end((self._rank,), seconds, signal.Signals(number)))
         return self._code
 
-    def _keep(self, ended: list[Ended]) -> None:
+    def _record_exit(self, ended: list[RankExit]) -> None:
         for each in ended:
             self._code = each.exit_code
             # Ray kills this process, which then cannot clean up at exit.
@@ -160,7 +160,7 @@ class RankActors:
             self._waiting = {actor.wait.remote(_WAIT_SECONDS): rank for rank, actor in enumerate(self._actors)}
         return None
 
-    def hear(self, seconds: float, of_all: bool = False) -> bool:
+    def collect(self, seconds: float, of_all: bool = False) -> bool:
         """Process the results that arrive within `seconds`, or are ready once one has arrived; return whether a rank
         failed.
 
@@ -224,15 +224,15 @@ class RankActors:
 
     def _start_ranks(self, verb: str, records: Path) -> None:
         actors = self._actors
-        places: list[Place] = self._asked(lambda: [actor.place.remote() for actor in actors])
-        [store] = self._asked(lambda: [actors[0].open_store.remote(places[0].address)])
+        places: list[Place] = self._results(lambda: [actor.place.remote() for actor in actors])
+        [store] = self._results(lambda: [actors[0].open_store.remote(places[0].address)])
         threads = os.environ.get("OMP_NUM_THREADS")
-        told = [environment_of(self._cfg, rank, places, store, self._number, threads) for rank in range(len(places))]
+        told = [rank_variables(self._cfg, rank, places, store, self._number, threads) for rank in range(len(places))]
         write_config_file(self._cfg, records)
         words = verb, str(records)
-        self._asked(lambda: [actor.start.remote(*words, each) for actor, each in zip(actors, told, strict=True)])
+        self._results(lambda: [actor.start.remote(*words, each) for actor, each in zip(actors, told, strict=True)])
 
-    def _asked(self, ask: Callable[[], list[Any]]) -> list[Any]:
+    def _results(self, ask: Callable[[], list[Any]]) -> list[Any]:
         """Return the results of calls to actors, in order."""
         import ray
 

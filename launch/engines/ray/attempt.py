@@ -14,13 +14,11 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError, first_failure
 from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.engines.ray.actors import RankActors
-from trainwright.launch.engines.ray.room import Room
-from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import patience, told_to_end
-from trainwright.launch.outcome.outcome import LOOK_SECONDS, Outcome, metrics_after_signal, metrics_in
+from trainwright.launch.engines.ray.placement import Placement
+from trainwright.launch.outcome.attempt import LOOK_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
+from trainwright.launch.outcome.interruption import interruption_in, patience
 from trainwright.launch.ranks.follow import Follower
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy
+from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy
 from trainwright.launch.recovery.sizes import resized
 
 # Seconds between two reads of the logs.
@@ -38,7 +36,7 @@ class RayAttempts:
         signals: held during calls of Ray.
     """
 
-    def __init__(self, verb: str, room: Room, signals: HeldSignals) -> None:
+    def __init__(self, verb: str, room: Placement, signals: HeldSignals) -> None:
         self._verb = verb
         self._room = room
         self._signals = signals
@@ -112,8 +110,8 @@ class RayAttempt(RankAttempt):
         """Wait until all ranks have exited, one has failed, or `enough` returns True; return whether one has failed."""
         looked = time.monotonic()
         while self.actors.has_ranks:
-            if self._hear(_LOOK_SECONDS):
-                self._hear(_TOGETHER_SECONDS, of_all=True)
+            if self._collect(_LOOK_SECONDS):
+                self._collect(_TOGETHER_SECONDS, of_all=True)
                 return True
             if enough is not None and time.monotonic() - looked >= LOOK_SECONDS:
                 looked = time.monotonic()
@@ -121,8 +119,8 @@ class RayAttempt(RankAttempt):
                     return False
         return False
 
-    def _hear(self, seconds: float, of_all: bool = False) -> bool:
-        failed = self.actors.hear(seconds, of_all)
+    def _collect(self, seconds: float, of_all: bool = False) -> bool:
+        failed = self.actors.collect(seconds, of_all)
         self._logs.poll()
         return failed
 
@@ -134,7 +132,7 @@ class RayAttempt(RankAttempt):
 
     def _after_failure(self) -> Outcome:
         failure = self._failure()
-        told = told_to_end(self.cfg, self.actors.codes)
+        told = interruption_in(self.cfg, self.actors.codes)
         if told is not None and not failure.is_cause and not self.actors.losses:
             raise told
         return Outcome(failure)
@@ -148,7 +146,7 @@ class RayAttempt(RankAttempt):
         return RankError(text, rank, None)
 
     def _after_signal(self, interrupted: Interrupted) -> dict[str, float]:
-        """Forward a signal to the ranks; see :func:`~trainwright.launch.outcome.outcome.metrics_after_signal`."""
+        """Forward a signal to the ranks; see :func:`~trainwright.launch.outcome.attempt.metrics_after_signal`."""
         try:
             self._end(interrupted.number, patience(self.cfg, self.verb, interrupted.number))
         except Interrupted:  # a second signal ends them at once

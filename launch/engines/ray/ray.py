@@ -19,12 +19,12 @@ from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
 from trainwright.core.run.interrupt import HeldSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
-from trainwright.launch.engines.ray.places import total
-from trainwright.launch.engines.ray.room import Room
+from trainwright.launch.engines.ray.placement import Placement
+from trainwright.launch.engines.ray.resources import total
 from trainwright.launch.local.attempts import AttemptedRun
-from trainwright.launch.outcome.ending import notices
+from trainwright.launch.outcome.interruption import notices
 from trainwright.launch.recovery.check_recovery import RESTART
-from trainwright.launch.recovery.restart_log import RestartLog
+from trainwright.launch.recovery.restarts import RestartLog
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
@@ -34,10 +34,10 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    return [*_of_recovery(cfg), *_of_resources(cfg), *_of_ranks(cfg)]
+    return [*_recovery_problems(cfg), *_resource_problems(cfg), *_rank_problems(cfg)]
 
 
-def _of_recovery(cfg: DictConfig) -> Iterator[str]:
+def _recovery_problems(cfg: DictConfig) -> Iterator[str]:
     launch = cfg.launch
     if launch.recovery != RESTART:
         yield (
@@ -53,7 +53,7 @@ def _of_recovery(cfg: DictConfig) -> Iterator[str]:
         yield "preemption.requeue=true with launch=ray: Ray has no queue; type preemption.requeue=false"
 
 
-def _of_resources(cfg: DictConfig) -> Iterator[str]:
+def _resource_problems(cfg: DictConfig) -> Iterator[str]:
     launch = cfg.launch
     if cfg.accelerator == "gpu" and launch.gpus_per_rank not in (None, 1):
         yield (
@@ -62,7 +62,7 @@ def _of_resources(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def _of_ranks(cfg: DictConfig) -> Iterator[str]:
+def _rank_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.devices == "auto":
         return  # refused for every engine
     world = cfg.devices * cfg.nodes
@@ -99,7 +99,7 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
     """
     with HeldSignals(notices(cfg)) as signals, cluster(cfg, signals):
         log = RestartLog(Path(cfg.run_dir))
-        room = Room(cfg, verb, log, signals)
+        room = Placement(cfg, verb, log, signals)
         sizes = None if cfg.launch.min_devices is None else room
         return AttemptedRun(cfg, verb, RayAttempts(verb, room, signals), log, sizes).run()
 

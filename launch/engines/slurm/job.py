@@ -20,9 +20,9 @@ from trainwright.core.processes.orphans import AGENT
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import read_config
 from trainwright.core.tools import tool
-from trainwright.launch.engines.torchrun.agent import Meeting, run_agent
-from trainwright.launch.outcome.ends import begins_again, ends_folder
-from trainwright.launch.outcome.job_end import NodeEnd, forget_node, write_node
+from trainwright.launch.engines.torchrun.agent import Rendezvous, run_agent
+from trainwright.launch.outcome.node_outcome import NodeOutcome, forget_node, write_node
+from trainwright.launch.outcome.rank_records import ends_folder, is_restart
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 
 # Like Lightning and torch, derive the port from the job id, which is unique on a machine.
@@ -48,14 +48,14 @@ def run_node(run_dir: str, verb: str) -> None:
     cfg = read_config(Path(run_dir))
     try:
         if cfg.nodes == 1:
-            end = _one_machine(cfg, verb, folder)
+            end = _run_local(cfg, verb, folder)
         else:
-            meeting = meeting_of(place.raw_job_id, list(place.hostnames), place.node)
-            end = _one_of_several(cfg, verb, meeting)
+            rendezvous = rendezvous_of(place.raw_job_id, list(place.hostnames), place.node)
+            end = _run_multi_node(cfg, verb, rendezvous)
     except Interrupted as interrupted:
-        end = NodeEnd(interrupted.exit_code, interrupted.number)
+        end = NodeOutcome(interrupted.exit_code, interrupted.number)
     except KeyboardInterrupt:
-        end = NodeEnd(128 + signal.SIGINT, signal.SIGINT)
+        end = NodeOutcome(128 + signal.SIGINT, signal.SIGINT)
     finally:
         stop_forkserver()
     write_node(folder, place.node, end)
@@ -67,7 +67,7 @@ def run_node(run_dir: str, verb: str) -> None:
         raise SystemExit(end.exit_code)
 
 
-def meeting_of(job: str, hosts: list[str], node: int) -> Meeting:
+def rendezvous_of(job: str, hosts: list[str], node: int) -> Rendezvous:
     """Return the rendezvous of a job's agents, on its first machine.
 
     Args:
@@ -75,32 +75,32 @@ def meeting_of(job: str, hosts: list[str], node: int) -> Meeting:
         hosts: names of the machines, in order.
         node: number of this machine.
     """
-    return Meeting(f"slurm-{job}", hosts[0], _FIRST_PORT + int(job) % _PORTS, is_host=node == 0)
+    return Rendezvous(f"slurm-{job}", hosts[0], _FIRST_PORT + int(job) % _PORTS, is_host=node == 0)
 
 
-def _one_machine(cfg: DictConfig, verb: str, folder: Path) -> NodeEnd:
+def _run_local(cfg: DictConfig, verb: str, folder: Path) -> NodeOutcome:
     from trainwright.launch.local.local import launch_local
-    from trainwright.launch.recovery.check_resume import going_on_in_place
+    from trainwright.launch.recovery.check_resume import resume_in_place
 
     start_forkserver()
-    is_requeued = begins_again(Path(cfg.run_dir))
+    is_requeued = is_restart(Path(cfg.run_dir))
     if is_requeued:
-        cfg = going_on_in_place(cfg, verb)
+        cfg = resume_in_place(cfg, verb)
     try:
         metrics = launch_local(cfg, verb, is_written=not is_requeued)
     except RankError as error:
-        return NodeEnd.of_error(error)
+        return NodeOutcome.of_error(error)
     write_result(folder, metrics)
-    return NodeEnd(0)
+    return NodeOutcome(0)
 
 
-def _one_of_several(cfg: DictConfig, verb: str, meeting: Meeting) -> NodeEnd:
+def _run_multi_node(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> NodeOutcome:
     threads = cfg.launch.threads or os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[AGENT] = str(os.getpid())
     # SLURM signals all processes of the job; agents end with their ranks.
-    end = run_agent(cfg, verb, meeting)
+    end = run_agent(cfg, verb, rendezvous)
     if end.signal is not None:
-        return NodeEnd(128 + end.signal, end.signal)
-    return NodeEnd(1 if end.codes else 0, codes=end.codes)
+        return NodeOutcome(128 + end.signal, end.signal)
+    return NodeOutcome(1 if end.codes else 0, codes=end.codes)

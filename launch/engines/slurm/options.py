@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trainwright.launch.outcome.ending import notices
+from trainwright.launch.outcome.interruption import notices
 
 # Seconds for the tasks of other machines to exit after one has, besides those for saving.
 _WAIT_SECONDS = 60
@@ -36,7 +36,7 @@ def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
         "cpus_per_task": launch.cpus_per_task,
         "mem": None if launch.mem_gb is None else f"{int(launch.mem_gb * 1024)}M",
         "setup": list(launch.setup) or None,
-        "srun_args": [*_waiting(cfg), *_container(cfg), *launch.srun] or None,
+        "srun_args": [*_srun_wait(cfg), *_container(cfg), *launch.srun] or None,
         "stderr_to_stdout": True,
         "additional_parameters": {
             **({"signal": _signal(cfg)} if _signal(cfg) else {}),
@@ -68,7 +68,7 @@ def _signal(cfg: DictConfig) -> str | None:
     return f"{heard[0].name.removeprefix('SIG')}@{seconds}"
 
 
-def _waiting(cfg: DictConfig) -> list[str]:
+def _srun_wait(cfg: DictConfig) -> list[str]:
     """Return srun's wait for other tasks after one has exited: torch's agents would wait for a killed one."""
     if cfg.nodes == 1:
         return []

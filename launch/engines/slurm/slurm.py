@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.engines.slurm.options import sbatch_options
-from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, say, submit
+from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, log_line, submit
 from trainwright.launch.recovery.check_recovery import RESTART
 
 # Options of sbatch that follow from keys of the configuration.
@@ -46,10 +46,10 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    return [*_of_cluster(cfg), *_of_options(cfg), *_of_several_machines(cfg)]
+    return [*_cluster_problems(cfg), *_option_problems(cfg), *_multi_node_problems(cfg)]
 
 
-def _of_cluster(cfg: DictConfig) -> Iterator[str]:
+def _cluster_problems(cfg: DictConfig) -> Iterator[str]:
     cluster = cfg.launch.cluster
     if cluster == "slurm" and shutil.which("sbatch") is None:
         yield (
@@ -62,7 +62,7 @@ def _of_cluster(cfg: DictConfig) -> Iterator[str]:
         yield "preemption.requeue=true with launch.cluster=local: there is no queue; type preemption.requeue=false"
 
 
-def _of_options(cfg: DictConfig) -> Iterator[str]:
+def _option_problems(cfg: DictConfig) -> Iterator[str]:
     for name in cfg.launch.sbatch:
         plain = str(name).replace("_", "-").lstrip("-")
         if plain in _TYPED:
@@ -74,7 +74,7 @@ def _of_options(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def _of_several_machines(cfg: DictConfig) -> Iterator[str]:
+def _multi_node_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.nodes == 1:
         return
     if cfg.launch.recovery != RESTART:
@@ -108,9 +108,9 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
     """
     [job] = submit([cfg], verb, Path(cfg.run_dir) / "logs" / "slurm")
     if not cfg.launch.wait:
-        say(f"submitted {job.name}, which continues by itself; {job.how_to_follow}")
+        log_line(f"submitted {job.name}, which continues by itself; {job.follow_command}")
         return None
-    say(f"submitted {job.name}; Ctrl-C cancels it")
+    log_line(f"submitted {job.name}; Ctrl-C cancels it")
     follow([job], cfg.launch.poll_seconds)
     return job.metrics()
 
@@ -135,7 +135,7 @@ def launch_all(
     jobs: list[SubmittedJob] = []
     for group in alike(cfgs):
         found = submit([cfgs[number] for number in group], verb, folder, [titles[number] for number in group])
-        say(f"submitted {', '.join(job.name for job in found)}")
+        log_line(f"submitted {', '.join(job.name for job in found)}")
         if not found[0].on_slurm:
             follow(found, found[0].cfg.launch.poll_seconds)  # one after the other, because local jobs have no queue
         jobs += found

@@ -19,8 +19,8 @@ from trainwright.core.processes.machine import num_gpus
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.messages import token_environment
 from trainwright.launch.engines.slurm.options import gpus_per_node, sbatch_options
-from trainwright.launch.outcome.ends import empty_ends, ends_folder
-from trainwright.launch.outcome.job_end import metrics_of, read_node
+from trainwright.launch.outcome.node_outcome import metrics_of, read_node
+from trainwright.launch.outcome.rank_records import empty_ends, ends_folder
 from trainwright.launch.ranks.follow import Follower
 
 # Final states of a job.
@@ -75,14 +75,14 @@ class SubmittedJob:
         return Path(self.job.task(node).paths.stdout)
 
     @property
-    def how_to_end(self) -> str:
+    def cancel_command(self) -> str:
         """Command that ends it."""
         return f"scancel {self.job.job_id}" if self.on_slurm else f"kill -INT {self.job.job_id}"
 
     @property
-    def how_to_follow(self) -> str:
+    def follow_command(self) -> str:
         """Commands that show its progress and end it."""
-        return f"trainwright watch {self.cfg.run_dir}, or tail -F {self.output()}; {self.how_to_end} ends it"
+        return f"trainwright watch {self.cfg.run_dir}, or tail -F {self.output()}; {self.cancel_command} ends it"
 
     def metrics(self) -> dict[str, float]:
         """Return the final metrics of rank 0.
@@ -132,7 +132,7 @@ def _executor(cfg: DictConfig, folder: Path) -> Any:
         executor.update_parameters(
             timeout_min=_MINUTES,
             tasks_per_node=1,
-            gpus_per_node=_gpus_here(cfg),
+            gpus_per_node=_local_gpus(cfg),
             stderr_to_stdout=True,
             setup=list(cfg.launch.setup),
         )
@@ -144,7 +144,7 @@ def _executor(cfg: DictConfig, folder: Path) -> Any:
     return executor
 
 
-def _gpus_here(cfg: DictConfig) -> int:
+def _local_gpus(cfg: DictConfig) -> int:
     """Return the local GPUs that a local job may see; submitit hides those that are not requested."""
     if cfg.accelerator == "cpu":
         return 0
@@ -205,7 +205,7 @@ def _ask(jobs: Sequence[SubmittedJob]) -> None:
     for job in jobs:
         state = states.get(str(job.job.job_id), job.state)
         if state != job.state and state != _GONE and job.on_slurm:
-            say(f"{job.title}{job.name}: {state}")
+            log_line(f"{job.title}{job.name}: {state}")
         job.state = job.state if state == _GONE and job.state in _ENDED else state
 
 
@@ -230,13 +230,13 @@ def _states(ids: Sequence[str]) -> dict[str, str]:
 def cancel(jobs: Sequence[SubmittedJob]) -> None:
     """Cancel jobs: SLURM sends SIGTERM to their ranks, waits and kills them."""
     for job in jobs:
-        say(f"cancelling {job.name}")
+        log_line(f"cancelling {job.name}")
         try:
             job.job.cancel(check=False)
         except Exception as error:  # of one job; the others must be cancelled too
-            say(f"{job.name} could not be cancelled ({error}); type {job.how_to_end}")
+            log_line(f"{job.name} could not be cancelled ({error}); type {job.cancel_command}")
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Print a message beside the output of ranks."""
     print(f"trainwright: {text}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.processes.machine import address_of
 from trainwright.core.processes.orphans import AGENT
-from trainwright.launch.outcome.ending import notices, seconds_to_end
+from trainwright.launch.outcome.interruption import notices, seconds_to_end
 
 # Signals that torch's agent forwards to its ranks.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -25,7 +25,7 @@ _RENDEZVOUS_SECONDS = 900
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Rendezvous of a run's agents.
 
     Attributes:
@@ -56,7 +56,7 @@ class AgentEnd:
     codes: dict[int, int] = field(default_factory=dict)
 
 
-def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
+def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> AgentEnd:
     """Start the ranks of this machine, and wait for their exit and that of all others.
 
     Signals upon which the run saves are forwarded to the ranks, which end by them, as SIGTERM and SIGINT are.
@@ -64,7 +64,7 @@ def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
     Args:
         cfg: the resolved configuration, as in its run directory.
         verb: fit, validate, test or predict.
-        meeting: rendezvous with the agents of the other machines.
+        rendezvous: rendezvous with the agents of the other machines.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -76,17 +76,17 @@ def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
         min_nodes=cfg.nodes,
         max_nodes=cfg.nodes,
         nproc_per_node=cfg.devices,
-        run_id=meeting.run_id,
+        run_id=rendezvous.run_id,
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{meeting.host}:{meeting.port}",
-        rdzv_configs={"is_host": str(meeting.is_host).lower(), "timeout": _RENDEZVOUS_SECONDS},
+        rdzv_endpoint=f"{rendezvous.host}:{rendezvous.port}",
+        rdzv_configs={"is_host": str(rendezvous.is_host).lower(), "timeout": _RENDEZVOUS_SECONDS},
         max_restarts=_NO_LIMIT if limit is None else limit,
         monitor_interval=0.5,
-        local_addr=meeting.address,
+        local_addr=rendezvous.address,
         signals_to_handle=",".join(number.name for number in {*_PASSED_ON, *notices(cfg)}),
         shutdown_timeout=86400 if seconds is None else int(seconds) + 2,
     )
-    words = ("-m", "trainwright.command.started", str(Path(cfg.run_dir)), verb)
+    words = ("-m", "trainwright.command.engine_rank", str(Path(cfg.run_dir)), verb)
     try:
         elastic_launch(config, sys.executable)(*words)
     except ChildFailedError as error:
@@ -105,7 +105,7 @@ def agent_environment(address: str, host: str, port: int) -> dict[str, str]:
         port: of the store.
     """
     from trainwright.core.processes.rendezvous import INTERFACES  # imports torch, as the next
-    from trainwright.launch.ranks.meeting import HOST_ADDRESS, STORE
+    from trainwright.launch.ranks.torchrun_store import HOST_ADDRESS, STORE
 
     interface = _interface_of(address)
     # Otherwise the backends listen on the address of the host name, which may not be reachable.

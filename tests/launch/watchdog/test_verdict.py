@@ -49,7 +49,7 @@ def blamed(ranks: list[Evidence], seen_before: bool = False) -> HangVerdict:
     return found
 
 
-def test_who_has_not_joined_is_named_with_the_call_and_the_line() -> None:
+def test_missing_rank_with_call_and_line() -> None:
     found = blamed([rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)])
     assert (found.rank, found.ends, found.kind) == (1, 1, waits.LOCK)
     assert found.sentence == (
@@ -59,25 +59,25 @@ def test_who_has_not_joined_is_named_with_the_call_and_the_line() -> None:
     assert found.reason == "in Net.training_step at user.py:12 (phase forward), waiting for a lock"
 
 
-def test_who_is_within_its_own_time_is_not_to_blame_and_who_computes_for_longer_than_ever_is() -> None:
+def test_slow_computation() -> None:
     assert judge([rank(0, call(57)), rank(1, frame=IN_LOOP, stalled=5.0, state="R", phase=phases.SAVING)], True) is None
     found = blamed([rank(0, call(57)), rank(1, frame=IN_LOOP, state="R")])
     assert (found.rank, found.kind) == (1, waits.COMPUTING)
 
 
-def test_a_compiler_has_the_time_of_a_first_step() -> None:
+def test_compilation_has_the_slow_limit() -> None:
     compiling = Frame("/x/torch/_dynamo/convert_frame.py", 1, "_compile", "", False)
     assert judge([rank(0, call(57)), rank(1, frame=compiling)], True) is None
     assert judge([rank(0, call(57), stalled=120.0), rank(1, frame=compiling, stalled=120.0)]) is not None
 
 
-def test_a_person_who_debugs_is_left_alone() -> None:
+def test_debugger() -> None:
     debugger = Frame("/usr/lib/pdb.py", 1, "Pdb.interaction", "", False)
     assert judge([rank(0, call(57)), rank(1, frame=debugger, stalled=9999.0)], True) is None
     assert judge([rank(0, call(57)), rank(1, answers=False, state_of_process="t")], True) is None
 
 
-def test_what_is_certain_comes_before_what_is_likely() -> None:
+def test_certain_causes_first() -> None:
     groups = {"1": (0, 1, 2)}
     asleep = rank(1, frame=Frame("/me/user.py", 3, "wait", "time.sleep(9)", True), stalled=50.0, groups=groups)
     for state, kind in (("T", HALTED), ("D", KERNEL)):
@@ -86,7 +86,7 @@ def test_what_is_certain_comes_before_what_is_likely() -> None:
         assert (found.rank, found.kind) == (2, kind)
 
 
-def test_a_stopped_rank_is_named_with_the_call_before_anybody_has_waited_for_too_long() -> None:
+def test_stopped_rank() -> None:
     groups = {"1": (0, 1, 2)}
     waiting = rank(0, call(57), groups=groups, stalled=1.5)
     others = [waiting, rank(2, frame=IN_LOOP, state="R", stalled=1.5)]
@@ -99,7 +99,7 @@ def test_a_stopped_rank_is_named_with_the_call_before_anybody_has_waited_for_too
     assert found.reason == "in phase forward, stopped by a signal (SIGSTOP)"
 
 
-def test_who_is_stopped_for_a_moment_or_was_continued_meanwhile_is_not_to_blame() -> None:
+def test_short_stops() -> None:
     waiting = rank(0, call(57), stalled=1.5)
     for state, halted in (("T", False), ("S", True)):
         assert judge([waiting, rank(1, answers=False, stalled=1.5, state_of_process=state, halted=halted)]) is None
@@ -107,12 +107,12 @@ def test_who_is_stopped_for_a_moment_or_was_continued_meanwhile_is_not_to_blame(
     assert judge([rank(number, answers=False, state_of_process="T") for number in (0, 1)], seen_before=True) is None
 
 
-def test_of_two_who_stand_still_the_one_that_others_wait_for() -> None:
+def test_awaited_rank_is_blamed() -> None:
     found = blamed([rank(0, call(57)), rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)])
     assert found.rank == 1
 
 
-def test_on_an_accelerator_any_line_may_wait_for_a_call() -> None:
+def test_waiting_on_an_accelerator() -> None:
     item = Frame("/me/user.py", 30, "Net.training_step", "loss.item()", True)
     waiting = rank(0, call(57), frame=item, state="R", on_accelerator=True)
     found = blamed([waiting, rank(1, frame=IN_STEP, on_accelerator=True)])
@@ -121,7 +121,7 @@ def test_on_an_accelerator_any_line_may_wait_for_a_call() -> None:
     assert rank(0, call(57), frame=item, state="R").wait.kind == waits.COMPUTING
 
 
-def test_the_minority_has_made_another_call() -> None:
+def test_mismatch_of_a_minority() -> None:
     groups = {"1": (0, 1, 2, 3)}
     ranks = [rank(number, call(57), groups=groups) for number in (0, 1, 3)]
     found = blamed([*ranks, rank(2, call(57, size=100), groups=groups)])
@@ -131,17 +131,17 @@ def test_the_minority_has_made_another_call() -> None:
     assert where in found.sentence
 
 
-def test_of_two_the_one_ahead_has_made_another_call() -> None:
+def test_mismatch_of_two() -> None:
     behind = rank(0, call(57, "all_gather"), phase=phases.FORWARD)
     found = blamed([behind, rank(1, call(57), phase=phases.BACKWARD)])
     assert (found.rank, found.kind) == (1, verdict.MISMATCH)
 
 
-def test_calls_whose_sizes_may_differ_fit_together() -> None:
+def test_sizes_that_may_differ() -> None:
     assert judge([rank(0, call(57, "alltoall_base", 3)), rank(1, call(57, "alltoall_base", 5))]) is None
 
 
-def test_a_call_left_out_is_told_by_who_is_ahead_and_only_when_seen_twice() -> None:
+def test_skipped_call() -> None:
     groups = {"1": (0, 1), "2": (0, 1)}
     before = call(56, pending=False), call(2, "broadcast", group="2", pending=False)
     behind = rank(0, *before, call(57), groups=groups, phase=phases.BACKWARD)
@@ -153,7 +153,7 @@ def test_a_call_left_out_is_told_by_who_is_ahead_and_only_when_seen_twice() -> N
     assert found.sentence.endswith("in broadcast #3 (512 x float32) of group 'replicate' [0, 1]")
 
 
-def test_a_rank_in_a_call_that_nobody_else_makes_is_to_blame_wherever_it_is() -> None:
+def test_extra_call() -> None:
     groups = {"1": (0, 1), "2": (0, 1)}
     before = call(56, pending=False)
     backward = rank(0, before, call(57), groups=groups, phase=phases.BACKWARD)
@@ -164,12 +164,12 @@ def test_a_rank_in_a_call_that_nobody_else_makes_is_to_blame_wherever_it_is() ->
     assert "rank 0 has waited for 31 s in all_reduce #57" in found.sentence
 
 
-def test_a_rank_that_has_ended_is_named_and_one_that_lives_is_ended() -> None:
+def test_ended_rank() -> None:
     found = blamed([rank(0, call(57)), rank(1, call(56, pending=False), running=False)], seen_before=True)
     assert (found.rank, found.ends, found.kind) == (1, 0, verdict.ENDED)
 
 
-def test_ranks_of_another_machine_are_blamed_late() -> None:
+def test_other_machine() -> None:
     groups = {"1": (0, 1, 2)}
     here = [rank(number, call(57), groups=groups) for number in (0, 1)]
     assert judge(here, seen_before=True) is None  # the other one may be saving, which only its own monitor knows
@@ -178,18 +178,18 @@ def test_ranks_of_another_machine_are_blamed_late() -> None:
     assert (found.rank, found.ends, found.kind) == (2, 0, verdict.ELSEWHERE)
 
 
-def test_all_wait_for_each_others_messages() -> None:
+def test_deadlock() -> None:
     found = blamed([rank(0, groups={"1": (0, 1)}), rank(1, stalled=40.0)], seen_before=True)
     assert (found.rank, found.kind) == (1, verdict.DEADLOCK)
 
 
-def test_a_stopped_worker_of_a_data_loader_is_named() -> None:
+def test_stopped_data_loader_worker() -> None:
     loader = Frame("/x/torch/utils/data/dataloader.py", 1, "_BaseDataLoaderIter.__next__", "", False)
     found = blamed([rank(0, call(57)), rank(1, frame=loader, children=(Child(77, "python", "T"),))])
     assert found.sentence.endswith("its data loader: worker process 77 is stopped by a signal (SIGSTOP)")
 
 
-def test_calls_of_ranks_that_have_failed_are_laid_side_by_side() -> None:
+def test_calls_of_failed_ranks() -> None:
     done = [call(number, pending=False) for number in (55, 56)]
     failed = [rank(0, *done, call(57, pending=False)), rank(1, *done, call(57, size=100, pending=False))]
     told = differing_calls(failed)
@@ -198,7 +198,7 @@ def test_calls_of_ranks_that_have_failed_are_laid_side_by_side() -> None:
     assert differing_calls([rank(0, *done), rank(1, *done, call(57))]) is None
 
 
-def test_the_report_begins_with_who_and_why_and_the_users_lines() -> None:
+def test_report() -> None:
     ranks = [rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)]
     found = blamed(ranks)
     report = report_of(found, ranks)

@@ -23,13 +23,13 @@ from torch.distributed import Store, TCPStore, rendezvous
 
 from trainwright.core.processes.rendezvous import store_at
 from trainwright.core.run.launcher import Launcher
-from trainwright.launch.ranks.rendezvous import ADDRESS, LocalStore
+from trainwright.launch.ranks.local_store import ADDRESS, LocalStore
 
 STORE = "TRAINWRIGHT_STORE"
 """Variable with address and port, as JSON, of a store that lives as long as the run; torch's is not used then."""
 HOST_ADDRESS = "TRAINWRIGHT_ADDRESS"
 """Variable with the address of this machine for other machines."""
-_PLACE = "trainwright/meeting"
+_ADDRESS_KEY = "trainwright/meeting"
 _JOINED = "trainwright/joined"
 # Longest wait for the other ranks.
 TIMEOUT = timedelta(minutes=5)
@@ -51,19 +51,19 @@ def meet(launcher: Launcher) -> Store:
     """
     store = _launchers_store(launcher)
     _kept[:] = [store]
-    if not is_elastic(os.environ):
+    if not restarts_ranks(os.environ):
         return store  # without restarts by the launcher, another attempt has other processes and another store
     if launcher.rank == 0:
         own = _open(launcher)
         _kept.append(own)
         own.store.add(f"{_JOINED}/0", 1)
-        store.set(_PLACE, json.dumps([own.address, own.port]))
-        _enter(own.address, own.port)
+        store.set(_ADDRESS_KEY, json.dumps([own.address, own.port]))
+        _use_store(own.address, own.port)
         return own.store
     return _join(store, launcher.rank)
 
 
-def is_elastic(environment: Mapping[str, str]) -> bool:
+def restarts_ranks(environment: Mapping[str, str]) -> bool:
     """Return whether the launcher restarts ranks, and shares its own store with them."""
     return "TORCHELASTIC_RUN_ID" in environment
 
@@ -74,14 +74,14 @@ def _open(launcher: Launcher) -> LocalStore:
     if HOST_ADDRESS in os.environ:
         address = told = os.environ[HOST_ADDRESS]
     elif launcher.world_size > launcher.local_world_size:
-        address = told = _own_address()
+        address = told = _local_address()
         if address.startswith("127.") or address == "::1":
             # The machine's name resolves to loopback here, but to its address elsewhere.
             address, told = "0.0.0.0", os.environ["MASTER_ADDR"]  # noqa: S104 - other machines have to reach it
     return LocalStore(address=address, told=told, timeout=TIMEOUT)
 
 
-def _own_address() -> str:
+def _local_address() -> str:
     """Return the address of this machine in the network of the agent's store."""
     to = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with closing(socket.create_connection(to, timeout=TIMEOUT.total_seconds())) as probe:
@@ -92,17 +92,17 @@ def _join(store: Store, rank: int) -> Store:
     """Return the store of this attempt's rank 0, on another rank."""
     end = time.monotonic() + TIMEOUT.total_seconds()
     while time.monotonic() < end:
-        address, port = json.loads(store.get(_PLACE).decode())
-        if _answers(address, port):
+        address, port = json.loads(store.get(_ADDRESS_KEY).decode())
+        if _is_listening(address, port):
             found = TCPStore(address, port, is_master=False, timeout=TIMEOUT)
             if found.add(f"{_JOINED}/{rank}", 1) == 1:
-                _enter(address, port)
+                _use_store(address, port)
                 return found
         time.sleep(_PAUSE_SECONDS)
     raise TimeoutError(f"rank {rank} has found no rank 0 within {TIMEOUT}; see its log, or that of torchrun")
 
 
-def _answers(address: str, port: int) -> bool:
+def _is_listening(address: str, port: int) -> bool:
     """Return whether anything listens; a store client would retry for minutes."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
@@ -111,7 +111,7 @@ def _answers(address: str, port: int) -> bool:
     return True
 
 
-def _enter(address: str, port: int) -> None:
+def _use_store(address: str, port: int) -> None:
     """Make the process group use this store."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     # Not the agent's store, but likewise one that rank 0 need not open.
@@ -125,7 +125,7 @@ def _launchers_store(launcher: Launcher) -> Store:
         return TCPStore(host, number, is_master=False, timeout=TIMEOUT)
     address, port = _address(launcher)
     listening = None
-    if launcher.rank == 0 and not is_elastic(os.environ):
+    if launcher.rank == 0 and not restarts_ranks(os.environ):
         listening = store_at(address, int(port), launcher.world_size // launcher.local_world_size)
     url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
     store: Store

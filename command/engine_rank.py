@@ -1,6 +1,6 @@
 """One rank started by an engine, for the run in a run directory.
 
-    python -m trainwright.command.started RUN_DIR VERB
+    python -m trainwright.command.engine_rank RUN_DIR VERB
 
 The environment identifies the rank, as torchrun's or SLURM's does. All output, that of compiled code included, is
 appended to the rank's log in the run directory.
@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.command.run import begin_or_go_on, run_here
+from trainwright.command.run import next_config, run_in_process
 from trainwright.core.failures.failure import FailureRecorder, log_file
 from trainwright.core.failures.records import write_result
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.launcher import detect_launcher
-from trainwright.launch.engines.torchrun.external import agree
-from trainwright.launch.outcome.ends import forget_end, tell_here
+from trainwright.launch.engines.torchrun.agreement import agree
+from trainwright.launch.outcome.rank_records import forget_rank, record_local_rank
 from trainwright.launch.ranks.output import Output
 
 _NO_RANK = "an engine gives its ranks RANK, WORLD_SIZE and the like"
@@ -43,13 +43,13 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
     """
     launcher = detect_launcher()
     assert launcher is not None, _NO_RANK
-    ends = forget_end(run_dir, launcher.rank, launcher.world_size)
+    ends = forget_rank(run_dir, launcher.rank, launcher.world_size)
     recorder = FailureRecorder(ends, launcher.rank, run_dir)
     try:
-        cfg = agree(launcher, lambda launcher: begin_or_go_on(run_dir, verb, launcher))
+        cfg = agree(launcher, lambda launcher: next_config(run_dir, verb, launcher))
         if cfg is None:
             raise SystemExit(1)  # rank 0 reports the reason
-        metrics = run_here(cfg, verb, on_exception=recorder.record)
+        metrics = run_in_process(cfg, verb, on_exception=recorder.record)
     except SystemExit as error:
         recorder.record(error)
         raise
@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
     run_dir, verb = words
     launcher = detect_launcher()
     assert launcher is not None, _NO_RANK
-    tell_here(Path(run_dir), launcher.rank)
+    record_local_rank(Path(run_dir), launcher.rank)
     Output().to(log_file(Path(run_dir), launcher.rank))
     try:
         run_rank(Path(run_dir), verb)

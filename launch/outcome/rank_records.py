@@ -11,7 +11,7 @@ from trainwright.core.failures.records import write_whole
 
 _FOLDER = Path("logs") / "ends"
 _BEGUN = "begun"
-HERE = "TRAINWRIGHT_HERE"
+LOCAL_RANKS = "TRAINWRIGHT_LOCAL_RANKS"
 """Variable with a folder of this machine for the sizes of its ranks' logs; unset = not recorded."""
 
 
@@ -28,7 +28,7 @@ def empty_ends(run_dir: Path) -> Path:
     return folder
 
 
-def forget_end(run_dir: Path, rank: int, world_size: int) -> Path:
+def forget_rank(run_dir: Path, rank: int, world_size: int) -> Path:
     """Delete the record of a rank that is being (re)started; rank 0 also deletes those of ranks that no longer exist.
 
     Returns:
@@ -42,7 +42,7 @@ def forget_end(run_dir: Path, rank: int, world_size: int) -> Path:
     return folder
 
 
-def begins_again(run_dir: Path) -> bool:
+def is_restart(run_dir: Path) -> bool:
     """Return whether the ranks of this run were started before, as after a failure or a requeued job.
 
     Called once per attempt, by rank 0 or its launcher, because it marks the run as started.
@@ -54,9 +54,9 @@ def begins_again(run_dir: Path) -> bool:
     return was_there
 
 
-def tell_here(run_dir: Path, rank: int) -> None:
+def record_local_rank(run_dir: Path, rank: int) -> None:
     """Record that a rank starts on this machine, and the size of its log before."""
-    folder = os.environ.get(HERE)
+    folder = os.environ.get(LOCAL_RANKS)
     if folder is None:
         return
     path = Path(folder) / str(rank)
@@ -65,6 +65,6 @@ def tell_here(run_dir: Path, rank: int) -> None:
         write_whole(path, str(log.stat().st_size if log.is_file() else 0))
 
 
-def ranks_here(folder: Path) -> dict[int, int]:
+def local_ranks(folder: Path) -> dict[int, int]:
     """Return the size of each local rank's log at its start, by rank."""
     return {int(path.name): int(path.read_text()) for path in sorted(folder.glob("[0-9]*"))}

@@ -2,15 +2,20 @@
 
 It sends the configuration to the others sealed, because the configuration determines which code runs. Ranks of one
 machine without a shared secret get one from rank 0, in a file that only this user can read.
+
+Every machine's agent (the torchrun process) has a unique name. Its ranks record it as an empty file in the run
+directory; ranks that find the name of one of their agents there resume that run instead of starting another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.config.missing import resolved
 from trainwright.core.problems import ConfigError
+from trainwright.core.processes.process import START_TIME, stat_of
 from trainwright.core.run.launcher import Launcher
+from trainwright.core.run.run_directory import RUNS, holds_run
 from trainwright.core.text.bounded import open_regular
 from trainwright.core.text.messages import RUN_TOKEN, run_token, seal, token_environment, unseal
-from trainwright.launch.engines.torchrun.begun import agent_id, remember
 
 _KEY = "trainwright/run"
 _READ = f"{_KEY}/read"
@@ -130,7 +136,9 @@ def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictC
     Raises:
         Exception: on rank 0, raised by `decide`.
     """
-    store = _meet(launcher)
+    from trainwright.launch.ranks.torchrun_store import meet  # imports torch
+
+    store = meet(launcher)
     agent = agent_id(os.environ)
     if agent is not None and _is_first_of_machine():
         store.set(f"{_AGENT}/{os.environ['GROUP_RANK']}", agent)
@@ -167,12 +175,6 @@ def _heard(store: Any, readers: int) -> DictConfig | None:
     return cfg
 
 
-def _meet(launcher: Launcher) -> Any:
-    from trainwright.launch.ranks.meeting import meet  # imports torch
-
-    return meet(launcher)
-
-
 def _is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK") == "0"
 
@@ -189,3 +191,50 @@ def _wait_for_readers(store: Any, readers: int, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while read_by(store) < readers and time.monotonic() < end:
         time.sleep(0.05)
+
+
+# ---- the run of the previous attempt ---------------------------------------------------------------------------------
+
+_FOLDER = Path("logs") / "torchrun"
+
+
+def agent_id(environment: Mapping[str, str]) -> str | None:
+    """Return the unique name of the agent that has started this process; None without an agent that restarts ranks.
+
+    Args:
+        environment: variables of the process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or "GROUP_RANK" not in environment:
+        return None
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE", "")
+    if error_file:
+        # <folder of the agent>/attempt_<n>/<rank>/error.json; the folder has a random name, the same in every attempt.
+        process = str(Path(error_file).parents[2])
+    else:
+        started = stat_of(os.getppid())[START_TIME : START_TIME + 1]  # empty where the system does not provide it
+        process = f"{os.getppid()} {''.join(started)}"
+    text = "\n".join((environment["TORCHELASTIC_RUN_ID"], socket.gethostname(), process))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def remember(run_dir: Path, agent: str) -> None:
+    """Record the name of an agent in the run directory of its ranks."""
+    folder = run_dir / _FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / agent).touch()
+
+
+def previous_run(name: str, run_dir: str | None, agents: Sequence[str]) -> Path | None:
+    """Return the run directory that ranks of these agents belong to; None = they have none yet.
+
+    Args:
+        name: of the recipe.
+        run_dir: as set by the user; None = not set.
+        agents: of all machines.
+    """
+    if run_dir is not None:
+        places = [Path(run_dir)]
+    else:
+        places = [path.parents[2] for agent in agents for path in (RUNS / name).glob(f"*/{_FOLDER}/{agent}")]
+    recorded = (place for place in places if any((place / _FOLDER / agent).exists() for agent in agents))
+    return max(filter(holds_run, recorded), default=None)

@@ -56,21 +56,21 @@ def notices(cfg: DictConfig) -> tuple[signal.Signals, ...]:
     return tuple(signal.Signals[name] for name in cfg.preemption.signals)
 
 
-def told_to_end(cfg: DictConfig, exit_codes: Mapping[int, int | None]) -> Interrupted | None:
+def interruption_in(cfg: DictConfig, exit_codes: Mapping[int, int | None]) -> Interrupted | None:
     """Return the signal that the exit codes of ranks show, of the first such rank; None if there is none.
 
     Args:
         cfg: the resolved configuration.
         exit_codes: by rank.
     """
-    told = _told_codes(cfg)
+    told = _interrupt_codes(cfg)
     for code in exit_codes.values():
         if code is not None and code in told:
             return Interrupted(told[code], code if code > 0 else None)
     return None
 
 
-def _told_codes(cfg: DictConfig) -> dict[int, signal.Signals]:
+def _interrupt_codes(cfg: DictConfig) -> dict[int, signal.Signals]:
     code = cfg.preemption.exit_code
     if code:
         return {**_BY_SIGNAL, int(code): signal.SIGTERM, 128 + signal.SIGTERM: signal.SIGTERM}
@@ -87,10 +87,10 @@ def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, st
     """
     options: Any = OmegaConf.to_container(cfg.preemption)
     found = [f"preemption.{problem}" for problem in preemption_problems(options)]
-    return found + list(_impossible_here(cfg, verb, os.environ if environment is None else environment))
+    return found + list(_requeue_problems(cfg, verb, os.environ if environment is None else environment))
 
 
-def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str]) -> Iterator[str]:
+def _requeue_problems(cfg: DictConfig, verb: str, environment: Mapping[str, str]) -> Iterator[str]:
     preemption = cfg.preemption
     if preemption.file is not None and Path(preemption.file).expanduser().exists():
         yield (

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from trainwright.core.failures.failure import RankError, failure_of
 from trainwright.core.failures.records import read_steps
-from trainwright.launch.ranks.supervisor import Ended
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, setback_of
+from trainwright.launch.ranks.supervisor import RankExit
+from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy, attempt_failure
 from trainwright.strategies.parameter_server.options import INCARNATION
 
 
@@ -50,7 +49,7 @@ class Replacements:
         """Seconds until the next replacement is due; None = there is none."""
         return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
 
-    def take(self, failed: Sequence[Ended], begun: int | None) -> bool:
+    def take(self, failed: Sequence[RankExit], begun: int | None) -> bool:
         """Return whether the others continue without these ranks; if so, schedule their replacements.
 
         Args:
@@ -76,15 +75,15 @@ class Replacements:
             self._starts[rank] += 1
         return [(rank, {INCARNATION: str(self._starts[rank])}) for rank in ranks]
 
-    def _replace(self, ended: Ended, begun: int) -> None:
+    def _replace(self, ended: RankExit, begun: int) -> None:
         error = self._error(ended)
-        setback = setback_of(error, read_steps(self.records).get(ended.rank), begun)
-        self.log.tell(f"{error.summary} ({setback.when})", str(error))
+        setback = attempt_failure(error, read_steps(self.records).get(ended.rank), begun)
+        self.log.write(f"{error.summary} ({setback.when})", str(error))
         restart = self.policy.restart(error, setback, self.log)
-        self.log.tell(f"the others continue; rank {ended.rank} is restarted{restart.wait} and rejoins them")
+        self.log.write(f"the others continue; rank {ended.rank} is restarted{restart.wait} and rejoins them")
         self._due[ended.rank] = time.monotonic() + restart.seconds
 
-    def _error(self, ended: Ended) -> RankError:
+    def _error(self, ended: RankExit) -> RankError:
         error = failure_of(self.records, ended.rank, ended.exit_code, self.world_size, self.run_dir, ended.hang)
         # A later failure must not be attributed to this one.
         (self.records / f"{ended.rank}.json").unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def actor_options(cfg: DictConfig, rank: int) -> dict[str, Any]:
     return {**options, "resources": needs} if needs else options
 
 
-def environment_of(
+def rank_variables(
     cfg: DictConfig, rank: int, places: Sequence[Place], store: tuple[str, int], attempt: int, threads: str | None
 ) -> dict[str, str]:
     """Return the variables of a rank: its numbers and the rendezvous.

@@ -13,11 +13,11 @@ from trainwright.core.failures.failure import Failure, RankError, first_failure
 from trainwright.core.failures.records import read_result, write_whole
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.plain import rebuilt
-from trainwright.launch.outcome.ending import told_to_end
+from trainwright.launch.outcome.interruption import interruption_in
 
 
 @dataclass(frozen=True)
-class NodeEnd:
+class NodeOutcome:
     """The outcome of one machine's ranks.
 
     Attributes:
@@ -39,7 +39,7 @@ class NodeEnd:
     codes: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of_error(cls, error: RankError) -> NodeEnd:
+    def of_error(cls, error: RankError) -> NodeOutcome:
         """Return the outcome for a rank's failure."""
         code = error.exit_code_of_user or 1
         return cls(code, error=str(error), rank=error.rank, rank_exit_code=error.exit_code, failure=error.failure)
@@ -54,21 +54,21 @@ def forget_node(folder: Path, node: int) -> None:
     _path(folder, node).unlink(missing_ok=True)
 
 
-def write_node(folder: Path, node: int, end: NodeEnd) -> None:
+def write_node(folder: Path, node: int, end: NodeOutcome) -> None:
     """Record the outcome of a machine's ranks."""
     write_whole(_path(folder, node), json.dumps(asdict(end)))
 
 
-def read_node(folder: Path, node: int) -> NodeEnd | None:
+def read_node(folder: Path, node: int) -> NodeOutcome | None:
     """Return the outcome of a machine's ranks; None = not recorded."""
     path = _path(folder, node)
     if not path.is_file():
         return None
-    end: NodeEnd = rebuilt(NodeEnd, json.loads(path.read_text(encoding="utf-8")))
+    end: NodeOutcome = rebuilt(NodeOutcome, json.loads(path.read_text(encoding="utf-8")))
     return end
 
 
-def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], silence: str) -> dict[str, float]:
+def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeOutcome | None], silence: str) -> dict[str, float]:
     """Return the final metrics of rank 0 by name; empty where the user's code exited successfully.
 
     Args:
@@ -88,7 +88,7 @@ def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], si
     codes: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
     codes |= {rank: code for end in said for rank, code in end.codes.items()}
     told = next((Interrupted(end.signal, end.exit_code) for end in said if end.signal is not None), None)
-    told = told or told_to_end(cfg, codes)
+    told = told or interruption_in(cfg, codes)
     if any(codes.values()) or any(folder.glob("*.json")):
         failure = first_failure(folder, codes, Path(cfg.run_dir))
         if failure.is_cause or told is None:

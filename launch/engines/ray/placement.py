@@ -12,9 +12,8 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.interrupt import HeldSignals
-from trainwright.launch.engines.ray.places import bundles
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.engines.ray.resources import bundles
+from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog
 from trainwright.launch.recovery.sizes import feasible, resized
 
 # Longest uninterrupted wait for Ray, in seconds; signals are handled in between.
@@ -23,7 +22,7 @@ _LOOK_SECONDS = 1.0
 _SMALLER_SECONDS = 5.0
 
 
-class Room:
+class Placement:
     """The placement group of a run: as many ranks as there is room for, at least `launch.min_devices`.
 
     Args:
@@ -67,7 +66,7 @@ class Room:
                 ray.util.remove_placement_group(self._group)
             self._group = None
 
-    def blame(self, setback: Setback, samples: int | None) -> bool:
+    def blame(self, setback: AttemptFailure, samples: int | None) -> bool:
         """Account for a failure; lost resources are missing in the next placement."""
         self._samples = samples
         return False
@@ -77,10 +76,10 @@ class Room:
         self._samples = samples
         if self._size == self._cfg.devices or time.monotonic() < self._look_at:
             return False
-        self._wait_longer()
+        self._back_off()
         grows = self._is_large_enough()
         if grows:
-            self._log.tell(f"the cluster has room for {self._cfg.devices} devices again")
+            self._log.write(f"the cluster has room for {self._cfg.devices} devices again")
         return grows
 
     def _take(self) -> None:
@@ -93,20 +92,20 @@ class Room:
         had_room = self._group is not None
         self.close()
         self._size = int(self._cfg.devices)
-        if self._try(self._size, float(self._cfg.launch.placement_seconds)):
+        if self._try_place(self._size, float(self._cfg.launch.placement_seconds)):
             return
         fewest = self._cfg.launch.min_devices
         sizes = [] if fewest is None else range(self._size - 1, fewest - 1, -1)
         for size in sizes:
             possible = feasible(self._cfg, self._verb, [size], self._samples) is not None
-            if possible and self._try(size, _SMALLER_SECONDS):
-                self._log.tell(f"the cluster has room for {size} of {self._cfg.devices} devices")
+            if possible and self._try_place(size, _SMALLER_SECONDS):
+                self._log.write(f"the cluster has room for {size} of {self._cfg.devices} devices")
                 self._size = size
-                self._wait_longer()
+                self._back_off()
                 return
-        raise RankError(self._no_room(), 0, None) if had_room else ConfigError([self._no_room()])
+        raise RankError(self._no_room_message(), 0, None) if had_room else ConfigError([self._no_room_message()])
 
-    def _try(self, devices: int, seconds: float) -> bool:
+    def _try_place(self, devices: int, seconds: float) -> bool:
         import ray
 
         cfg = resized(self._cfg, devices, self._samples, self._cfg.nodes)
@@ -123,7 +122,7 @@ class Room:
                 self.close()
                 return False
 
-    def _wait_longer(self) -> None:
+    def _back_off(self) -> None:
         self._look_at = time.monotonic() + self._pause
         self._pause *= 2
 
@@ -134,11 +133,11 @@ class Room:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return any(all(has.get(name, 0.0) >= amount for name, amount in bundle.items()) for has in machines)
 
-    def _no_room(self) -> str:
+    def _no_room_message(self) -> str:
         import ray
 
-        asked = " and ".join(_in_words(bundle) for bundle in bundles(self._cfg))
-        there = "; ".join(_in_words(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        asked = " and ".join(_resources_text(bundle) for bundle in bundles(self._cfg))
+        there = "; ".join(_resources_text(node["Resources"]) for node in ray.nodes() if node["Alive"])
         return (
             f"launch=ray: within launch.placement_seconds={self._cfg.launch.placement_seconds:g} there was no room for "
             f"{asked} (machine by machine, placement {self._cfg.launch.placement}); the machines of the cluster have "
@@ -146,6 +145,6 @@ class Room:
         )
 
 
-def _in_words(resources: Mapping[str, float]) -> str:
+def _resources_text(resources: Mapping[str, float]) -> str:
     shown = {name: amount for name, amount in resources.items() if not name.startswith(("node:", "object_store"))}
     return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in sorted(shown.items())) + "}"
