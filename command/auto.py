@@ -4,8 +4,6 @@ The planner (`trainwright.planning`) imports torch and creates fake process grou
 runs in a process of its own and returns plain values.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

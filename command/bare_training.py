@@ -1,7 +1,5 @@
 """Configurations reduced to training, for short runs whose numbers or memory are measured."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

@@ -6,8 +6,6 @@ The environment identifies the rank, as torchrun's or SLURM's does. All output, 
 appended to the rank's log in the run directory.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@ optimizers, sample order and metrics of the run are untouched, and an out-of-mem
 The peak memory of the ranks is compared with what is available.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """`--multirun`: every combination of the given values, one run after the other."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys
@@ -138,10 +136,7 @@ def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None
 
 
 def _run_in_turn(
-    jobs: Sequence[Job],
-    configurations: Sequence[_Composed],
-    verb: str,
-    config_dir: str | Path | None,
+    jobs: Sequence[Job], configurations: Sequence[_Composed], verb: str, config_dir: str | Path | None
 ) -> list[Job]:
     """Run one job after the other; return those that failed."""
     failed: list[Job] = []

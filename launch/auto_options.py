@@ -1,7 +1,5 @@
 """Options of the placeholder strategies ``strategy=auto`` and ``strategy=deepspeed_json``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields

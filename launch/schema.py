@@ -15,12 +15,7 @@ from omegaconf import MISSING
 
 from trainwright.core.problems import ConfigError
 from trainwright.launch.auto_options import AutoOptions, DeepSpeedJSONOptions
-from trainwright.launch.launch_options import (
-    KubernetesLaunchConfig,
-    LaunchConfig,
-    RayLaunchConfig,
-    SlurmLaunchConfig,
-)
+from trainwright.launch.launch_options import KubernetesLaunchConfig, LaunchConfig, RayLaunchConfig, SlurmLaunchConfig
 from trainwright.strategies.averaging.compression.options import CONFIGS, CompressionConfig
 from trainwright.strategies.contract.options import number, word
 from trainwright.strategies.contract.registry import all_options, options_of_others

@@ -1,7 +1,5 @@
 """Expansion of `strategy=deepspeed_json strategy.path=...` into overrides."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Choices and keys of earlier versions that were removed, with their replacements."""
 
-from __future__ import annotations
-
 from trainwright.strategies.averaging.compression import options as compression_options
 
 _OF_THE_RUNTIME = (

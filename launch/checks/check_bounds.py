@@ -4,8 +4,6 @@ Unless their field says otherwise, numbers are finite and not negative, times ar
 is not empty and printable.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass

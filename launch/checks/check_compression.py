@@ -1,7 +1,5 @@
 """Checks of gradient compression before any process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

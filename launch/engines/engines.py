@@ -4,8 +4,6 @@ An engine starts `python -m trainwright.command.engine_rank RUN_DIR VERB` once p
 torchrun or SLURM would give a rank. The configuration was composed and checked before, and is in the run directory.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """One attempt of a local run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attempts of a run, and what happens between them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Protocol

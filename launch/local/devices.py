@@ -1,7 +1,5 @@
 """Devices of this machine that a run may use: those that work, up to a limit set in a file."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

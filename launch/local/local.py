@@ -1,7 +1,5 @@
 """A run on the devices of one machine."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

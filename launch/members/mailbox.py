@@ -4,8 +4,6 @@ All are JSON in a folder that the launching process removes, besides a *board* i
 to leave. Reading it takes a microsecond, so members do at every step.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import struct

@@ -1,7 +1,5 @@
 """Processes of an elastic run, each a member with a number of its own."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ meanwhile; when it is ready the members are called to leave after a certain step
 of them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

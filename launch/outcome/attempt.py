@@ -1,7 +1,5 @@
 """One attempt of a run, for any launcher: its interface, and its outcome from the records of its ranks."""
 
-from __future__ import annotations
-
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

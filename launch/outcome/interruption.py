@@ -1,7 +1,5 @@
 """How ranks end after a signal, from the configuration alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Mapping

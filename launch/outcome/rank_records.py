@@ -1,7 +1,5 @@
 """Records that an engine's ranks leave for the launching process, in the run directory or on their machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Live output of ranks: lines appended to their logs, prefixed with the rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainwright.callbacks.monitor.sample import sampled_ranks

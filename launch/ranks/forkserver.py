@@ -5,8 +5,6 @@ configuration on another core; then a rank starts within hundredths of a second.
 nothing, so it is safe to fork; the launching process itself is never forked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Progress of a rank, recorded for the launching process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -8,8 +8,6 @@ own restarts, and one that joins later starts at 0), so they may read the addres
 nothing listens there, or its ranks have joined already.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Choosing and checking the checkpoint to resume from, in the launching process: without torch or reading tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """Single ranks that are restarted and rejoin while the others continue."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence

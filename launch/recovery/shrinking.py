@@ -1,7 +1,5 @@
 """Elastic number of devices: fewer when one is lost, more when it is back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from omegaconf import DictConfig

@@ -1,7 +1,5 @@
 """Numbers of devices that a run can continue on, and its configuration for each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from omegaconf import DictConfig

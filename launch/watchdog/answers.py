@@ -5,8 +5,6 @@ all threads, the last collective calls, the process groups. It cannot answer whi
 signal makes the interpreter's C handler write the stacks.
 """
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import json

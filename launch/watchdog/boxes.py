@@ -7,8 +7,6 @@ The memory has no name in the file system (``memfd``), so a killed process leave
 open it as ``/proc/<process>/fd/<number>``. Without memfd (not Linux) it is a file in the given folder.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

@@ -1,7 +1,5 @@
 """The watchdog's callback in each rank: it reports progress and answers questions."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

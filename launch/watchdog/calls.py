@@ -1,7 +1,5 @@
 """Collective calls of this process, from torch's flight recorder."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Evidence about one rank that may hang."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from trainwright.core.processes.process import IN_KERNEL, STOPPED, TRACED

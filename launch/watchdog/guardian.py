@@ -3,8 +3,6 @@
 It imports neither torch nor Lightning, sleeps between two checks, and lives as long as its parent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """Monitoring process for ranks started by another launcher: torchrun, SLURM, or a script."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Questions to all ranks of a machine, without blocking."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Monitor of the ranks of one machine, by their progress rather than their liveness."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

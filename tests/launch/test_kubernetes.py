@@ -1,7 +1,5 @@
 """`launch=kubernetes`: manifests against the published models, pods as processes, a small server as the cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -170,9 +168,7 @@ def test_required_options(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'trainwright[kubernetes]'" in "\n".join(problems(configured(conf, "launch.submit=true"), "fit"))
 
 
-def test_manifest_without_submit(
-    conf: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_manifest_without_submit(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = prepare(configured(conf), "fit")
     assert launch(cfg, "fit") is None
     config_map, job = yaml.safe_load_all(Path("runs/mine/kubernetes.yaml").read_text())
@@ -387,9 +383,7 @@ def submitted(conf: Path, *more: str) -> DictConfig:
     return prepare(configured(conf, "launch.submit=true", "launch.poll_seconds=0.1", *more), "fit")
 
 
-def test_submitted_job(
-    conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submitted_job(conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.add_pod("mine-node-0-0", "hello", "[rank 0] step 1", metrics_line({"loss": 0.5}))
     cluster.add_pod("mine-node-0-1", "[rank 1] step 1")
     cluster.conditions = [{"type": "Complete", "status": "True"}]
@@ -471,9 +465,7 @@ def test_ctrl_c(how: str, conf: Path, cluster: FakeCluster) -> None:
     assert (cluster.deleted is not None) == (how == "delete")
 
 
-def test_unresponsive_cluster(
-    conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_cluster(conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.add_pod("mine-node-0-0", metrics_line({"loss": 0.5}))
     cluster.conditions = [{"type": "Complete", "status": "True"}]
     cluster.silent = 2

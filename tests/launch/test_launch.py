@@ -1,7 +1,5 @@
 """Starting ranks, and every way in which they can end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

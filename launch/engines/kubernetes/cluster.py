@@ -3,8 +3,6 @@
 Responses are read as JSON, independent of the client's model versions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -60,12 +58,7 @@ class Cluster:
         with self._translated(f"{self.title}: "):
             answer = self._objects.create_namespaced_custom_object(**self._where, body=job, _preload_content=False)
             created = _json(answer)
-        owner = {
-            "apiVersion": job["apiVersion"],
-            "kind": KIND,
-            "name": self.name,
-            "uid": created["metadata"]["uid"],
-        }
+        owner = {"apiVersion": job["apiVersion"], "kind": KIND, "name": self.name, "uid": created["metadata"]["uid"]}
         owned = config_map | {"metadata": config_map["metadata"] | {"ownerReferences": [owner]}}
         try:
             with self._translated(f"the ConfigMap of {self.title}: "):

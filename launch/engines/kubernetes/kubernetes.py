@@ -5,8 +5,6 @@ The configuration is composed and checked here and passed in a ConfigMap; pods c
 :mod:`trainwright.launch.engines.kubernetes.node` for the program of the pods.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

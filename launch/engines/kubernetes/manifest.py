@@ -4,8 +4,6 @@ The job is a TrainJob of `trainer.kubeflow.org/v1alpha1` (Kubeflow Trainer 2.2 o
 machine of the run and starts its ranks (:mod:`trainwright.launch.engines.kubernetes.node`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -78,10 +76,7 @@ def _train_job(cfg: DictConfig, verb: str, name: str) -> dict[str, Any]:
             "runtimeRef": runtime,
             "trainer": _trainer(cfg, verb, name),
             "runtimePatches": [
-                {
-                    "manager": _PATCH_MANAGER,
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [group]}}},
-                }
+                {"manager": _PATCH_MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [group]}}}}
             ],
         },
     }

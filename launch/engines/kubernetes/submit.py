@@ -1,7 +1,5 @@
 """Submission of a job of `launch=kubernetes`, and live output of its pods until it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

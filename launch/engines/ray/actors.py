@@ -1,7 +1,5 @@
 """Ray actors that hold the ranks of an attempt."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

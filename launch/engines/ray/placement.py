@@ -1,7 +1,5 @@
 """Placement of a run's ranks in a Ray cluster: as many as there is room for, and more when there is more."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Mapping

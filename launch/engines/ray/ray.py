@@ -4,8 +4,6 @@ This command is Ray's driver. It decides about failures as with `launch=local` (
 while Ray decides where ranks run. Ray itself restarts no actor, because a single rank could not continue.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Resources of ranks in a Ray cluster, and their environment: pure functions of the configuration."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

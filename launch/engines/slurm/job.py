@@ -5,8 +5,6 @@ and the agents meet on the first machine of the job. So failed ranks are restart
 machines; with one task per rank, SLURM would end the job and queue it again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

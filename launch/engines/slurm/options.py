@@ -1,7 +1,5 @@
 """Options of sbatch for `launch=slurm`."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

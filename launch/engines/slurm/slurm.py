@@ -4,8 +4,6 @@ The configuration is composed and checked, and the run directory created, here; 
 `trainwright.launch.engines.slurm.job`). The batch script does nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

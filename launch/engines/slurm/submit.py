@@ -1,7 +1,5 @@
 """Submission of jobs of `launch=slurm` through submitit, their live output and cancellation."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """torchrun's agent in this process: starts the ranks of one of several machines, and restarts them together."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

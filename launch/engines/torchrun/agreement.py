@@ -7,8 +7,6 @@ Every machine's agent (the torchrun process) has a unique name. Its ranks record
 directory; ranks that find the name of one of their agents there resume that run instead of starting another.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

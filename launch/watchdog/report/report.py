@@ -1,7 +1,5 @@
 """Text of a hang report: the cause first, then every rank, the user's lines first."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

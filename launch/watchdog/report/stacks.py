@@ -1,7 +1,5 @@
 """Python stacks of a process's own threads, with the expression that each line evaluates."""
 
-from __future__ import annotations
-
 import itertools
 import linecache
 import os

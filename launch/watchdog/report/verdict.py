@@ -5,8 +5,6 @@ and have exceeded their limit. If all ranks wait for each other, their calls do 
 process group are compared by number.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

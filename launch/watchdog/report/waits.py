@@ -1,7 +1,5 @@
 """The cause of a thread's wait, from its stack."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

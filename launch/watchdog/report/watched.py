@@ -1,7 +1,5 @@
 """State of one watched process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from trainwright.core.processes.process import RUNNING, SLEEPING, STOPPED, is_alive, state_of, stop_of
