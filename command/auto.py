@@ -342,7 +342,9 @@ def _reason(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limi
     if len(ranked) == 1:
         reason = "it is the only possible layout"
     elif chosen is best or chosen["title"] == best["title"]:
-        reason = f"it is the fastest of {len(ranked)} possible layouts (next: {_runner_up(ranked[1], chosen)})"
+        slower = 100 * (ranked[1]["seconds"]["step"] / step["step"] - 1)
+        runner_up = f"{ranked[1]['title']}, {slower:.1f} % slower"
+        reason = f"it is the fastest of {len(ranked)} possible layouts (next: {runner_up})"
     elif step["step"] <= (1 + TOLERANCE) * best["seconds"]["step"]:
         reason = f"it is the simplest within {100 * TOLERANCE:.0f} % of the fastest of {len(ranked)} ({best['title']})"
     else:
@@ -352,11 +354,6 @@ def _reason(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limi
     spent = ", ".join(f"{100 * value / step['step']:.0f} % {name}" for name, value in parts.items() if value > 0)
     decided = " within the given options" if limits != Limits() else ""
     return f"{reason}{decided}; a step is {spent}."
-
-
-def _runner_up(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    slower = other["seconds"]["step"] / chosen["seconds"]["step"] - 1
-    return f"{other['title']}, {100 * slower:.1f} % slower"
 
 
 # ---- micro_batch_size=auto ------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_agent()
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
-        verb = _first_word(words)
+        verb = next((word for word in words if word not in ("-h", "--help")), None)
         if verb in _TOOL_VERBS:
             return int(tool(verb)(words))
         _make_cwd_importable()
@@ -76,11 +76,6 @@ def _report_interrupt(interrupted: Interrupted) -> int:
     with contextlib.suppress(OSError):  # the reader of stderr may have exited as well
         print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
     return interrupted.exit_code
-
-
-def _first_word(words: Sequence[str]) -> str | None:
-    """Return the first word that is not a request for help."""
-    return next((word for word in words if word not in ("-h", "--help")), None)
 
 
 def _needs_forkserver(words: Sequence[str]) -> bool:

@@ -122,14 +122,11 @@ def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
             schema = OmegaConf.get_type(ConfigStore.instance().load(f"{group}/{choice}.yaml").node)
             return (schema.__doc__ or "").partition("\n")[0]
         lines = (line for line in _read(source, f"{group}/{choice}.yaml") if "@package" not in line)
-        comment = " ".join(line.lstrip("# ").strip() for line in itertools.takewhile(_is_comment, lines))
+        head = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        comment = " ".join(line.lstrip("# ").strip() for line in head)
         if comment:
             return comment
     return ""
-
-
-def _is_comment(line: str) -> bool:
-    return line.startswith("#")
 
 
 def _read(source: Any, name: str) -> Iterator[str]:

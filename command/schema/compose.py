@@ -260,7 +260,7 @@ class _Composer:
 
     def compose(self, overrides: Sequence[str]) -> Composition:
         good = self._examine(overrides)
-        if not self._has_recipe(overrides):
+        if not any(re.match(r"\+{0,2}recipe=.", text) for text in overrides):
             recipes = ", ".join(choices_of(self.loader, "recipe"))
             self._add(f"no recipe was given; type recipe=<name>, recipes: {recipes}")
             self.result.guessed = False
@@ -274,10 +274,6 @@ class _Composer:
 
     def _add(self, problem: str) -> None:
         self.result.problems.append(problem)
-
-    @staticmethod
-    def _has_recipe(overrides: Sequence[str]) -> bool:
-        return any(re.match(r"\+{0,2}recipe=.", text) for text in overrides)
 
     def _examine(self, overrides: Sequence[str]) -> list[str]:
         """Check names before composing; return the overrides to compose, with guesses in place of misspelt ones."""
@@ -448,7 +444,9 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
         return [
             f"--config-dir {config_dir}: there is no such folder; it must contain your files as <group>/<choice>.yaml"
         ]
-    ours = _conf_folder()
+    import trainwright.conf
+
+    ours = Path(next(iter(trainwright.conf.__path__)))
     if folder.resolve() == ours.resolve():
         return []
     return [
@@ -457,12 +455,6 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
         for path in sorted(folder.rglob("*.yaml"))
         if (ours / path.relative_to(folder)).is_file()
     ]
-
-
-def _conf_folder() -> Path:
-    import trainwright.conf
-
-    return Path(next(iter(trainwright.conf.__path__)))
 
 
 def _quoted(name: str) -> str:

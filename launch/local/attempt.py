@@ -1,7 +1,7 @@
 """One attempt of a local run."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,8 @@ class Attempt(RankAttempt):
             pauses = [pause for pause in (look, self.replacements.pause) if pause is not None]
             some = _next_ends(ranks, min(pauses, default=None))
             failed = [each for each in some if each.failed]
-            if failed and not self._can_replace(failed):
+            beginning = self.beginning if failed else None
+            if failed and not self.replacements.take(failed, None if beginning is None else beginning.step):
                 return ended + some
             ended += [each for each in some if not each.failed]
             for rank, more in self.replacements.due():
@@ -81,11 +82,6 @@ class Attempt(RankAttempt):
             if enough is not None and ranks.living and enough():
                 return ended
         return ended
-
-    def _can_replace(self, failed: Sequence[RankExit]) -> bool:
-        beginning = self.beginning
-        begun = None if beginning is None else beginning.step
-        return self.replacements.take(failed, begun)
 
     def _failure(self, ended: list[RankExit]) -> RankError:
         codes = {each.rank: None if each.asked else each.exit_code for each in ended}

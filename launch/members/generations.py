@@ -209,7 +209,10 @@ class Generations:
         if lost or not self._called:
             self._members.mailbox.board.call(self.now.generation, NOW)
         left, gone = self._wait_until_left(set(lost))
-        gone |= self._end_broken_replicas(gone)
+        whole = {member for replica in self.now.whole_replicas(gone) for member in replica}
+        broken = set(self.now.members) - whole - gone
+        self._members.kill(broken)
+        gone |= broken
         return EndedGeneration(self.now, frozenset(gone), tuple(each for each in left if each.member not in gone))
 
     def _wait_until_left(self, lost: set[int]) -> tuple[list[Left], set[int]]:
@@ -226,13 +229,6 @@ class Generations:
                 return left, lost | late
             ended = {each.rank for each in self._members.wait(0.02)}
             lost |= ended & set(self.now.members)
-
-    def _end_broken_replicas(self, lost: Collection[int]) -> set[int]:
-        """End the remaining members of replicas that lost one."""
-        whole = {member for replica in self.now.whole_replicas(lost) for member in replica}
-        broken = set(self.now.members) - whole - set(lost)
-        self._members.kill(broken)
-        return broken
 
     # ---- the next generation ----------------------------------------------------------------------------------------
 

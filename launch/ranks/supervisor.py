@@ -164,7 +164,10 @@ class Supervisor:
             ended = self._wait_any(self.living, self._pause(rest))
             if ended or rest == 0.0:
                 return ended
-            self._ask_monitor()
+            hang = None if self._monitor is None else self._monitor.check()
+            if hang is not None and hang.rank in self._processes and hang.rank not in self._hangs:
+                self._hangs[hang.rank] = hang
+                self._send(hang.rank, signal.SIGKILL)
         return []
 
     def _pause(self, rest: float | None) -> float | None:
@@ -202,12 +205,6 @@ class Supervisor:
         asked = rank in self._asked
         self._asked.discard(rank)
         return RankExit(rank, code, asked, self._hangs.pop(rank, None))
-
-    def _ask_monitor(self) -> None:
-        hang = None if self._monitor is None else self._monitor.check()
-        if hang is not None and hang.rank in self._processes and hang.rank not in self._hangs:
-            self._hangs[hang.rank] = hang
-            self._send(hang.rank, signal.SIGKILL)
 
     def _send(self, rank: int, number: signal.Signals) -> None:
         if number == signal.SIGKILL:

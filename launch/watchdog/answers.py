@@ -53,7 +53,9 @@ def own_answer(threads: list[Thread]) -> Answer:
         made, groups = calls.own_calls(), calls.own_groups()
     except Exception:  # another format of torch's records: the stacks are useful without calls
         made, groups = [], []
-    return Answer(tuple(threads), tuple(made), {group.name: group for group in groups}, _computes_elsewhere())
+    torch: Any = sys.modules.get("torch")
+    on_accelerator = torch is not None and bool(torch.cuda.is_initialized())
+    return Answer(tuple(threads), tuple(made), {group.name: group for group in groups}, on_accelerator)
 
 
 class Answerer:
@@ -166,8 +168,3 @@ def stacks_text(folder: Path, box: int) -> str:
         return stacks_file(folder, box).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _computes_elsewhere() -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())

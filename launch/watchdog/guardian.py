@@ -29,7 +29,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="watch-", dir=scratch()))
     monitor = HangMonitor(task["count"], folder, Path(task["run_dir"]), HangLimits(**task["limits"]), node=task["node"])
     print(json.dumps([json.loads(monitor.environment(rank)[VARIABLE]) for rank in range(task["count"])]), flush=True)
-    while os.getppid() == parent and not _told_to_stop():
+    # Input, or its end, is the parent's request to stop.
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], _INTERVAL)[0]:
         hang = monitor.check()
         if hang is not None:
             _end(hang, monitor)
@@ -37,12 +38,6 @@ def main() -> None:
     if explanation is not None:
         print(f"trainwright: {explanation}", file=sys.stderr, flush=True)
     monitor.close()
-
-
-def _told_to_stop() -> bool:
-    """Wait for one interval; return whether the parent asked to stop, or closed the pipe."""
-    ready, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
-    return bool(ready)
 
 
 def _end(hang: DiagnosedHang, monitor: HangMonitor) -> None:

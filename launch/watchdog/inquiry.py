@@ -58,7 +58,8 @@ class Inquiry:
         """Return all evidence ordered by box; ``None`` = answers are outstanding."""
         if self._signals is None:
             self._read()
-            if self._open and time.monotonic() < self._end and not self._only_halted():
+            only_halted = all(state_of(self._ranks[box].progress.process) == STOPPED for box in self._open)
+            if not only_halted and time.monotonic() < self._end:
                 return None
             self._signals = self._send_signals()
             self._end = time.monotonic() + _STACK_SECONDS
@@ -72,9 +73,6 @@ class Inquiry:
             if answer is not None:
                 self._open.discard(box)
                 self._ranks[box] = replace(self._ranks[box], answer=answer)
-
-    def _only_halted(self) -> bool:
-        return all(state_of(self._ranks[box].progress.process) == STOPPED for box in self._open)
 
     def _send_signals(self) -> dict[tuple[int, int], _Asked]:
         """Signal the interpreters of silent ranks, and the worker processes of ranks that wait for data."""

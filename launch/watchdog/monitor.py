@@ -115,7 +115,10 @@ class HangMonitor:
         self._looked_at = now
         same = [one for one in self._watched.values() if not one.look(self._boxes.read(one.box))]
         running = self._running()
-        self._count_stops(running, passed)
+        # After the monitor itself was suspended, stops are timed anew.
+        counts = passed < _LONGEST_LOOK and any_gets_on(running)
+        for one in running:
+            one.count_stop(passed if counts else None)
         if are_suspended(running):
             self._inquiry = None
             return None
@@ -161,12 +164,6 @@ class HangMonitor:
 
     def _running(self) -> list[Watched]:
         return [one for one in self._watched.values() if one.runs]
-
-    def _count_stops(self, running: Sequence[Watched], passed: float) -> None:
-        """Time the stops of processes while others run; restart the timing after the monitor itself was suspended."""
-        counts = passed < _LONGEST_LOOK and any_gets_on(running)
-        for one in running:
-            one.count_stop(passed if counts else None)
 
     def _is_suspicious(self, running: Sequence[Watched], now: float) -> bool:
         """Return whether a rank is stopped alone, or exceeds its limit, and was not asked about recently."""

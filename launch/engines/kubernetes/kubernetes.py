@@ -125,7 +125,8 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
 
 
 def _kubectl_commands(cfg: DictConfig, path: Path) -> str:
-    options = _kubectl_options(cfg)
+    given = {"context": cfg.launch.context, "namespace": cfg.launch.namespace}
+    options = "".join(f" --{name}={value}" for name, value in given.items() if value is not None)
     file = shlex.quote(str(path))
     return "\n".join(
         (
@@ -135,8 +136,3 @@ def _kubectl_commands(cfg: DictConfig, path: Path) -> str:
             f"end it:        kubectl{options} delete -f {file}",
         )
     )
-
-
-def _kubectl_options(cfg: DictConfig) -> str:
-    given = {"context": cfg.launch.context, "namespace": cfg.launch.namespace}
-    return "".join(f" --{name}={value}" for name, value in given.items() if value is not None)

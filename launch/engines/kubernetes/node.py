@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -35,9 +34,6 @@ from trainwright.launch.engines.torchrun.agent import AgentEnd, Rendezvous, agen
 from trainwright.launch.outcome.interruption import interruption_in
 from trainwright.launch.outcome.rank_records import LOCAL_RANKS, ends_folder, local_ranks
 from trainwright.launch.ranks.follow import Follower
-
-if TYPE_CHECKING:
-    from trainwright.launch.ranks.local_store import LocalStore
 
 # Seconds between two reads of the ranks' logs, and between attempts to connect to the first pod.
 _LOOK_SECONDS = 0.5
@@ -129,7 +125,9 @@ def settle(cfg: DictConfig, text: str) -> str | None:
 def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
     """Run the agent of this pod."""
     address = os.environ[POD_IP]
-    store = _open_store(place, address) if place.is_first else None
+    from trainwright.launch.ranks.local_store import LocalStore
+
+    store = LocalStore(place.port, address) if place.is_first else None
     try:
         host = address if store is not None else _wait_for_first(place, cfg.launch.start_timeout)
         threads = {"OMP_NUM_THREADS": threads_of_rank(cfg.launch.threads, cfg.devices)}
@@ -139,12 +137,6 @@ def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
     finally:
         if store is not None:
             store.close()
-
-
-def _open_store(place: PodPlace, address: str) -> LocalStore:
-    from trainwright.launch.ranks.local_store import LocalStore
-
-    return LocalStore(place.port, address)
 
 
 def _wait_for_first(place: PodPlace, seconds: float) -> str:

@@ -18,22 +18,11 @@ from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, log_li
 from trainwright.launch.recovery.check_recovery import RESTART
 
 # Options of sbatch that follow from keys of the configuration.
+_SAME_NAME = ("account", "constraint", "cpus-per-task", "exclusive", "gpus-per-node", "partition", "qos", "time")
 _TYPED = {
-    "account": "launch.account",
-    "array": "trainwright fit -m",
-    "constraint": "launch.constraint",
-    "cpus-per-task": "launch.cpus_per_task",
-    "exclusive": "launch.exclusive",
-    "gpus-per-node": "launch.gpus_per_node",
-    "job-name": "name",
-    "mem": "launch.mem_gb",
-    "nodes": "nodes",
-    "ntasks": "devices",
-    "ntasks-per-node": "devices",
-    "partition": "launch.partition",
-    "qos": "launch.qos",
-    "signal": "launch.signal_seconds",
-    "time": "launch.time",
+    **{name: f"launch.{name.replace('-', '_')}" for name in _SAME_NAME},
+    **{"job-name": "name", "nodes": "nodes", "ntasks": "devices", "ntasks-per-node": "devices"},
+    **{"array": "trainwright fit -m", "mem": "launch.mem_gb", "signal": "launch.signal_seconds"},
 }
 
 

@@ -92,11 +92,6 @@ def take(store: Any, readers: int) -> str | None:
     return text
 
 
-def read_by(store: Any) -> int:
-    """Return how many ranks have received it."""
-    return int(store.add(_READ, 0))
-
-
 def _written_secret() -> str:
     """Create the secret of this run and write it to a file; return its path."""
     os.environ.update(token_environment())
@@ -187,7 +182,7 @@ def _agents(store: Any) -> tuple[str, ...]:
 
 def _wait_for_readers(store: Any, readers: int, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
-    while read_by(store) < readers and time.monotonic() < end:
+    while store.add(_READ, 0) < readers and time.monotonic() < end:
         time.sleep(0.05)
 
 

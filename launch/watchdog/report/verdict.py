@@ -19,6 +19,8 @@ from trainwright.launch.watchdog.report.stacks import Frame
 
 MISMATCH, SKIPPED, ALONE = "mismatch", "skipped", "alone"
 ELSEWHERE, ENDED, DEADLOCK = "elsewhere", "ended", "deadlock"
+# States of a worker process in which it cannot run.
+_BLOCKED = {"T": "is stopped by a signal (SIGSTOP)", "D": "waits in the kernel", "t": "is held by a debugger"}
 # Certain causes take precedence over likely ones.
 _CERTAINTY = (HALTED, KERNEL, SILENT)
 # Calls whose inputs are the same on every rank; for others only the name must match.
@@ -158,18 +160,15 @@ def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
 
 def _is_absent(one: Evidence, call: Call) -> bool:
     """Return whether a rank has not made a call; assumed for a rank that does not answer."""
-    return one.answer is None or _last_number(one, call.group) < call.number
-
-
-def _last_number(one: Evidence, group: str) -> int:
-    calls = () if one.answer is None else one.answer.calls
-    return max((call.number for call in calls if call.group == group), default=0)
+    if one.answer is None:
+        return True
+    return max((made.number for made in one.answer.calls if made.group == call.group), default=0) < call.number
 
 
 def _doing(one: Evidence) -> str:
     """Return what a rank is doing, from its line of code to what it waits for."""
     blocked = "; ".join(
-        f"worker process {child.process} {_state_words(child.state)}" for child in one.children if child.state in "TDt"
+        f"worker process {child.process} {_BLOCKED[child.state]}" for child in one.children if child.state in _BLOCKED
     )
     return f"rank {one.rank} is {_standing(one)}{f': {blocked}' if blocked else ''}"
 
@@ -187,10 +186,6 @@ def _within(one: Evidence, place: Frame) -> str:
     if entry is None or entry == place:
         return ""
     return f", within {entry.function}"
-
-
-def _state_words(state: str) -> str:
-    return {"T": "is stopped by a signal (SIGSTOP)", "D": "waits in the kernel", "t": "is held by a debugger"}[state]
 
 
 # ---- ranks that wait for each other ---------------------------------------------------------------------------------
