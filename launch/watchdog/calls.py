@@ -142,6 +142,6 @@ def _label(name: str, description: str) -> str:
 
 
 _DTYPES = {
-    **{"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32"},
-    **{"Short": "int16", "Char": "int8", "Byte": "uint8"},  # the others are the lower-case names
-}
+    "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16",
+    "Char": "int8", "Byte": "uint8",
+}  # fmt: skip

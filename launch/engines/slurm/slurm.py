@@ -19,11 +19,10 @@ from trainwright.launch.recovery.check_recovery import RESTART
 
 # Options of sbatch that follow from keys of the configuration.
 _SAME_NAME = ("account", "constraint", "cpus-per-task", "exclusive", "gpus-per-node", "partition", "qos", "time")
-_TYPED = {
-    **{name: f"launch.{name.replace('-', '_')}" for name in _SAME_NAME},
-    **{"job-name": "name", "nodes": "nodes", "ntasks": "devices", "ntasks-per-node": "devices"},
-    **{"array": "trainwright fit -m", "mem": "launch.mem_gb", "signal": "launch.signal_seconds"},
-}
+_TYPED = {name: f"launch.{name.replace('-', '_')}" for name in _SAME_NAME} | {
+    "job-name": "name", "nodes": "nodes", "ntasks": "devices", "ntasks-per-node": "devices",
+    "array": "trainwright fit -m", "mem": "launch.mem_gb", "signal": "launch.signal_seconds",
+}  # fmt: skip
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
