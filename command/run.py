@@ -107,9 +107,9 @@ def prepare(
         ConfigError: with all problems.
     """
     if launcher is not None:
-        begun = previous_run(run_name(cfg), cfg.run_dir, launcher.agents)
-        if begun is not None:
-            return _next_attempt(begun, verb, launcher)
+        earlier = previous_run(run_name(cfg), cfg.run_dir, launcher.agents)
+        if earlier is not None:
+            return _next_attempt(earlier, verb, launcher)
     planned, problems, made = _plan(cfg, verb, launcher)
     choice = made or choice
     if problems:

@@ -88,7 +88,7 @@ def run_verb(
     _log_to_file(Path(cfg.run_dir))
     asked, cfg = cfg, resolved(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
-    hook = _ExceptionHook(on_exception, cfg.ckpt_path, has_begun=held is not None)
+    hook = _ExceptionHook(on_exception, cfg.ckpt_path, has_started=held is not None)
     module, data, trainer = build(asked, [*more_callbacks, hook])
     if not cfg.strict:
         module.strict_loading = False
@@ -214,13 +214,13 @@ class _ExceptionHook(Callback):
     Args:
         on_exception: called with the exception.
         ckpt_path: checkpoint that is restored first; None = none.
-        has_begun: whether the run has trained before.
+        has_started: whether the run has trained before.
     """
 
-    def __init__(self, on_exception: Callable[[BaseException], None], ckpt_path: str | None, has_begun: bool) -> None:
+    def __init__(self, on_exception: Callable[[BaseException], None], ckpt_path: str | None, has_started: bool) -> None:
         self._on_exception = on_exception
         self._ckpt_path = ckpt_path
-        self._has_begun = has_begun
+        self._has_started = has_started
 
     def on_exception(self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
@@ -231,7 +231,7 @@ class _ExceptionHook(Callback):
 
     def raise_refusal(self, error: BaseException) -> None:
         """Raise a ConfigError from `error` if training has not started and the error explains itself."""
-        if self._has_begun or not isinstance(error, Exception):
+        if self._has_started or not isinstance(error, Exception):
             return
         if is_refusal(error):
             raise ConfigError([message_of(error)]) from error
@@ -239,10 +239,10 @@ class _ExceptionHook(Callback):
             with refused_as(f"ckpt_path={self._ckpt_path}: does not match this run"):
                 raise error
 
-    def _mark_begun(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        self._has_begun = True
+    def _mark_started(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        self._has_started = True
 
-    on_train_start = on_validation_start = on_test_start = on_predict_start = _mark_begun
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _mark_started
 
 
 def _raised_in_restore(error: Exception) -> bool:

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError, first_failure
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.outcome.attempt import LOOK_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
-from trainwright.launch.outcome.interruption import interruption_in, patience
+from trainwright.launch.outcome.attempt import POLL_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
+from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
 from trainwright.launch.rank import rank_main
 from trainwright.launch.ranks.environment import rank_environment
 from trainwright.launch.ranks.local_store import LocalStore
@@ -38,7 +38,7 @@ class Attempt(RankAttempt):
     environment: Mapping[str, str]
     replacements: Replacements
 
-    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
+    def run(self, grace_after_failure: float, should_stop: Callable[[], bool] | None) -> Outcome:
         """Run the attempt as in the base class, replacing lost ranks where possible."""
         with (
             LocalStore(self.cfg.launch.port) as store,
@@ -47,7 +47,7 @@ class Attempt(RankAttempt):
             try:
                 for rank in range(self.cfg.devices):
                     self._start(ranks, rank, store.port, self.replacements.environment)
-                ended = self._wait(ranks, store.port, enough)
+                ended = self._wait(ranks, store.port, should_stop)
             except Interrupted as interrupted:
                 ended = forward_signal(ranks, self.cfg, self.verb, interrupted)
                 codes = {each.rank: each.exit_code for each in ended}
@@ -56,7 +56,7 @@ class Attempt(RankAttempt):
             if not any(each.failed for each in ended):
                 if not ranks.living:
                     return Outcome(metrics=metrics_in(self.records, self.cfg))
-                ranks.end(ranks.living, patience(self.cfg, self.verb))
+                ranks.end(ranks.living, exit_timeout(self.cfg, self.verb))
                 return Outcome()
             ended += ranks.end(ranks.living, grace_after_failure)
         return Outcome(self._failure(ended))
@@ -65,10 +65,10 @@ class Attempt(RankAttempt):
         environment = rank_environment(self.cfg, rank, port, self.number)
         ranks.start_rank(rank, {**environment, **self.environment, **more})
 
-    def _wait(self, ranks: Supervisor, port: int, enough: Callable[[], bool] | None) -> list[RankExit]:
-        """Wait until all ranks have exited, one has failed that cannot be replaced, or `enough` returns True."""
+    def _wait(self, ranks: Supervisor, port: int, should_stop: Callable[[], bool] | None) -> list[RankExit]:
+        """Wait until all ranks have exited, one has failed that cannot be replaced, or `should_stop` returns True."""
         ended: list[RankExit] = []
-        look = None if enough is None else LOOK_SECONDS
+        look = None if should_stop is None else POLL_SECONDS
         while ranks.living or self.replacements.pause is not None:
             pauses = [pause for pause in (look, self.replacements.pause) if pause is not None]
             some = _next_ends(ranks, min(pauses, default=None))
@@ -79,7 +79,7 @@ class Attempt(RankAttempt):
             ended += [each for each in some if not each.failed]
             for rank, more in self.replacements.due():
                 self._start(ranks, rank, port, more)
-            if enough is not None and ranks.living and enough():
+            if should_stop is not None and ranks.living and should_stop():
                 return ended
         return ended
 
@@ -87,10 +87,10 @@ class Attempt(RankAttempt):
         codes = {each.rank: None if each.asked else each.exit_code for each in ended}
         hangs = {each.rank: each.hang for each in ended if each.hang is not None}
         failure = first_failure(self.records, codes, Path(self.cfg.run_dir), hangs)
-        told = interruption_in(self.cfg, codes)
+        interruption = interruption_in(self.cfg, codes)
         # A rank that did not save in time was killed, and the others lost their connections to it.
-        if told is not None and not failure.is_cause:
-            raise told
+        if interruption is not None and not failure.is_cause:
+            raise interruption
         return failure
 
 
@@ -105,6 +105,6 @@ def _next_ends(ranks: Supervisor, seconds: float | None) -> list[RankExit]:
 def forward_signal(ranks: Supervisor, cfg: DictConfig, verb: str, interrupted: Interrupted) -> list[RankExit]:
     """Forward a signal to the ranks and wait for their exit; a second signal kills them at once."""
     try:
-        return ranks.end(ranks.living, patience(cfg, verb, interrupted.number), interrupted.number)
+        return ranks.end(ranks.living, exit_timeout(cfg, verb, interrupted.number), interrupted.number)
     except Interrupted:
         return ranks.end(ranks.living, grace=0.0)

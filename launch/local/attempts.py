@@ -100,9 +100,9 @@ class AttemptedRun:
 
     def _run_attempt(self, attempt: RankAttempt) -> dict[str, float] | None:
         """Return the final metrics; None = another attempt follows."""
-        enough = None if self._sizes is None else lambda: self._resizes(attempt)
+        should_stop = None if self._sizes is None else lambda: self._resizes(attempt)
         try:
-            outcome = attempt.run(self._grace, enough)
+            outcome = attempt.run(self._grace, should_stop)
             if outcome.failure is not None:
                 outcome = replace(outcome, failure=attempt.explain(outcome.failure))
         finally:

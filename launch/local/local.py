@@ -13,7 +13,7 @@ from trainwright.launch.local.attempt import Attempt
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.members.replicas import ReplicaAttempt, is_elastic_run
 from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.interruption import notices
+from trainwright.launch.outcome.interruption import handled_signals
 from trainwright.launch.ranks.forkserver import start_forkserver
 from trainwright.launch.recovery.replacements import Replacements
 from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy
@@ -40,7 +40,7 @@ def launch_local(cfg: DictConfig, verb: str, *, is_written: bool = True) -> dict
         Interrupted: if this process was interrupted; all ranks have exited.
     """
     start_forkserver()
-    with HeldSignals(notices(cfg)):
+    with HeldSignals(handled_signals(cfg)):
         log = RestartLog(Path(cfg.run_dir))
         sizes = None if cfg.launch.min_devices is None else Shrinking(cfg, verb, log)
         return AttemptedRun(cfg, verb, LocalAttempts(verb, is_written, sizes), log, sizes).run()

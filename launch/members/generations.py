@@ -138,7 +138,7 @@ class Generations:
 
     Attributes:
         now: the members that train.
-        begun: optimizer steps done when this generation started.
+        start_step: optimizer steps done when this generation started.
     """
 
     def __init__(self, cfg: DictConfig, layout: Layout, records: Path, members: Members) -> None:
@@ -150,7 +150,7 @@ class Generations:
         self._since = 0.0  # when this generation was announced
         self._called = False
         self.now = Membership(0, layout, tuple(range(layout.world_size)))
-        self.begun = 0
+        self.start_step = 0
 
     @property
     def folder(self) -> Path:
@@ -193,10 +193,10 @@ class Generations:
         """Call the members to leave after a coming step, if whole new replicas are ready."""
         if self._called or not self.lacking or len(self._members.ready) < self.now.replica_size:
             return
-        step = max(self.steps.values(), default=self.begun)
-        if step <= self.begun:
+        step = max(self.steps.values(), default=self.start_step)
+        if step <= self.start_step:
             return  # this generation has made no step yet
-        per_second = (step - self.begun) / max(time.monotonic() - self._since, 1e-3)
+        per_second = (step - self.start_step) / max(time.monotonic() - self._since, 1e-3)
         self._called = True
         self._members.mailbox.board.call(self.now.generation, step + _AHEAD_STEPS + int(per_second * _AHEAD_SECONDS))
 
@@ -264,7 +264,7 @@ class Generations:
     def _announce(self, cfg: DictConfig, step: int | None, sources: dict[int, int]) -> None:
         old, self._store = self._store, LocalStore(self._cfg.launch.port if step is None else None)
         self._called = False
-        self._since, self.begun = time.monotonic(), step or 0
+        self._since, self.start_step = time.monotonic(), step or 0
         self.folder.mkdir()
         text = OmegaConf.to_yaml(settled(cfg))
         members, port = self.now.members, self._store.port

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.memory.snapshots import Snapshots
 
 # Poll interval of the call to leave, for members blocked in an NCCL collective, which nothing interrupts.
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _MEET_SECONDS = 300.0
 # Wait for news of a lost member before an error counts as this member's own.
 _CALL_WAIT_SECONDS = 1.0
@@ -254,7 +254,7 @@ class _abort_on_call:  # noqa: N801 - read as a sentence: with _abort_on_call(..
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
+        while not self._over.wait(_POLL_SECONDS):
             if self._mailbox.board.called(self._generation) == NOW:
                 from trainwright.strategies.contract.groups import abort_groups
 

@@ -21,7 +21,7 @@ from trainwright.launch.members.generations import EndedGeneration, Generations,
 from trainwright.launch.members.mailbox import Left, records_of
 from trainwright.launch.members.members import Members
 from trainwright.launch.outcome.attempt import Outcome, RankAttempt
-from trainwright.launch.outcome.interruption import interruption_in, patience
+from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
 from trainwright.launch.ranks.supervisor import RankExit
 from trainwright.launch.recovery.check_recovery import AUTO, REPLICAS
 from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog, RestartPolicy, attempt_failure
@@ -69,14 +69,14 @@ class MemberExits:
         """Return an error, which made these fail, in the terms of the policy."""
         ranks, steps = {self._generations.now.rank_of(each.rank) for each in failed}, self._generations.steps
         step = max((step for rank, step in steps.items() if rank in ranks), default=None)
-        return attempt_failure(error, step, self._generations.begun)
+        return attempt_failure(error, step, self._generations.start_step)
 
     def connection_failure(self, left: Left) -> tuple[RankError, AttemptFailure]:
         """Return the error and setback of a member that lost its connections to living ones."""
         rank = self._generations.now.rank_of(left.member) or 0
         error = RankError(f"the connections of rank {rank} broke: {left.error}", rank, None)
         step = max(self._generations.steps.values(), default=None)
-        return error, AttemptFailure(rank, "broken connections", step=step, begun=self._generations.begun)
+        return error, AttemptFailure(rank, "broken connections", step=step, start_step=self._generations.start_step)
 
     def lines(self, members: Collection[int], exit_codes: dict[int, int]) -> list[str]:
         """Return a line for each of those that ended without being asked to."""
@@ -86,7 +86,7 @@ class MemberExits:
 
 
 # Seconds between two reads of the mailbox; exits of processes are noticed at once.
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 # Failures of several ranks arrive one after the other; the second may be the cause.
 _TOGETHER_SECONDS = 0.1
 
@@ -136,14 +136,14 @@ class ReplicaAttempt(RankAttempt):
         assert self._setback is not None
         return replace(self._setback, rank=failure.rank)
 
-    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
+    def run(self, grace_after_failure: float, should_stop: Callable[[], bool] | None) -> Outcome:
         """Run the attempt as in the base class.
 
         Raises:
             RankError: if a member failed and the policy gives up.
         """
         self._grace = grace_after_failure
-        self._enough = enough
+        self._enough = should_stop
         self._members = Members(self.cfg, self.verb, self.records, self.environment, self.monitor)
         with self._members:
             self._generations = Generations(self.cfg, self._layout, self.records, self._members)
@@ -160,7 +160,7 @@ class ReplicaAttempt(RankAttempt):
         self._members.start(self._layout.world_size + self.cfg.launch.spares)
         self._generations.begin()
         while True:
-            ended = self._members.wait(_LOOK_SECONDS)
+            ended = self._members.wait(_POLL_SECONDS)
             if any(each.failed for each in ended):
                 ended += self._members.wait(_TOGETHER_SECONDS)
             members = self._ends.of_members(ended)
@@ -191,7 +191,7 @@ class ReplicaAttempt(RankAttempt):
         if lost or errors or len(left) == len(self._generations.now.members):
             return self._regroup(lost, error)
         if self._enough is not None and self._enough():
-            self._members.end_all(patience(self.cfg, self.verb))
+            self._members.end_all(exit_timeout(self.cfg, self.verb))
             return Outcome()
         self._start_missing()
         self._generations.call_to_leave()
@@ -245,7 +245,7 @@ class ReplicaAttempt(RankAttempt):
         ended = list(ended)
         self._members.kill(self._members.joining)
         while self._members.living and not self._ends.failed(ended):
-            ended += self._members.wait(_LOOK_SECONDS)
+            ended += self._members.wait(_POLL_SECONDS)
             # Members whose connections broke because others have finished wait for a generation that never comes.
             self._members.kill({each.member for each in self._generations.left})
         failed = self._ends.of_members(self._ends.failed(ended))

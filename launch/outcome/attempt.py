@@ -11,11 +11,11 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.failures.records import Beginning, read_beginning, read_result, read_steps
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.outcome.interruption import interruption_in, notices
+from trainwright.launch.outcome.interruption import handled_signals, interruption_in
 from trainwright.launch.recovery.restarts import AttemptFailure, attempt_failure
 from trainwright.launch.watchdog.monitor import HangMonitor
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between checks whether to end the ranks of an attempt and continue on other devices."""
 
 
@@ -49,12 +49,13 @@ class RankAttempt(ABC):
     monitor: HangMonitor | None
 
     @abstractmethod
-    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
+    def run(self, grace_after_failure: float, should_stop: Callable[[], bool] | None) -> Outcome:
         """Start the ranks and wait for all to exit.
 
         Args:
             grace_after_failure: seconds that the others have to exit after one has failed.
-            enough: returns whether to end the ranks and continue on other devices; called every second. None = never.
+            should_stop: returns whether to end the ranks and continue on other devices; called every second. None =
+                never.
 
         Returns:
             A failure, metrics, or neither where the ranks were ended to continue on other devices.
@@ -124,9 +125,9 @@ def metrics_after_signal(
     """
     if codes and all(code == 0 for code in codes.values()):
         return metrics_in(records, cfg, interrupted.number)
-    told = interruption_in(cfg, codes)
-    if told is None and codes and interrupted.number in notices(cfg):
+    interruption = interruption_in(cfg, codes)
+    if interruption is None and codes and interrupted.number in handled_signals(cfg):
         error = failure()
         if error.is_cause:
             raise error
-    raise told or interrupted
+    raise interruption or interrupted

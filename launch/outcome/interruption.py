@@ -31,13 +31,13 @@ def seconds_to_end(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> 
         number: of the signal.
     """
     grace = float(cfg.launch.grace_seconds)
-    if verb != "fit" or not cfg.preemption.save or number not in notices(cfg):
+    if verb != "fit" or not cfg.preemption.save or number not in handled_signals(cfg):
         return grace
     deadline = cfg.preemption.deadline_seconds
     return None if deadline is None else max(grace, float(deadline))
 
 
-def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
+def exit_timeout(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
     """Return the seconds to wait for ranks after a signal: a little more than they give themselves.
 
     Args:
@@ -49,7 +49,7 @@ def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
     return A_WEEK if seconds is None else seconds + MARGIN_SECONDS
 
 
-def notices(cfg: DictConfig) -> tuple[signal.Signals, ...]:
+def handled_signals(cfg: DictConfig) -> tuple[signal.Signals, ...]:
     """Return the signals upon which a run saves and ends; the launching process forwards them to the ranks."""
     return tuple(signal.Signals[name] for name in cfg.preemption.signals)
 
@@ -61,10 +61,10 @@ def interruption_in(cfg: DictConfig, exit_codes: Mapping[int, int | None]) -> In
         cfg: the resolved configuration.
         exit_codes: by rank.
     """
-    told = _interrupt_codes(cfg)
+    signals = _interrupt_codes(cfg)
     for code in exit_codes.values():
-        if code is not None and code in told:
-            return Interrupted(told[code], code if code > 0 else None)
+        if code is not None and code in signals:
+            return Interrupted(signals[code], code if code > 0 else None)
     return None
 
 
@@ -72,7 +72,7 @@ def _interrupt_codes(cfg: DictConfig) -> dict[int, signal.Signals]:
     code = cfg.preemption.exit_code
     if code:
         return {**_BY_SIGNAL, int(code): signal.SIGTERM, 128 + signal.SIGTERM: signal.SIGTERM}
-    return {**_BY_SIGNAL, **{128 + number: number for number in (*notices(cfg), signal.SIGTERM)}}
+    return {**_BY_SIGNAL, **{128 + number: number for number in (*handled_signals(cfg), signal.SIGTERM)}}
 
 
 def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, str] | None = None) -> list[str]:

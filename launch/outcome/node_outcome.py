@@ -87,14 +87,14 @@ def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeOutcome | None]
             raise RankError(end.error, end.rank, end.rank_exit_code, end.failure)
     codes: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
     codes |= {rank: code for end in said for rank, code in end.codes.items()}
-    told = next((Interrupted(end.signal, end.exit_code) for end in said if end.signal is not None), None)
-    told = told or interruption_in(cfg, codes)
+    interruption = next((Interrupted(end.signal, end.exit_code) for end in said if end.signal is not None), None)
+    interruption = interruption or interruption_in(cfg, codes)
     if any(codes.values()) or any(folder.glob("*.json")):
         failure = first_failure(folder, codes, Path(cfg.run_dir))
-        if failure.is_cause or told is None:
+        if failure.is_cause or interruption is None:
             raise failure
-    if told is not None:
-        raise told
+    if interruption is not None:
+        raise interruption
     failed = next((end.exit_code for end in said if end.exit_code), None)
     if len(said) < len(ends) or failed is not None:
         raise RankError(silence, 0, failed)

@@ -19,7 +19,7 @@ class LocalStore:
     Args:
         port: TCP port; None = a free one.
         address: to listen at; the loopback interface unless other machines must reach it.
-        told: that address as the others reach it; None = the same.
+        public_address: that address as the others reach it; None = the same.
         timeout: of a rank that waits for the others.
 
     Raises:
@@ -30,11 +30,11 @@ class LocalStore:
         self,
         port: int | None = None,
         address: str = ADDRESS,
-        told: str | None = None,
+        public_address: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         with listen_at(address, port or 0) as listener:
-            self.address = told or address
+            self.address = public_address or address
             """The address for the ranks."""
             self.port: int = listener.getsockname()[1]
             """The port."""

@@ -68,15 +68,15 @@ def restarts_ranks(environment: Mapping[str, str]) -> bool:
 
 def _open(launcher: Launcher) -> LocalStore:
     """Open a store on rank 0: at an address that other machines reach, or on loopback for one machine."""
-    address, told = ADDRESS, ADDRESS
+    address, public_address = ADDRESS, ADDRESS
     if HOST_ADDRESS in os.environ:
-        address = told = os.environ[HOST_ADDRESS]
+        address = public_address = os.environ[HOST_ADDRESS]
     elif launcher.world_size > launcher.local_world_size:
-        address = told = _local_address()
+        address = public_address = _local_address()
         if address.startswith("127.") or address == "::1":
             # The machine's name resolves to loopback here, but to its address elsewhere.
-            address, told = "0.0.0.0", os.environ["MASTER_ADDR"]  # noqa: S104 - other machines have to reach it
-    return LocalStore(address=address, told=told, timeout=TIMEOUT)
+            address, public_address = "0.0.0.0", os.environ["MASTER_ADDR"]  # noqa: S104 - other machines have to reach it
+    return LocalStore(address=address, public_address=public_address, timeout=TIMEOUT)
 
 
 def _local_address() -> str:

@@ -47,21 +47,21 @@ class Replacements:
         """Seconds until the next replacement is due; None = there is none."""
         return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
 
-    def take(self, failed: Sequence[RankExit], begun: int | None) -> bool:
+    def take(self, failed: Sequence[RankExit], start_step: int | None) -> bool:
         """Return whether the others continue without these ranks; if so, schedule their replacements.
 
         Args:
             failed: ranks that failed at about the same time.
-            begun: optimizer steps when training started; None = it has not: all ranks are still setting up, and none
-                can be lost.
+            start_step: optimizer steps when training started; None = it has not: all ranks are still setting up, and
+                none can be lost.
 
         Raises:
             RankError: if one may not be replaced any more.
         """
-        if begun is None or not {each.rank for each in failed} <= set(self.ranks):
+        if start_step is None or not {each.rank for each in failed} <= set(self.ranks):
             return False
         for each in failed:
-            self._replace(each, begun)
+            self._replace(each, start_step)
         return True
 
     def due(self) -> list[tuple[int, dict[str, str]]]:
@@ -73,9 +73,9 @@ class Replacements:
             self._starts[rank] += 1
         return [(rank, {INCARNATION: str(self._starts[rank])}) for rank in ranks]
 
-    def _replace(self, ended: RankExit, begun: int) -> None:
+    def _replace(self, ended: RankExit, start_step: int) -> None:
         error = self._error(ended)
-        setback = attempt_failure(error, read_steps(self.records).get(ended.rank), begun)
+        setback = attempt_failure(error, read_steps(self.records).get(ended.rank), start_step)
         self.log.write(f"{error.summary} ({setback.when})", str(error))
         restart = self.policy.restart(error, setback, self.log)
         self.log.write(f"the others continue; rank {ended.rank} is restarted{restart.wait} and rejoins them")

@@ -58,7 +58,7 @@ class AttemptFailure:
         kind: class of the exception, or how the process ended: a signal (SIGKILL), exit code 7, hang.
         message: of the exception or the hang; empty for a process that ended without one.
         step: optimizer steps done by then; None = it failed before training.
-        begun: optimizer steps done when the attempt started training; None = it did not.
+        start_step: optimizer steps done when the attempt started training; None = it did not.
         raised: whether the code ended the process itself, by an exception or an exit code.
     """
 
@@ -66,13 +66,13 @@ class AttemptFailure:
     kind: str
     message: str = ""
     step: int | None = None
-    begun: int | None = None
+    start_step: int | None = None
     raised: bool = False
 
     @property
     def trained(self) -> bool:
         """Whether the attempt made at least one optimizer step."""
-        return self.step is not None and self.begun is not None and self.step > self.begun
+        return self.step is not None and self.start_step is not None and self.step > self.start_step
 
     @property
     def when(self) -> str:
@@ -120,13 +120,13 @@ class StopRestarting:
     reason: str
 
 
-def attempt_failure(failure: RankError, step: int | None, begun: int | None) -> AttemptFailure:
+def attempt_failure(failure: RankError, step: int | None, start_step: int | None) -> AttemptFailure:
     """Return the failure of a rank in the terms of the policy.
 
     Args:
         failure: of a rank.
         step: optimizer steps done by then; None = it failed before training.
-        begun: optimizer steps done when training started; None = it did not.
+        start_step: optimizer steps done when training started; None = it did not.
     """
     raised = failure.failure
     return AttemptFailure(
@@ -134,7 +134,7 @@ def attempt_failure(failure: RankError, step: int | None, begun: int | None) -> 
         kind=failure.kind,
         message=raised.message if raised else failure.hang.reason if failure.hang else "",
         step=step,
-        begun=begun,
+        start_step=start_step,
         raised=raised is not None or (failure.exit_code or -1) > 0,
     )
 

@@ -71,7 +71,7 @@ class Answerer:
         self._box = box
         self._pipe = folder / f"ask_{box}"
         self._stacks: Any = None
-        self._tells_crashes = False
+        self._enabled_faulthandler = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class Answerer:
         self._stacks = stacks_file(self._folder, self._box).open("a")
         if not faulthandler.is_enabled():
             faulthandler.enable(self._stacks)  # so that the Python line of a crash in native code is known
-            self._tells_crashes = True
+            self._enabled_faulthandler = True
         if SIGNAL is not None:
             faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
         self._thread = threading.Thread(
@@ -102,11 +102,11 @@ class Answerer:
             # A late signal must not kill the process.
             faulthandler.unregister(SIGNAL)
             signal.signal(SIGNAL, signal.SIG_IGN)
-        if self._tells_crashes:
+        if self._enabled_faulthandler:
             faulthandler.disable()
         self._stacks.close()
 
-    def tell_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Record the state of this rank at an error, because its process may be gone when it is asked."""
         self._write(FAILED, [raised(error)])
 

@@ -11,12 +11,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
 from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, ProgressBox
-from trainwright.launch.watchdog.calls import keep_traces_in, remember_calls
+from trainwright.launch.watchdog.calls import record_calls, set_trace_folder
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE
 
 
-def _beginning(phase: str) -> Any:
+def _starts(phase: str) -> Any:
     """Return a hook that starts a phase."""
     return lambda self, *_: self._begin(phase)
 
@@ -63,7 +63,7 @@ class Watchdog(Callback):
         self._end_listening: Callable[[], None] = _nothing
         self._guardian: Any = None
         if self.limits is not None:
-            remember_calls()
+            record_calls()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take this rank's box, and start a monitoring process unless the launching process monitors."""
@@ -84,14 +84,14 @@ class Watchdog(Callback):
             ) from error
         self._answerer = Answerer(Path(place["folder"]), place["box"])
         self._answerer.start()
-        keep_traces_in(Path(trainer.default_root_dir) / "logs")
+        set_trace_folder(Path(trainer.default_root_dir) / "logs")
         self._listen(trainer, box)
         self._box = box
 
     def _listen(self, trainer: Trainer, box: ProgressBox) -> None:
-        told: phases.Phases | None = getattr(trainer, "phases", None)
-        if told is None:
-            trainer.callbacks.append(_CoarseMarks(box))  # type: ignore[attr-defined]
+        phase_events: phases.Phases | None = getattr(trainer, "phases", None)
+        if phase_events is None:
+            trainer.callbacks.append(_HookProgress(box))  # type: ignore[attr-defined]
             return
         loop = trainer.fit_loop.epoch_loop
 
@@ -102,7 +102,7 @@ class Watchdog(Callback):
                 phase = phases.DATA if box.phase == phases.HOOKS else FIRST_DATA
             box.begin(phase)
 
-        self._end_listening = told.listen(begin)
+        self._end_listening = phase_events.listen(begin)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop being watched."""
@@ -111,15 +111,15 @@ class Watchdog(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record this rank's calls; from here on cleaning up has no limit but that of ending."""
         if self._answerer is not None:
-            self._answerer.tell_failure(exception)
+            self._answerer.record_failure(exception)
         self._begin(ENDING)
 
     # ---- outside of training ----------------------------------------------------------------------------------------
 
-    on_sanity_check_start = on_validation_batch_start = _beginning(EVALUATION)
-    on_test_batch_start = on_predict_batch_start = _beginning(EVALUATION)
+    on_sanity_check_start = on_validation_batch_start = _starts(EVALUATION)
+    on_test_batch_start = on_predict_batch_start = _starts(EVALUATION)
     # Metrics at the end of an evaluation take longer than a batch.
-    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _beginning(EVALUATION_END)
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _starts(EVALUATION_END)
 
     def on_fit_end(self, *_: Any) -> None:
         """Start the phase in which loggers and strategies finish."""
@@ -152,7 +152,7 @@ class Watchdog(Callback):
         self._box = self._answerer = self._guardian = None
 
 
-class _CoarseMarks(Callback):
+class _HookProgress(Callback):
     """Progress of a Trainer without phases, from its hooks."""
 
     # A strategy may still be sending the weights of a step during this callback.

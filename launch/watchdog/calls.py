@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 # Calls recorded by each process; older ones are overwritten.
-_REMEMBERED = 2000
+_MAX_RECORDED = 2000
 # Calls in an answer, besides all that are pending.
-_TOLD = 400
+_MAX_IN_ANSWER = 400
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class Group:
         return f"group {self.label!r} {list(self.ranks)}"
 
 
-def remember_calls() -> None:
+def record_calls() -> None:
     """Make torch record the calls of this process, unless the user decided otherwise. Must precede the process group;
     newer versions of torch do so by default.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name, which the newer one would override
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_MAX_RECORDED))
 
 
-def keep_traces_in(folder: Path) -> None:
+def set_trace_folder(folder: Path) -> None:
     """Make NCCL's own watchdog, if it fires first, write its trace into `folder` instead of ``/tmp``."""
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
@@ -98,7 +98,7 @@ def own_calls() -> list[Call]:
     entries.sort(key=lambda entry: entry["time_created_ns"])
     now = time.time_ns()
     calls = [_call(entry, now) for entry in entries]
-    old = max(0, len(calls) - _TOLD)
+    old = max(0, len(calls) - _MAX_IN_ANSWER)
     return [call for call in calls[:old] if call.pending] + calls[old:]
 
 

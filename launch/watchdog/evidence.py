@@ -90,7 +90,7 @@ class Evidence:
         return () if self.answer is None else tuple(call for call in self.answer.calls if call.pending)
 
     @property
-    def is_over(self) -> bool:
+    def exceeds_limit(self) -> bool:
         """Whether it has exceeded its limit."""
         kind = self.wait.kind
         if kind == HALTED:

@@ -69,7 +69,7 @@ def agree(trainer: Trainer, places: list[dict[str, Any]] | None) -> dict[str, An
         places: of the ranks of this machine on local rank 0; ``None`` on the others.
     """
     own = None if places is None else (trainer.node_rank, places)  # one rank per machine contributes
-    told = [own] if trainer.world_size == 1 else of_all_ranks(own, device=trainer.strategy.root_device)
-    of_nodes = dict(found for found in told if found is not None)
+    gathered = [own] if trainer.world_size == 1 else of_all_ranks(own, device=trainer.strategy.root_device)
+    of_nodes = dict(found for found in gathered if found is not None)
     place: dict[str, Any] = of_nodes[trainer.node_rank][trainer.local_rank]
     return place

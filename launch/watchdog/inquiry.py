@@ -20,7 +20,7 @@ _STACK_SECONDS = 0.5
 
 
 @dataclass
-class _Asked:
+class _SignalledProcess:
     """A process that was sent the signal, and the offset of its stacks in the file."""
 
     process: int
@@ -52,7 +52,7 @@ class Inquiry:
         for box in ranks:
             self._ranks[box] = replace(ranks[box], asked=box in self._open)
         self._end = time.monotonic() + ANSWER_SECONDS
-        self._signals: dict[tuple[int, int], _Asked] | None = None
+        self._signals: dict[tuple[int, int], _SignalledProcess] | None = None
 
     def advance(self) -> list[Evidence] | None:
         """Return all evidence ordered by box; ``None`` = answers are outstanding."""
@@ -74,9 +74,9 @@ class Inquiry:
                 self._open.discard(box)
                 self._ranks[box] = replace(self._ranks[box], answer=answer)
 
-    def _send_signals(self) -> dict[tuple[int, int], _Asked]:
+    def _send_signals(self) -> dict[tuple[int, int], _SignalledProcess]:
         """Signal the interpreters of silent ranks, and the worker processes of ranks that wait for data."""
-        found: dict[tuple[int, int], _Asked] = {}
+        found: dict[tuple[int, int], _SignalledProcess] = {}
         for box, one in self._ranks.items():
             process = one.progress.process
             silent = one.answer is None and one.asked and one.progress.running
@@ -89,7 +89,7 @@ class Inquiry:
                     found[box, each] = sent
         return found
 
-    def _signal(self, box: int, process: int) -> _Asked | None:
+    def _signal(self, box: int, process: int) -> _SignalledProcess | None:
         # Without a handler the signal would kill it; a stopped process would get it when it continues.
         if SIGNAL is None or not catches(process, SIGNAL) or state_of(process) == STOPPED:
             return None
@@ -101,14 +101,14 @@ class Inquiry:
         end = time.monotonic() + 0.05
         while time.monotonic() < end and path.is_file() and path.stat().st_size == begin:
             time.sleep(0.002)
-        return _Asked(process, path, begin)
+        return _SignalledProcess(process, path, begin)
 
     def _complete(self, box: int) -> Evidence:
         one = self._ranks[box]
         signals = self._signals or {}
         own = signals.get((box, one.progress.process))
         children = tuple(
-            Child(each, name_of(each), state_of(each), _until_next(signals, box, each))
+            Child(each, name_of(each), state_of(each), _stacks_of(signals, box, each))
             for each in (children_of(one.progress.process) if self._waits_for_data(one) else ())
         )
         return replace(one, stacks=own.text() if own is not None else "", children=children)
@@ -117,7 +117,7 @@ class Inquiry:
         return one.progress.phase in (phases.DATA, FIRST_DATA) or one.wait.kind == waits.DATA
 
 
-def _until_next(signals: dict[tuple[int, int], _Asked], box: int, process: int) -> str:
+def _stacks_of(signals: dict[tuple[int, int], _SignalledProcess], box: int, process: int) -> str:
     """Return the stacks of one process from the shared file, up to the start of the next one's."""
     asked = signals.get((box, process))
     if asked is None:

@@ -17,7 +17,7 @@ from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import crash_in, place_of
 from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge, last_call
-from trainwright.launch.watchdog.report.watched import Watched, any_gets_on, are_suspended
+from trainwright.launch.watchdog.report.watched import Watched, all_stopped, any_runs
 
 # Variable with a rank's box and folder.
 VARIABLE = "TRAINWRIGHT_WATCHDOG"
@@ -69,12 +69,12 @@ class HangMonitor:
         self._count = count
         self._boxes = Boxes(count, folder)
         self._watched: dict[int, Watched] = {}
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
         self._questions = 0
         self._inquiry: Inquiry | None = None
-        self._not_before = 0.0
+        self._next_inquiry_at = 0.0
         self._suspects: frozenset[int] = frozenset()
-        self._asked_stops: frozenset[tuple[int, int | None]] = frozenset()
+        self._known_stops: frozenset[tuple[int, int | None]] = frozenset()
 
     def environment(self, number: int) -> dict[str, str]:
         """Return the variables of a process to be watched; they name its box, which is cleared.
@@ -101,7 +101,7 @@ class HangMonitor:
     def watch(self, number: int, process: int) -> None:
         """Register a process that was started as ``number``, with its :meth:`environment`."""
         self._watched[number].process = process
-        self._forget()
+        self._reset()
 
     def process_of(self, number: int) -> int:
         """Return the process id of a number; 0 = not reported yet."""
@@ -111,21 +111,21 @@ class HangMonitor:
     def check(self) -> DiagnosedHang | None:
         """Return the process to kill, if any. To be called about twice a second; never blocks."""
         now = time.monotonic()
-        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
-        self._looked_at = now
+        passed = 0.0 if self._checked_at is None else min(now - self._checked_at, _LONGEST_LOOK)
+        self._checked_at = now
         same = [one for one in self._watched.values() if not one.look(self._boxes.read(one.box))]
         running = self._running()
         # After the monitor itself was suspended, stops are timed anew.
-        counts = passed < _LONGEST_LOOK and any_gets_on(running)
+        counts = passed < _LONGEST_LOOK and any_runs(running)
         for one in running:
             one.count_stop(passed if counts else None)
-        if are_suspended(running):
+        if all_stopped(running):
             self._inquiry = None
             return None
         for one in same:
             one.stalled += passed
         if self._inquiry is not None:
-            return self._go_on()
+            return self._advance_inquiry()
         if self._is_suspicious(running, now):
             self._questions += 1
             self._inquiry = Inquiry(self._folder, self._questions, self._known())
@@ -168,15 +168,15 @@ class HangMonitor:
     def _is_suspicious(self, running: Sequence[Watched], now: float) -> bool:
         """Return whether a rank is stopped alone, or exceeds its limit, and was not asked about recently."""
         stops = frozenset((one.progress.process, one.stop) for one in running if one.stopped_alone)
-        if now >= self._not_before:
+        if now >= self._next_inquiry_at:
             found = bool(stops) or any(one.stalled > self._limit(one.progress) for one in running)
         else:
             # The pause is for ranks that had a reason; a later stop was not covered.
-            found = bool(stops - self._asked_stops)
+            found = bool(stops - self._known_stops)
             if found:
                 self._suspects = frozenset()  # too recent to count as seen before
         if found:
-            self._asked_stops = stops
+            self._known_stops = stops
         return found
 
     def _is_halted(self, one: Watched) -> bool:
@@ -201,20 +201,20 @@ class HangMonitor:
     def _limit(self, progress: Progress) -> float:
         return self._limits.limit(progress.phase, [one.progress for one in self._watched.values()])
 
-    def _go_on(self) -> DiagnosedHang | None:
+    def _advance_inquiry(self) -> DiagnosedHang | None:
         assert self._inquiry is not None
         found = self._inquiry.advance()
         if found is None:
             return None
         self._inquiry = None
-        ranks = [one for one in map(self._still_there, found) if one is not None]
-        suspects = frozenset(one.rank for one in ranks if one.is_over)
+        ranks = [one for one in map(self._current, found) if one is not None]
+        suspects = frozenset(one.rank for one in ranks if one.exceeds_limit)
         verdict = judge(ranks, seen_before=bool(suspects) and suspects == self._suspects)
         self._suspects = suspects
-        self._not_before = time.monotonic() + self._limits.pause()
-        return None if verdict is None else self._tell(verdict, ranks)
+        self._next_inquiry_at = time.monotonic() + self._limits.pause()
+        return None if verdict is None else self._report_hang(verdict, ranks)
 
-    def _still_there(self, one: Evidence) -> Evidence | None:
+    def _current(self, one: Evidence) -> Evidence | None:
         """Return the evidence with current times, or None if the rank is gone."""
         now = next((each for each in self._watched.values() if each.progress.process == one.progress.process), None)
         if now is None or not is_alive(one.progress.process):
@@ -222,18 +222,18 @@ class HangMonitor:
         stalled = now.stalled if now.progress.changes == one.progress.changes else 0.0
         return replace(one, stalled=stalled, halted=self._is_halted(now))
 
-    def _tell(self, verdict: HangVerdict, ranks: Sequence[Evidence]) -> DiagnosedHang:
+    def _report_hang(self, verdict: HangVerdict, ranks: Sequence[Evidence]) -> DiagnosedHang:
         report = report_of(verdict, ranks)
         path = _written(self._run_dir / "logs", "hang", self._node, report)
         where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
         process = next(one.progress.process for one in ranks if one.rank == verdict.ends)
         number = next(one.number for one in self._watched.values() if one.progress.process == process)
-        self._forget()
+        self._reset()
         return DiagnosedHang(number, verdict.reason, first_lines(report) + where, path)
 
-    def _forget(self) -> None:
-        self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0
-        self._asked_stops = frozenset()
+    def _reset(self) -> None:
+        self._inquiry, self._suspects, self._next_inquiry_at = None, frozenset(), 0.0
+        self._known_stops = frozenset()
 
 
 def _written(folder: Path, kind: str, node: int | None, report: str) -> Path | None:

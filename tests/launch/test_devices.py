@@ -25,7 +25,7 @@ class Clock:
 def _died(
     rank: int, kind: str = "SIGKILL", message: str = "", raised: bool = False, trained: bool = False
 ) -> AttemptFailure:
-    return AttemptFailure(rank, kind, message, step=5, begun=4 if trained else 5, raised=raised)
+    return AttemptFailure(rank, kind, message, step=5, start_step=4 if trained else 5, raised=raised)
 
 
 @pytest.fixture

@@ -7,17 +7,17 @@ import pytest
 from trainwright.launch.recovery.restarts import AttemptFailure, Restart, RestartLog, RestartPolicy, StopRestarting
 
 
-def _killed(step: int | None, begun: int | None = 0, rank: int = 1) -> AttemptFailure:
-    return AttemptFailure(rank, "SIGKILL", step=step, begun=begun)
+def _killed(step: int | None, start_step: int | None = 0, rank: int = 1) -> AttemptFailure:
+    return AttemptFailure(rank, "SIGKILL", step=step, start_step=start_step)
 
 
-def _raised(step: int | None, begun: int | None = 0, rank: int = 0, message: str = "boom") -> AttemptFailure:
-    return AttemptFailure(rank, "ValueError", message, step, begun, raised=True)
+def _raised(step: int | None, start_step: int | None = 0, rank: int = 0, message: str = "boom") -> AttemptFailure:
+    return AttemptFailure(rank, "ValueError", message, step, start_step, raised=True)
 
 
 def test_progress_restarts_without_limit_or_wait() -> None:
     policy = RestartPolicy(max_restarts=None)
-    decisions = [policy.decide(_killed(step, begun=step - 3)) for step in range(5, 2000, 5)]
+    decisions = [policy.decide(_killed(step, start_step=step - 3)) for step in range(5, 2000, 5)]
     assert decisions == [Restart(number, 0.0) for number in range(1, len(decisions) + 1)]
 
 
@@ -25,12 +25,12 @@ def test_backoff() -> None:
     policy = RestartPolicy(max_restarts=None, backoff_seconds=1.0, same_failure_limit=100)
     waits = []
     for rank in range(10):  # another rank each time: not the same failure
-        decision = policy.decide(_killed(7, begun=7, rank=rank))
+        decision = policy.decide(_killed(7, start_step=7, rank=rank))
         assert isinstance(decision, Restart)
         waits.append(decision.seconds)
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0]
-    assert policy.decide(_killed(9, begun=7)) == Restart(11, 0.0)
-    assert policy.decide(_killed(8, begun=7)) == Restart(12, 1.0)  # trained, but no further than before
+    assert policy.decide(_killed(9, start_step=7)) == Restart(11, 0.0)
+    assert policy.decide(_killed(8, start_step=7)) == Restart(12, 1.0)  # trained, but no further than before
 
 
 def test_crash_loop() -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from trainwright.core.run.launcher import Launcher
-from trainwright.launch.engines.torchrun.agreement import agent_id, previous_run, remember
+from trainwright.launch.engines.torchrun.agreement import agent_id, previous_run, record_agent
 from trainwright.launch.ranks import torchrun_store
 from trainwright.launch.ranks.local_store import LocalStore
 from trainwright.launch.ranks.torchrun_store import meet
@@ -86,13 +86,13 @@ def test_previous_run_of_an_agent() -> None:
         Path("runs/mine", name, "config.yaml").touch()
     Path("own").mkdir()
     assert previous_run("mine", None, ("a", "b")) is None
-    remember(Path("runs/mine/second"), "b")
-    remember(Path("runs/mine/third"), "c")
+    record_agent(Path("runs/mine/second"), "b")
+    record_agent(Path("runs/mine/third"), "c")
     assert previous_run("mine", None, ("a", "b")) == Path("runs/mine/second")
     assert previous_run("mine", None, ()) is None
     assert previous_run("mine", "runs/mine/third", ("a", "b")) is None  # of another agent: begins, or is refused
     assert previous_run("mine", "own", ("b",)) is None
-    remember(Path("own"), "b")
+    record_agent(Path("own"), "b")
     assert previous_run("mine", "own", ("b",)) is None  # it failed before there was a run
     Path("own/config.yaml").touch()
     assert previous_run("mine", "own", ("b",)) == Path("own")

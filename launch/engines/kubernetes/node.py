@@ -36,7 +36,7 @@ from trainwright.launch.outcome.rank_records import LOCAL_RANKS, ends_folder, lo
 from trainwright.launch.ranks.follow import Follower
 
 # Seconds between two reads of the ranks' logs, and between attempts to connect to the first pod.
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 3.0
 
 
@@ -150,7 +150,7 @@ def _wait_for_first(place: PodPlace, seconds: float) -> str:
         with contextlib.suppress(OSError):
             socket.create_connection((place.host, place.port), timeout=_CONNECT_SECONDS).close()
             return place.host
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     raise TimeoutError(
         f"the first pod, {place.host}, has not answered at port {place.port} within launch.start_timeout={seconds:g} s"
     )
@@ -170,7 +170,7 @@ def _logs_shown(run_dir: Path, folder: Path) -> Iterator[None]:
         logs.poll()
 
     def show() -> None:
-        while not ended.wait(_LOOK_SECONDS):
+        while not ended.wait(_POLL_SECONDS):
             look()
 
     thread = threading.Thread(target=show, name="trainwright-logs", daemon=True)
@@ -197,9 +197,9 @@ def _report(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
     if end.signal is not None:
         return 128 + end.signal
     if end.codes:
-        told = interruption_in(cfg, end.codes)
-        if told is not None:
-            return told.exit_code
+        interruption = interruption_in(cfg, end.codes)
+        if interruption is not None:
+            return interruption.exit_code
         everybody: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
         failure = first_failure(folder, everybody | end.codes, Path(cfg.run_dir))
         print(f"trainwright: {failure}", file=sys.stderr, flush=True)

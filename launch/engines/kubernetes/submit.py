@@ -17,7 +17,7 @@ from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.core.text.bounded import parse_json
 from trainwright.core.text.messages import LONGEST
 from trainwright.launch.engines.kubernetes.cluster import Cluster
-from trainwright.launch.outcome.interruption import interruption_in, notices, seconds_to_end
+from trainwright.launch.outcome.interruption import handled_signals, interruption_in, seconds_to_end
 
 MARK = "\x1e"
 """Prefix of lines for the submitting command, which are not shown."""
@@ -67,7 +67,7 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
         Interrupted: if this process was interrupted.
     """
     cluster = Cluster(cfg, objects[-1])
-    with HeldSignals(notices(cfg)):
+    with HeldSignals(handled_signals(cfg)):
         logs = _Logs(cluster)
         try:
             cluster.create(objects)
@@ -214,11 +214,11 @@ def _failure(
 ) -> RankError | Interrupted:
     codes = {str(pod["metadata"]["name"]): _exit_code(pod) for pod in pods}
     bad: dict[str, int | None] = {name: code for name, code in codes.items() if code}
-    told = interruption_in(cfg, dict(enumerate(bad.values())))
+    interruption = interruption_in(cfg, dict(enumerate(bad.values())))
     first = next(iter(bad), None)
     own = [code for code in bad.values() if code == 1]
-    if told is not None and not own:
-        return told
+    if interruption is not None and not own:
+        return interruption
     first = next((name for name, code in bad.items() if code == 1), first)
     text = f"{cluster.title} failed" + (f" ({said})" if said else "")
     if first is not None:

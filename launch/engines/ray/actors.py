@@ -108,7 +108,7 @@ class RankHolder:
 # Seconds that an actor waits for its rank before it can take another call.
 _WAIT_SECONDS = 2.0
 # Longest uninterrupted wait for Ray, in seconds; signals are handled in between.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class RankActors:
@@ -191,7 +191,7 @@ class RankActors:
             answers = {actor.end.remote(int(number), grace): rank for rank, actor in living.items()}
         while answers:
             with self._signals.held():
-                for answer in _ready(list(answers), _LOOK_SECONDS):
+                for answer in _ready(list(answers), _POLL_SECONDS):
                     rank = answers.pop(answer)
                     self.codes[rank] = self._answer(answer, rank)
             meanwhile()
@@ -225,10 +225,14 @@ class RankActors:
         places: list[Place] = self._results(lambda: [actor.place.remote() for actor in actors])
         [store] = self._results(lambda: [actors[0].open_store.remote(places[0].address)])
         threads = os.environ.get("OMP_NUM_THREADS")
-        told = [rank_variables(self._cfg, rank, places, store, self._number, threads) for rank in range(len(places))]
+        environments = [
+            rank_variables(self._cfg, rank, places, store, self._number, threads) for rank in range(len(places))
+        ]
         write_config_file(self._cfg, records)
         words = verb, str(records)
-        self._results(lambda: [actor.start.remote(*words, each) for actor, each in zip(actors, told, strict=True)])
+        self._results(
+            lambda: [actor.start.remote(*words, each) for actor, each in zip(actors, environments, strict=True)]
+        )
 
     def _results(self, ask: Callable[[], list[Any]]) -> list[Any]:
         """Return the results of calls to actors, in order."""
@@ -238,7 +242,7 @@ class RankActors:
             answers = ask()
         while True:
             with self._signals.held():
-                ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
+                ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_POLL_SECONDS)
                 if len(ready) == len(answers):
                     return list(ray.get(answers))
 

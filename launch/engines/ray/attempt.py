@@ -15,14 +15,14 @@ from trainwright.core.failures.failure import RankError, first_failure
 from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.engines.ray.actors import RankActors
 from trainwright.launch.engines.ray.placement import Placement
-from trainwright.launch.outcome.attempt import LOOK_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
-from trainwright.launch.outcome.interruption import interruption_in, patience
+from trainwright.launch.outcome.attempt import POLL_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
+from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
 from trainwright.launch.ranks.follow import Follower
 from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy
 from trainwright.launch.recovery.sizes import resized
 
 # Seconds between two reads of the logs.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 # Failures of several ranks arrive one after the other.
 _TOGETHER_SECONDS = 0.5
 
@@ -85,19 +85,19 @@ class RayAttempt(RankAttempt):
         self._run_dir = Path(self.cfg.run_dir).absolute()
         self._logs = Follower()
 
-    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
+    def run(self, grace_after_failure: float, should_stop: Callable[[], bool] | None) -> Outcome:
         """Run the attempt as in the base class."""
         self._logs.add_ranks(self._run_dir, range(self._world_size))
         try:
             failure = self.actors.start(self.verb, self.records)
             if failure is not None:
                 return Outcome(failure)
-            failed = self._wait(enough)
+            failed = self._wait(should_stop)
             if failed:
                 self._end(signal.SIGTERM, grace_after_failure)
                 return self._after_failure()
             if len(self.actors.codes) < self._world_size:
-                self._end(signal.SIGTERM, patience(self.cfg, self.verb))
+                self._end(signal.SIGTERM, exit_timeout(self.cfg, self.verb))
                 return Outcome()
             return Outcome(metrics=metrics_in(self.records, self.cfg))
         except Interrupted as interrupted:
@@ -106,16 +106,16 @@ class RayAttempt(RankAttempt):
             self.actors.kill()
             self._logs.finish()
 
-    def _wait(self, enough: Callable[[], bool] | None) -> bool:
-        """Wait until all ranks have exited, one has failed, or `enough` returns True; return whether one has failed."""
+    def _wait(self, should_stop: Callable[[], bool] | None) -> bool:
+        """Wait until all ranks have exited, one has failed, or `should_stop()`; return whether one has failed."""
         looked = time.monotonic()
         while self.actors.has_ranks:
-            if self._collect(_LOOK_SECONDS):
+            if self._collect(_POLL_SECONDS):
                 self._collect(_TOGETHER_SECONDS, of_all=True)
                 return True
-            if enough is not None and time.monotonic() - looked >= LOOK_SECONDS:
+            if should_stop is not None and time.monotonic() - looked >= POLL_SECONDS:
                 looked = time.monotonic()
-                if enough():
+                if should_stop():
                     return False
         return False
 
@@ -132,9 +132,9 @@ class RayAttempt(RankAttempt):
 
     def _after_failure(self) -> Outcome:
         failure = self._failure()
-        told = interruption_in(self.cfg, self.actors.codes)
-        if told is not None and not failure.is_cause and not self.actors.losses:
-            raise told
+        interruption = interruption_in(self.cfg, self.actors.codes)
+        if interruption is not None and not failure.is_cause and not self.actors.losses:
+            raise interruption
         return Outcome(failure)
 
     def _failure(self) -> RankError:
@@ -148,7 +148,7 @@ class RayAttempt(RankAttempt):
     def _after_signal(self, interrupted: Interrupted) -> dict[str, float]:
         """Forward a signal to the ranks; see :func:`~trainwright.launch.outcome.attempt.metrics_after_signal`."""
         try:
-            self._end(interrupted.number, patience(self.cfg, self.verb, interrupted.number))
+            self._end(interrupted.number, exit_timeout(self.cfg, self.verb, interrupted.number))
         except Interrupted:  # a second signal ends them at once
             raise interrupted from None
         return metrics_after_signal(self.records, self.cfg, self.actors.codes, interrupted, self._failure)

@@ -15,7 +15,7 @@ from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog
 from trainwright.launch.recovery.sizes import feasible, resized
 
 # Longest uninterrupted wait for Ray, in seconds; signals are handled in between.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 # Seconds to place a smaller group, once the whole one could not be placed in time.
 _SMALLER_SECONDS = 5.0
 
@@ -113,7 +113,7 @@ class Placement:
             self._group = group  # so that it is removed if the wait is interrupted
         while True:
             with self._signals.held():
-                if group.wait(min(_LOOK_SECONDS, seconds)):
+                if group.wait(min(_POLL_SECONDS, seconds)):
                     self._is_new = True
                     return True
             if time.monotonic() >= end:

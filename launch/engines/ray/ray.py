@@ -20,7 +20,7 @@ from trainwright.launch.engines.ray.attempt import RayAttempts
 from trainwright.launch.engines.ray.placement import Placement
 from trainwright.launch.engines.ray.resources import total
 from trainwright.launch.local.attempts import AttemptedRun
-from trainwright.launch.outcome.interruption import notices
+from trainwright.launch.outcome.interruption import handled_signals
 from trainwright.launch.recovery.check_recovery import RESTART
 from trainwright.launch.recovery.restarts import RestartLog
 
@@ -95,7 +95,7 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
         Interrupted: if this process was interrupted; all ranks have exited.
         ConfigError: if the cluster cannot be reached, or has no room.
     """
-    with HeldSignals(notices(cfg)) as signals, cluster(cfg, signals):
+    with HeldSignals(handled_signals(cfg)) as signals, cluster(cfg, signals):
         log = RestartLog(Path(cfg.run_dir))
         room = Placement(cfg, verb, log, signals)
         sizes = None if cfg.launch.min_devices is None else room

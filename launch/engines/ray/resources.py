@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,21 +54,21 @@ def bundles(cfg: DictConfig) -> list[dict[str, float]]:
     Args:
         cfg: the resolved configuration.
     """
-    found: list[dict[str, float]] = []
-    for node in range(cfg.nodes):
-        bundle: dict[str, float] = {}
-        for rank in range(node * cfg.devices, (node + 1) * cfg.devices):
-            for name, amount in resources_of(cfg, rank).items():
-                bundle[name] = bundle.get(name, 0.0) + amount
-        found.append(bundle)
-    return found
+    size = cfg.devices
+    return [
+        _total(resources_of(cfg, rank) for rank in range(node * size, (node + 1) * size)) for node in range(cfg.nodes)
+    ]
 
 
 def total(cfg: DictConfig) -> dict[str, float]:
     """Return the resources of all ranks together."""
+    return _total(bundles(cfg))
+
+
+def _total(amounts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for bundle in bundles(cfg):
-        for name, amount in bundle.items():
+    for each in amounts:
+        for name, amount in each.items():
             found[name] = found.get(name, 0.0) + amount
     return found
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trainwright.launch.outcome.interruption import notices
+from trainwright.launch.outcome.interruption import handled_signals
 
 # Seconds for the tasks of other machines to exit after one has, besides those for saving.
 _WAIT_SECONDS = 60
@@ -56,7 +56,7 @@ def gpus_per_node(cfg: DictConfig) -> int | None:
 
 def _signal(cfg: DictConfig) -> str | None:
     """Return sbatch's option for the signal before the time limit; None = only the signal at the limit."""
-    heard = [number for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM) if number in notices(cfg)]
+    heard = [number for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM) if number in handled_signals(cfg)]
     if not heard:
         return None
     seconds = cfg.launch.signal_seconds

@@ -28,7 +28,7 @@ _ENDED = (
 )
 _GONE = "gone"
 # Seconds between two reads of the logs.
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 # Seconds that a cancelled job has to end, besides SLURM's grace period.
 _CANCEL_SECONDS = 60.0
 # A year, because submitit has no "no limit" for local jobs.
@@ -176,7 +176,7 @@ def _wait(jobs: Sequence[SubmittedJob], logs: Follower, poll_seconds: float, lon
     """Wait until two queries in a row show all jobs ended: in between, one may have been requeued."""
     on_slurm = any(job.on_slurm for job in jobs)
     begin, looked, seen_ended = time.monotonic(), -poll_seconds, 0
-    poll_seconds = poll_seconds if on_slurm else _LOOK_SECONDS
+    poll_seconds = poll_seconds if on_slurm else _POLL_SECONDS
     while longest is None or time.monotonic() - begin < longest:
         logs.poll()
         if time.monotonic() - looked >= poll_seconds:
@@ -185,7 +185,7 @@ def _wait(jobs: Sequence[SubmittedJob], logs: Follower, poll_seconds: float, lon
             seen_ended = seen_ended + 1 if all(job.state in (*_ENDED, _GONE) for job in jobs) else 0
             if seen_ended == (2 if on_slurm else 1):
                 return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _ask(jobs: Sequence[SubmittedJob]) -> None:

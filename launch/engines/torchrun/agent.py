@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.processes.machine import address_of
 from trainwright.core.processes.orphans import AGENT
-from trainwright.launch.outcome.interruption import notices, seconds_to_end
+from trainwright.launch.outcome.interruption import handled_signals, seconds_to_end
 
 # Signals that torch's agent forwards to its ranks.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -81,7 +81,7 @@ def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> AgentEnd:
         max_restarts=_NO_LIMIT if limit is None else limit,
         monitor_interval=0.5,
         local_addr=rendezvous.address,
-        signals_to_handle=",".join(number.name for number in {*_PASSED_ON, *notices(cfg)}),
+        signals_to_handle=",".join(number.name for number in {*_PASSED_ON, *handled_signals(cfg)}),
         shutdown_timeout=86400 if seconds is None else int(seconds) + 2,
     )
     words = ("-m", "trainwright.command.engine_rank", str(Path(cfg.run_dir)), verb)
@@ -89,8 +89,8 @@ def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> AgentEnd:
         elastic_launch(config, sys.executable)(*words)
     except ChildFailedError as error:
         return AgentEnd(codes={rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as told:
-        return AgentEnd(signal=int(told.sigval))
+    except SignalException as error:
+        return AgentEnd(signal=int(error.sigval))
     return AgentEnd()
 
 

@@ -137,7 +137,7 @@ def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictC
         store.set(f"{_AGENT}/{os.environ['GROUP_RANK']}", agent)
     cfg = _decided(store, launcher, decide) if launcher.rank == 0 else _heard(store, launcher.world_size - 1)
     if cfg is not None and agent is not None and _is_first_of_machine():
-        remember(Path(cfg.run_dir), agent)
+        record_agent(Path(cfg.run_dir), agent)
     return cfg
 
 
@@ -210,7 +210,7 @@ def agent_id(environment: Mapping[str, str]) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def remember(run_dir: Path, agent: str) -> None:
+def record_agent(run_dir: Path, agent: str) -> None:
     """Record the name of an agent in the run directory of its ranks."""
     folder = run_dir / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)

@@ -72,11 +72,11 @@ class Watched:
         self.stop = stop
 
 
-def are_suspended(running: Sequence[Watched]) -> bool:
+def all_stopped(running: Sequence[Watched]) -> bool:
     """Return whether a signal has stopped all of several processes, like Ctrl-Z or a scheduler that suspends a job."""
     return len(running) > 1 and all(one.state == STOPPED for one in running)
 
 
-def any_gets_on(running: Sequence[Watched]) -> bool:
+def any_runs(running: Sequence[Watched]) -> bool:
     """Return whether any process is certainly not stopped; one that waits in the kernel may stop when it returns."""
     return any(one.state in (RUNNING, SLEEPING) for one in running)
