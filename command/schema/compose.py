@@ -398,7 +398,7 @@ class _Composer:
                 fault, culprit = fault_of(error, remaining)
                 faults.append(fault)
                 if culprit is None:
-                    self._render(faults, None)
+                    self.result.problems += [render_fault(each, None) for each in faults]
                     self.result.guessed = False
                     return
                 remaining.remove(culprit)
@@ -406,11 +406,7 @@ class _Composer:
         with open_dict(cfg):
             cfg.pop("hydra", None)
         self.result.cfg = cfg
-        self._render(faults, cfg)
-
-    def _render(self, faults: list[ComposeFault], cfg: DictConfig | None) -> None:
-        for fault in faults:
-            self._add(render_fault(fault, cfg))
+        self.result.problems += [render_fault(each, cfg) for each in faults]
 
 
 def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""`strategy=auto` and `micro_batch_size=auto`: what they stand for, by value."""
+"""Choices of `strategy=auto` and `micro_batch_size=auto`."""
 
 import csv
 import json
@@ -35,7 +35,7 @@ def composed(*words: str) -> DictConfig:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan in this process, which has imported everything already."""
+    """Plan in this process, which has all imports."""
     monkeypatch.setattr(auto, "call_in_subprocess", lambda function, *arguments: function(*arguments))
 
 
@@ -58,7 +58,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def weights(run_dir: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint, by name."""
+    """Return the weights of the last checkpoint by name."""
     [checkpoint] = (run_dir / "checkpoints").iterdir()
     file = tmp_path / f"{run_dir.name}.safetensors"
     export(str(checkpoint), file, "safetensors")
@@ -128,7 +128,7 @@ def test_chosen_layout_can_shrink(tmp_path: Path) -> None:
 
 @pytest.fixture
 def searches(here: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the planner was asked, each time."""
+    """Record the queries of the planner."""
     found: list[dict[str, Any]] = []
     search = auto._search
 
@@ -141,7 +141,7 @@ def searches(here: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
 
 
 def test_sweep_job_is_planned_once(searches: list[dict[str, Any]], tmp_path: Path) -> None:
-    """A sweep checks all jobs before it runs the first; what is chosen then is what is run."""
+    """The choice made when a sweep checks all jobs is the one that runs."""
     cfg = composed("strategy=auto", "devices=2", f"run_dir={tmp_path / 'job'}")
     choice, problems = choose(cfg, "fit")
     assert not problems
@@ -162,7 +162,7 @@ def test_planner_gets_the_nodes_of_the_launcher(searches: list[dict[str, Any]], 
 
 
 def test_resumed_run_may_get_another_layout(tmp_path: Path) -> None:
-    """What was chosen for one process is left for shards of two; training goes on as if nothing had changed."""
+    """From one process to two shards, with the same training result."""
     words = ["trainer.log_every_n_steps=1", "strategy=auto", "global_batch_size=8"]
     whole = run(composed(*words, "max_steps=4", f"run_dir={tmp_path / 'whole'}")).run_dir
     fresh = [*words, "max_steps=2", "resume=auto", f"run_dir={tmp_path / 'run'}"]

@@ -1,4 +1,4 @@
-"""The command `trainwright` as a person types it."""
+"""The command line of `trainwright`."""
 
 import csv
 import json
@@ -91,7 +91,7 @@ def test_all_verbs_in_one_process(conf: Path) -> None:
 
 
 def _check_first_run() -> None:
-    """The first run, and the one that went on from it in the same directory."""
+    """Check the first run and its continuation in the same directory."""
     names = {path.name for path in Path("first").iterdir()}
     assert {"config.yaml", "config.1.yaml", "metrics.csv", "metrics.1.csv", "checkpoints", "logs"} <= names
     assert OmegaConf.load("first/config.1.yaml").max_steps == 4  # type: ignore[union-attr]

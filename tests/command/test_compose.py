@@ -407,7 +407,7 @@ def test_targets_are_checked_without_import(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_targets_in_deleted_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank imports what is there now, whatever this process has loaded."""
+    """Ranks import the present files, not what this process has loaded."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""docs/keys.md and docs/configuration.md against the configuration that they tell of."""
+"""docs/keys.md and docs/configuration.md match the configuration."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -35,7 +35,7 @@ def test_keys_page_links() -> None:
 
 @dataclass
 class Above:
-    """What is built on."""
+    """Base type."""
 
     # Of all.
     first: int = 1
@@ -49,7 +49,7 @@ class Inner:
 
 @dataclass
 class Type(Above):
-    """`kind=one|two`: what it is."""
+    """`kind=one|two`: a type."""
 
     # A list | of them.
     second: list[str] = field(default_factory=lambda: ["a"])
@@ -58,8 +58,8 @@ class Type(Above):
 
 def test_schema_section() -> None:
     text = "\n".join(keys._keys_of_schema(Type, "kind"))
-    assert text.startswith("\n#### `kind=one|two`\n\nWhat it is.")
-    assert "[What is built on](#what-is-built-on)" in text
+    assert text.startswith("\n#### `kind=one|two`\n\nA type.")
+    assert "[Base type](#base-type)" in text
     assert r"| `kind.second` | `[a]` | list | A list \| of them. |" in text
     meaning = r"Marked \*so\* and &lt;so>, see [planning.md](planning.md)."
     assert f"| `kind.inner.deep` | `null` | text or null | {meaning} |" in text

@@ -1,4 +1,4 @@
-"""`micro_batch_size=auto` is tried before training: what is found, what follows, and that nothing of it is left."""
+"""Probing of `micro_batch_size=auto` before training."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ TINY = [
 
 
 class Greedy(GPTModule):
-    """A GPT for which the second rank has memory for four samples at a time."""
+    """GPT whose second rank runs out of memory with more than four samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         samples = len(batch[0] if isinstance(batch, (list, tuple)) else batch)
@@ -42,7 +42,7 @@ def composed(*words: str) -> DictConfig:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan in this process, which has imported everything already."""
+    """Plan in this process, which has all imports."""
     monkeypatch.setattr(auto, "call_in_subprocess", lambda function, *arguments: function(*arguments))
 
 
@@ -91,7 +91,7 @@ def test_host_peak() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_probed_run_equals_the_explicit_one(tmp_path: Path) -> None:
-    """One of two ranks is out of memory with what was predicted: the other does not wait, and nothing is left of it."""
+    """One of two ranks runs out of memory with the predicted size, which must leave no trace."""
     words = ["strategy=zero2", "devices=2", f"module._target_={__name__}.Greedy"]
     tried = run(composed(*words, "micro_batch_size=auto", f"run_dir={tmp_path / 'auto'}")).run_dir
     document = json.loads((tried / "plan.json").read_text())

@@ -1,4 +1,4 @@
-"""What a run goes on from, as the launching process decides and checks it: before a process starts, without torch."""
+"""Choosing and checking the checkpoint to resume, in the launching process and without torch."""
 
 import json
 import os
@@ -31,14 +31,14 @@ def planned(conf: Path, *overrides: str, verb: str = "fit") -> tuple[DictConfig,
 
 
 def decided(conf: Path, *overrides: str, verb: str = "fit") -> str | None:
-    """The checkpoint that is gone on from; nothing may speak against it."""
+    """Return the checkpoint to resume from; there must be no problems."""
     cfg, problems = planned(conf, *overrides, verb=verb)
     assert problems == []
     return None if cfg.ckpt_path is None else os.path.relpath(cfg.ckpt_path)
 
 
 def refusal(conf: Path, *overrides: str, verb: str = "fit") -> str:
-    """The only thing that is said against it."""
+    """Return the only problem."""
     [problem] = planned(conf, *overrides, verb=verb)[1]
     return problem
 
@@ -240,7 +240,7 @@ def test_resume_checks_do_not_import_torch(conf: Path) -> None:
 
 
 def test_resuming_past_a_damaged_checkpoint(conf: Path) -> None:
-    """Two ranks; the newest checkpoint is damaged in between, where sizes do not show it."""
+    """Two ranks; the contents of the newest checkpoint are damaged in between, at the same size."""
     words = ("fit", "--config-dir", str(conf), "recipe=mine", "run_dir=job", "resume=auto", "strategy=ddp", "devices=2")
     quiet = ("monitor=none", "logger=csv", "checkpoint.last.every_n_steps=1", "checkpoint.last.keep_last=3")
     first = run_command(*words, *quiet, "max_steps=3")

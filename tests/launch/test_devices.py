@@ -1,4 +1,4 @@
-"""Which devices a run may use, and with how many it can go on."""
+"""Choice of usable devices, and of the number to continue with."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from trainwright.launch.recovery.sizes import feasible, global_batch, resized
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Clock set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0

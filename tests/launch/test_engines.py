@@ -1,4 +1,4 @@
-"""Engines that start ranks elsewhere: how they are chosen, and what a rank does that one has started."""
+"""Engines: selection, refusals, and the ranks that they start."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MODULE = "engine_of_a_test"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """An engine that remembers what it was asked for."""
+    """Register an engine that records its calls."""
     asked: list[tuple[str, str]] = []
     module = ModuleType(MODULE)
 

@@ -61,7 +61,7 @@ EVERYTHING = (
 
 
 def pod_of(job: dict[str, Any]) -> dict[str, Any]:
-    """The template of the pods, as the job patches that of its runtime."""
+    """Return the pod template in the job's patch of its runtime."""
     [patch] = job["spec"]["runtimePatches"]
     [group] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert group["name"] == "node"
@@ -70,7 +70,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def known(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a published model takes these values, and has a field for each: it drops those that it does not know."""
+    """Return whether a published model has a field for each value; models drop unknown ones."""
     return bool(json.loads(json.dumps(model.from_dict(given).to_dict(), default=str)) == given)
 
 
@@ -232,7 +232,7 @@ def test_failed_pod_cleans_up(conf: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_two_pods_train(conf: Path, tmp_path: Path) -> None:
-    """As pods of a TrainJob, on two addresses of this machine; the volume is a folder beside."""
+    """Pods of a TrainJob on two addresses of this machine; the volume is a folder."""
     prepare(configured(conf, "devices=1", "strategy=ddp"), "fit")
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
@@ -275,7 +275,7 @@ def test_two_pods_train(conf: Path, tmp_path: Path) -> None:
 
 
 class FakeCluster:
-    """The few addresses of an API server that a submitted job needs."""
+    """The endpoints of an API server that a submitted job needs."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -406,7 +406,7 @@ def test_submitted_job(conf: Path, cluster: FakeCluster, capsys: pytest.CaptureF
 
 
 class EndlessLogs:
-    """Logs of pods, which go on until they are ended."""
+    """Logs of pods that end on request."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()

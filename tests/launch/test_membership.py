@@ -1,4 +1,4 @@
-"""Members, ranks and replicas of a run whose replicas come and go."""
+"""Members, ranks and replicas of elastic runs."""
 
 import pytest
 

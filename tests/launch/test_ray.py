@@ -1,4 +1,4 @@
-"""`launch=ray`: what is asked of the cluster and what ranks are told; and a real cluster, where Ray is installed."""
+"""`launch=ray`: requested resources, environment of ranks, and a real cluster where Ray is installed."""
 
 import importlib.util
 import os
@@ -113,7 +113,7 @@ class _Group:
 
 
 class _Cluster:
-    """As much of Ray as the choice of a size asks: a cluster of so many cores, which may change."""
+    """The part of Ray that placement uses: a cluster with a variable number of cores."""
 
     def __init__(self, cores: int) -> None:
         self.cores = cores
@@ -159,7 +159,7 @@ def test_placement_shrinks_and_grows(conf: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class _Method:
-    """Of an actor: called at once."""
+    """Method of an actor, called at once."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -174,7 +174,7 @@ class _Answer:
 
 
 class _Actor:
-    """Whose rank ends as soon as it has started; that of rank 1 badly."""
+    """Actor whose rank exits at once; rank 1 fails."""
 
     def __init__(self, rank: int, *_: Any) -> None:
         self.place = _Method(lambda: Place("a", "127.0.0.1"))
@@ -184,7 +184,7 @@ class _Actor:
 
 
 class _Ray:
-    """As much of Ray as actors need that answer at once."""
+    """The part of Ray that such actors need."""
 
     class exceptions:
         RayError = RuntimeError

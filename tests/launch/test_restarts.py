@@ -1,4 +1,4 @@
-"""When a failure is followed by a restart, and when a run is given up: pure decisions."""
+"""Decisions of the restart policy, and the log of restarts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`launch=slurm`: what is asked of sbatch and refused, how a job's end is told, and real jobs on this machine."""
+"""`launch=slurm`: options of sbatch, refusals, outcomes of jobs, and real local jobs."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def configured(conf: Path, *overrides: str) -> DictConfig:
 
 
 def script(cfg: DictConfig) -> list[str]:
-    """The lines of the batch script, as submitit writes it."""
+    """Return the lines of submitit's batch script."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     return _make_sbatch_string("RUN", "/logs", **sbatch_options(cfg)).splitlines()
@@ -132,7 +132,7 @@ def test_rendezvous() -> None:
 
 
 def _fails(folder: Path, rank: int, text: str) -> None:
-    """Record an error that torch has raised on a rank."""
+    """Record an error raised by torch on a rank."""
     try:
         exec("raise RuntimeError(text)", {"__name__": "torch.distributed", "text": text})
     except RuntimeError as error:
@@ -140,7 +140,7 @@ def _fails(folder: Path, rank: int, text: str) -> None:
 
 
 def ended(run_dir: Path, *ends: NodeOutcome | None) -> dict[str, float]:
-    """What the command makes of the ends of machines with a rank each."""
+    """Return the command's result for the outcomes of machines with one rank each."""
     cfg = OmegaConf.structured(RunConfig(name="mine", devices=1, nodes=len(ends), run_dir=str(run_dir)))
     folder = ends_folder(run_dir)
     for node, end in enumerate(ends):
@@ -258,7 +258,7 @@ def test_restart_and_cancellation(conf: Path) -> None:
 
 
 def test_job_gets_the_run_token(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 attempts: a new secret, and the one that the user has exported."""
+    """Twice: a new token, and the one exported by the user."""
     monkeypatch.setattr(slurm_job, "run_node", lambda run_dir, verb: os.environ["TRAINWRIGHT_RUN_TOKEN"])
     cfg = configured(conf, "nodes=1", LOCAL, f"run_dir={tmp_path / 'run'}")
     Path(cfg.run_dir).mkdir()

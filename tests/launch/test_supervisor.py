@@ -1,4 +1,4 @@
-"""Processes of ranks: one ends, is ended or started anew, and the others live."""
+"""Supervision of rank processes, each independent of the others."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ LIMIT = 60.0
 
 
 def live(environment: Mapping[str, str], folder: Path) -> None:
-    """What a rank of these tests does: say that it is there, then what its environment tells it."""
+    """Entry point of a test rank: report its start, then behave as HOW says."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN if environment["HOW"] == "deaf" else signal.SIG_DFL)
     (folder / f"{environment['RANK']}.{os.getpid()}").touch()
     if environment["HOW"] == "fail":
@@ -94,7 +94,7 @@ def test_context_manager_kills_ranks(tmp_path: Path) -> None:
 
 @dataclass
 class Found:
-    """A rank that hangs."""
+    """Result of a monitor."""
 
     rank: int
     reason: str = "it sleeps"
@@ -102,7 +102,7 @@ class Found:
 
 
 class Watcher:
-    """Finds that a rank hangs as soon as it is asked."""
+    """Monitor that reports a hang at once."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""What TensorBoard is shown of a run, read back from its event files."""
+"""TensorBoard event files of a run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started meet anew in every attempt, and know the run that they were in."""
+"""Rendezvous of torchrun's ranks in every attempt, and the run of the previous attempt."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from trainwright.launch.ranks.torchrun_store import meet
 
 @pytest.fixture
 def agents_store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    """The store of the agent, which outlives the ranks."""
+    """Return the store of the agent, which outlives the ranks."""
     store = HashStore()
     monkeypatch.setattr(torchrun_store, "_launchers_store", lambda launcher: store)
     monkeypatch.setattr(torchrun_store, "_kept", [])

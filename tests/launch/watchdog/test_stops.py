@@ -1,4 +1,4 @@
-"""A process that a signal has stopped is found by its state, not by its silence; a suspended job is not."""
+"""Detection of stopped processes by their state, but not of suspended jobs."""
 
 import json
 import os
@@ -38,7 +38,7 @@ for line in sys.stdin:
 
 
 class Job:
-    """Ranks that are in a phase of theirs, and their monitor, whose clock goes on only when it looks."""
+    """Ranks within a phase, and their monitor, whose clock advances only when it checks."""
 
     def __init__(self, count: int, folder: Path, limits: HangLimits, clock: list[float]) -> None:
         self.clock = clock
@@ -56,7 +56,7 @@ class Job:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def look(self, seconds: float, step: float = LOOK) -> DiagnosedHang | None:
-        """Look again and again for so long; what is found, if anything."""
+        """Check repeatedly for `seconds`; return what is found, if anything."""
         for _ in range(round(seconds / step)):
             self.clock[0] += step
             found = self.monitor.check()
@@ -75,7 +75,7 @@ class Job:
             self._await(rank, lambda state: state != STOPPED)
 
     def hold(self, rank: int) -> None:
-        """Have a rank held as a debugger does."""
+        """Stop a rank as a debugger does."""
         stdin = self.ranks[rank].stdin
         assert stdin is not None
         stdin.write("be held\n")
@@ -100,7 +100,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
-    """``job(2)``: so many ranks; all end with the test."""
+    """Return a factory of jobs, whose ranks end with the test."""
     clock, jobs = [100.0], []
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
@@ -158,7 +158,7 @@ def test_single_stopped_rank_has_its_limit(job: Any) -> None:
 
 
 def test_suspended_job(job: Any) -> None:
-    """Neither while it lasts, nor when its ranks are continued one after the other, nor by the time that has passed."""
+    """Neither while it is suspended, nor while its ranks are continued one by one, nor afterwards."""
     ranks = job(3, HangLimits(fixed=20.0))
     ranks.stop(0, 1, 2)
     assert ranks.look(600.0) is None
@@ -186,7 +186,7 @@ def test_infrequent_checks(job: Any) -> None:
 
 
 def test_repeatedly_stopped_process(job: Any) -> None:
-    """As programs do that give a process a part of a processor only."""
+    """Like a process throttled by a CPU limiter."""
     ranks = job(2)
     for _ in range(20):
         ranks.stop(1)

@@ -1,4 +1,4 @@
-"""The parts of the watchdog: boxes, limits, answers, stacks, calls, and the monitor that puts them together."""
+"""Parts of the watchdog: boxes, limits, answers, stacks, calls and the monitor."""
 
 import itertools
 import json
@@ -121,7 +121,7 @@ def _acquire(lock: Any) -> None:
 
 
 class Holder:
-    """Whose lock is found without running the property beside it."""
+    """Owner of a lock and of a property that must not run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -324,7 +324,7 @@ def test_progress_of_a_run(kind: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds of the monitor's clock."""
+    """Replace the monitor's clock; return its seconds."""
     now = [100.0]
     # The monitor's own: those who look for what a test has left need one that goes on.
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -332,7 +332,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class SilentInquiry:
-    """Counts the questions."""
+    """Inquiry that only counts."""
 
     asked = 0
 

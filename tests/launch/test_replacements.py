@@ -1,4 +1,4 @@
-"""Which lost ranks are started anew while the others go on, when, and when no more."""
+"""Replacement of lost ranks while the others continue."""
 
 import signal
 from pathlib import Path
