@@ -126,8 +126,8 @@ def variable_problems(cfg: DictConfig) -> list[str]:
         return []
     return [
         f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written into the manifest, so "
-        "the pods would lack this one; type launch.secret_env={{name}: <secret>/<key>} if it is a secret of the "
-        "cluster, or launch.env={{name}: <value>} if it is no secret"
+        f"the pods would lack this one; type launch.secret_env={{{name}: <secret>/<key>}} if it is a secret of the "
+        f"cluster, or launch.env={{{name}: <value>}} if it is no secret"
         for name in sorted(variables_of(cfg) & set(os.environ) - {*cfg.launch.env, *cfg.launch.secret_env})
     ]
 
