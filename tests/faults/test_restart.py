@@ -199,7 +199,7 @@ def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.Capture
 
 
 def test_a_mistake_is_told_at_once(conf: Path) -> None:
-    with pytest.raises(RankError, match="before its first step; correct that first"):
+    with pytest.raises(RankError, match="before its first step; fix the error first"):
         _train(conf, "mistake", "strategy=ddp", "devices=2", "launch=resilient", "module.fail_at=0")
     assert _restarts(conf.parent / "mistake") == 0
 
@@ -223,7 +223,7 @@ def test_a_mistake_is_told_at_once(conf: Path) -> None:
         ),
         (
             ("launch=resilient", "launch.min_devices=1", *PIPELINE),
-            "possible with none of 1 to 1 devices, .*type -1 for an axis",
+            "not possible with 1 to 1 devices .*type -1 for an axis",
         ),
     ],
     ids=["negative", "no checkpoint", "no restarts", "not fewer", "limit", "layout"],

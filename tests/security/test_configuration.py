@@ -89,7 +89,7 @@ def test_no_other_takes_its_place(as_rank: Callable[[], None], tmp_path: Path) -
         agreement.give(store, "a: 1\n")
         as_rank()
         store.set(agreement._KEY, attempt)
-        with pytest.raises(ConfigError, match="not the one of this run's rank 0"):
+        with pytest.raises(ConfigError, match="not from this run's rank 0"):
             agreement.take(store, 2)
 
 
