@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.core.config.references import settled
 from trainwright.core.failures.records import Beginning, read_beginning, read_steps
 from trainwright.core.layout import Layout
-from trainwright.launch.members.mailbox import NOW, Announcement, Left, records_of
+from trainwright.launch.members.mailbox import NOW, Announcement, LeaveReport, records_of
 from trainwright.launch.members.members import Members
 from trainwright.launch.ranks.local_store import LocalStore
 from trainwright.launch.recovery.sizes import resized
@@ -102,17 +102,17 @@ class EndedGeneration:
     Args:
         before: the generation.
         lost: its members that are gone.
-        left: reports of the others.
+        reports: of the others.
     """
 
     before: Membership
     lost: frozenset[int]
-    left: tuple[Left, ...]
+    reports: tuple[LeaveReport, ...]
 
     @property
     def common_step(self) -> int | None:
         """The newest step of which all remaining members have a snapshot; None = there is none."""
-        held = [set(each.steps) for each in self.left]
+        held = [set(each.steps) for each in self.reports]
         return max(set.intersection(*held), default=None) if held else None
 
     @property
@@ -121,7 +121,7 @@ class EndedGeneration:
         gone = ", ".join(str(self.before.rank_of(member)) for member in sorted(self.lost))
         if not self.before.whole_replicas(self.lost):
             return f"no replica is whole without rank(s) {gone}"
-        held = "; ".join(f"rank {self.before.rank_of(each.member)}: {list(each.steps)}" for each in self.left)
+        held = "; ".join(f"rank {self.before.rank_of(each.member)}: {list(each.steps)}" for each in self.reports)
         return (
             f"without rank(s) {gone} there is no step of which all others have an in-memory snapshot ({held or 'none'})"
         )
@@ -168,9 +168,9 @@ class Generations:
         return read_steps(self.folder)
 
     @property
-    def left(self) -> list[Left]:
+    def reports(self) -> list[LeaveReport]:
         """Reports of the members that have left this generation."""
-        return self._members.mailbox.left(self.now.generation, self.now.members)
+        return self._members.mailbox.reports(self.now.generation, self.now.members)
 
     @property
     def lacking(self) -> int:
@@ -208,25 +208,25 @@ class Generations:
         """
         if lost or not self._called:
             self._members.mailbox.board.call(self.now.generation, NOW)
-        left, gone = self._wait_until_left(set(lost))
+        reports, gone = self._wait_until_left(set(lost))
         whole = {member for replica in self.now.whole_replicas(gone) for member in replica}
         broken = set(self.now.members) - whole - gone
         self._members.kill(broken)
         gone |= broken
-        return EndedGeneration(self.now, frozenset(gone), tuple(each for each in left if each.member not in gone))
+        return EndedGeneration(self.now, frozenset(gone), tuple(each for each in reports if each.member not in gone))
 
-    def _wait_until_left(self, lost: set[int]) -> tuple[list[Left], set[int]]:
+    def _wait_until_left(self, lost: set[int]) -> tuple[list[LeaveReport], set[int]]:
         """Wait until every member has left or is lost; end those that do neither in time."""
         end = time.monotonic() + _LEAVE_SECONDS
         while True:
             waiting = [member for member in self.now.members if member not in lost]
-            left = self._members.mailbox.left(self.now.generation, waiting)
-            if len(left) == len(waiting):
-                return left, lost
+            reports = self._members.mailbox.reports(self.now.generation, waiting)
+            if len(reports) == len(waiting):
+                return reports, lost
             if time.monotonic() > end:
-                late = set(waiting) - {each.member for each in left}
+                late = set(waiting) - {each.member for each in reports}
                 self._members.kill(late)
-                return left, lost | late
+                return reports, lost | late
             ended = {each.rank for each in self._members.wait(0.02)}
             lost |= ended & set(self.now.members)
 

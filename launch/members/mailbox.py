@@ -56,7 +56,7 @@ class Announcement:
 
 
 @dataclass(frozen=True)
-class Left:
+class LeaveReport:
     """Report of a member that has left a generation and waits for the next.
 
     Args:
@@ -136,14 +136,14 @@ class Mailbox:
         """Return whether a new member waits to join."""
         return self._path(f"ready_{member}").exists()
 
-    def report_left(self, generation: int, left: Left) -> None:
+    def report_leave(self, generation: int, report: LeaveReport) -> None:
         """Report that a member has left a generation."""
-        self._write(f"left_{generation}_{left.member}", asdict(left))
+        self._write(f"left_{generation}_{report.member}", asdict(report))
 
-    def left(self, generation: int, members: Sequence[int]) -> list[Left]:
+    def reports(self, generation: int, members: Sequence[int]) -> list[LeaveReport]:
         """Return the reports of those ``members`` that have left a generation."""
         found = (self._read(f"left_{generation}_{member}") for member in members)
-        return [rebuilt(Left, plain) for plain in found if plain is not None]
+        return [rebuilt(LeaveReport, plain) for plain in found if plain is not None]
 
     def _write(self, name: str, plain: dict[str, Any]) -> None:
         write_whole(self._path(name), json.dumps(plain))

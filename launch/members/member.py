@@ -18,7 +18,7 @@ from trainwright.core.failures.failure import FailureRecorder, log_file
 from trainwright.core.failures.records import StepRecord, write_result
 from trainwright.core.processes.watch import ShutdownWatch
 from trainwright.core.run.run_directory import read_config
-from trainwright.launch.members.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
+from trainwright.launch.members.mailbox import NOW, Announcement, LeaveReport, Mailbox, records_of, waited
 from trainwright.launch.ranks.environment import of_rank
 from trainwright.launch.ranks.forkserver import restore_defaults
 from trainwright.launch.ranks.local_store import ADDRESS
@@ -213,7 +213,7 @@ class Member:
             cut_off(Endpoint("", os.getpid(), ()), others)
         leave_groups()
         steps = tuple(self._snapshots.steps())
-        self._mailbox.report_left(self._generation, Left(self._number, steps, text))
+        self._mailbox.report_leave(self._generation, LeaveReport(self._number, steps, text))
 
 
 def _meet_members(rank: int, size: int) -> Any:

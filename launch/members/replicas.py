@@ -18,7 +18,7 @@ from trainwright.core.failures.records import Beginning, read_result
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.local.attempt import forward_signal
 from trainwright.launch.members.generations import EndedGeneration, Generations, first_beginning
-from trainwright.launch.members.mailbox import Left, records_of
+from trainwright.launch.members.mailbox import LeaveReport, records_of
 from trainwright.launch.members.members import Members
 from trainwright.launch.outcome.attempt import Outcome, RankAttempt
 from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
@@ -71,10 +71,10 @@ class MemberExits:
         step = max((step for rank, step in steps.items() if rank in ranks), default=None)
         return attempt_failure(error, step, self._generations.start_step)
 
-    def connection_failure(self, left: Left) -> tuple[RankError, AttemptFailure]:
+    def connection_failure(self, report: LeaveReport) -> tuple[RankError, AttemptFailure]:
         """Return the error and setback of a member that lost its connections to living ones."""
-        rank = self._generations.now.rank_of(left.member) or 0
-        error = RankError(f"the connections of rank {rank} broke: {left.error}", rank, None)
+        rank = self._generations.now.rank_of(report.member) or 0
+        error = RankError(f"the connections of rank {rank} broke: {report.error}", rank, None)
         step = max(self._generations.steps.values(), default=None)
         return error, AttemptFailure(rank, "broken connections", step=step, start_step=self._generations.start_step)
 
@@ -180,15 +180,15 @@ class ReplicaAttempt(RankAttempt):
             if not self._generations.now.whole_replicas(lost):
                 return self._fail(error)
             self._decide(error)
-        left = self._generations.left
-        errors = [each for each in left if each.error is not None]
+        reports = self._generations.reports
+        errors = [each for each in reports if each.error is not None]
         if errors and error is None:
             if not self._suspects:
                 self._suspects = True
                 return None  # the exit of the member that broke them may not be noticed yet
             error, self._setback = self._ends.connection_failure(errors[0])
             self._decide(error)
-        if lost or errors or len(left) == len(self._generations.now.members):
+        if lost or errors or len(reports) == len(self._generations.now.members):
             return self._regroup(lost, error)
         if self._enough is not None and self._enough():
             self._members.end_all(exit_timeout(self.cfg, self.verb))
@@ -247,7 +247,7 @@ class ReplicaAttempt(RankAttempt):
         while self._members.living and not self._ends.failed(ended):
             ended += self._members.wait(_POLL_SECONDS)
             # Members whose connections broke because others have finished wait for a generation that never comes.
-            self._members.kill({each.member for each in self._generations.left})
+            self._members.kill({each.member for each in self._generations.reports})
         failed = self._ends.of_members(self._ends.failed(ended))
         if failed:
             self._members.end_all(self._grace)

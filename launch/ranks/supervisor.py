@@ -143,10 +143,10 @@ class Supervisor:
             for rank in ranks:
                 self._send(rank, number)
             ended += self._wait_for(ranks, grace)
-        left = tuple(rank for rank in ranks if rank in self._processes)
-        for rank in left:
+        remaining = tuple(rank for rank in ranks if rank in self._processes)
+        for rank in remaining:
             self._send(rank, signal.SIGKILL)
-        ended += self._wait_for(left, _SECONDS_TO_DIE)
+        ended += self._wait_for(remaining, _SECONDS_TO_DIE)
         return sorted(ended, key=lambda each: each.rank)
 
     def wait(self, timeout: float | None = None) -> list[RankExit]:
@@ -180,11 +180,11 @@ class Supervisor:
         """Wait at most `seconds` until all of these have exited."""
         end = time.monotonic() + seconds
         ended: list[RankExit] = []
-        while left := tuple(rank for rank in ranks if rank in self._processes):
+        while remaining := tuple(rank for rank in ranks if rank in self._processes):
             rest = end - time.monotonic()
             if rest <= 0:
                 break
-            ended += self._wait_any(left, rest)
+            ended += self._wait_any(remaining, rest)
         return ended
 
     def _wait_any(self, ranks: tuple[int, ...], seconds: float | None) -> list[RankExit]:

@@ -4,7 +4,7 @@ import pytest
 
 from trainwright.core.layout import Layout
 from trainwright.launch.members.generations import EndedGeneration, Membership
-from trainwright.launch.members.mailbox import Left
+from trainwright.launch.members.mailbox import LeaveReport
 
 
 def test_ddp_replica_has_one_rank():
@@ -49,9 +49,9 @@ def test_members_must_match_the_layout():
 
 def test_newest_common_snapshot():
     before = Membership(3, Layout(replicate=3), (4, 5, 6))
-    parted = EndedGeneration(before, frozenset({5}), (Left(4, (30, 20), None), Left(6, (20, 10), "gone")))
+    parted = EndedGeneration(before, frozenset({5}), (LeaveReport(4, (30, 20), None), LeaveReport(6, (20, 10), "gone")))
     assert parted.common_step == 20
-    other = EndedGeneration(before, frozenset({5}), (Left(4, (30, 20), None), Left(6, (), None)))
+    other = EndedGeneration(before, frozenset({5}), (LeaveReport(4, (30, 20), None), LeaveReport(6, (), None)))
     assert other.common_step is None
     assert other.reason == (
         "without rank(s) 1 there is no step of which all others have an in-memory snapshot "
