@@ -55,7 +55,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.messages import RUN_TOKEN, seal
 from trainwright.core.text.sizes import size_text
-from trainwright.launch.engines.torchrun import external
+from trainwright.launch.engines.torchrun import agreement
 from trainwright.planning.search.search import plan
 from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.communication.costs import least_bytes
@@ -181,15 +181,18 @@ def started(rank: int) -> Callable[[Layout], Cost]:
         store = CountingStore()
         cfg = compose(None, _planned_run(10, "70b"))
         for machine in range(machines):
-            store.store.set(f"{external._AGENT}/{machine}", "0123456789abcdef")
+            store.store.set(f"{agreement._AGENT}/{machine}", "0123456789abcdef")
         if rank != 0:
-            store.store.set(external._KEY, seal(_SECRET, OmegaConf.to_yaml(cfg, resolve=True)))
+            store.store.set(agreement._KEY, seal(_SECRET, OmegaConf.to_yaml(cfg, resolve=True)))
         told = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": str(machines), "LOCAL_RANK": "1"}
         told[RUN_TOKEN] = _SECRET
         launcher = Launcher("torchrun", rank, layout.world_size, _RANKS_OF_A_MACHINE)
-        with mock.patch.dict(os.environ, told), mock.patch.object(external, "_meet", return_value=store):
+        with (
+            mock.patch.dict(os.environ, told),
+            mock.patch("trainwright.launch.ranks.torchrun_store.meet", return_value=store),
+        ):
             begin = time.process_time()
-            external.agree(launcher, lambda _: cfg)
+            agreement.agree(launcher, lambda _: cfg)
             return Cost(time.process_time() - begin, None, store.messages)
 
     return measure

@@ -1,4 +1,4 @@
-"""How commands are typed: argparse with errors in the form of all others."""
+"""Command-line parsing: argparse whose errors have the form of all others."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from trainwright.core.problems import ConfigError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a verb's arguments, without abbreviations and without a help text of its own.
+    """Parser of a verb's arguments, without abbreviations and argparse's help.
 
     Args:
         verb: of `trainwright`; empty = the command itself.
@@ -18,20 +18,20 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"trainwright {verb}".rstrip(), add_help=False, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with what argparse says and what to type."""
-        raise ConfigError([f"{message}; `{self.prog} --help` shows how the command is typed"])
+        """Raise ConfigError with argparse's message and what to type."""
+        raise ConfigError([f"{message}; `{self.prog} --help` shows the usage"])
 
     def parse_among_words(
         self, words: Sequence[str], options: Sequence[str]
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse options that stand among other words, like key=value.
+        """Parse options mixed with other words, like key=value.
 
         Args:
-            words: what was typed.
-            options: names to suggest for one that does not exist.
+            words: the command line.
+            options: names to suggest for an unknown one.
 
         Returns:
-            The options, the other words in order, and a problem for each option that does not exist.
+            The options, the other words in order, and a problem for each unknown option.
 
         Raises:
             ConfigError: if an option lacks its value.

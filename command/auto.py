@@ -1,10 +1,8 @@
-"""What `strategy=auto` and `micro_batch_size=auto` stand for: decided before ranks start, written down as if typed.
+"""Resolution of `strategy=auto` and `micro_batch_size=auto` before ranks start, recorded as if typed.
 
-The planner (`trainwright.planning`) imports torch and makes process groups that are not there, so it works in a
-process of its own wherever ranks are to be started, and hands back plain values.
+The planner (`trainwright.planning`) imports torch and creates fake process groups, so wherever ranks will be started it
+runs in a process of its own and returns plain values.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -29,33 +27,32 @@ from trainwright.core.run.run_directory import PLAN_FILE
 from trainwright.core.text.sizes import size_text
 from trainwright.launch.auto_options import AUTO_TARGET, MICRO_BATCH, AutoOptions
 from trainwright.launch.checks.validate import problems_before_layout, validate
-from trainwright.launch.ranks.forkserver import call_apart
+from trainwright.launch.ranks.forkserver import call_in_subprocess
 from trainwright.launch.recovery.sizes import size_problems
 from trainwright.planning.search.limits import Limits
 from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of, world_size_of
 from trainwright.strategies.contract.registry import all_options, strategy_names
 
-NEAR = 0.03
-"""Part of a step by which predictions must differ for the faster layout to be taken before the simpler one."""
-# Layouts that are held against everything else in the configuration before it is refused.
-_MOST_TRIED = 8
-# What is handed over from strategy=auto to the strategy that was chosen, whatever that is.
-# What is decided of a layout beside its axes, by the names of both.
-_OF_LIMITS = tuple(each.name for each in fields(Limits) if each.name in AutoOptions.__dataclass_fields__)
-_OF_EVERY_STRATEGY = ("blocks", "compile", "certificate")
-_OF_THE_MODEL = ("plan", "batch_dims", "attention")
+TOLERANCE = 0.03
+"""Largest fraction by which the predicted step of a simpler layout may exceed the fastest, for it to be preferred."""
+# Layouts that are validated before the configuration is refused.
+_MAX_VALIDATED = 8
+# Options that the planner takes as limits, by their common names in Limits and AutoOptions.
+_LIMIT_OPTIONS = tuple(each.name for each in fields(Limits) if each.name in AutoOptions.__dataclass_fields__)
+# Options copied from strategy=auto to the chosen strategy.
+_STRATEGY_OPTIONS = ("blocks", "compile", "certificate")
+_MODEL_OPTIONS = ("plan", "batch_dims", "attention")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """A choice of the planner.
 
     Attributes:
-        lines: what, why, and what to type for the same.
-        words: overrides that ask for the same without `auto`.
-        document: what plan.json holds.
-        smaller: micro-batches that may stand in for the chosen one if that does not fit after all; None: it was not
-            asked for.
+        lines: for the user: the choice, the reason, and overrides that give the same.
+        words: overrides that give the same without `auto`.
+        document: contents of plan.json.
+        smaller: smaller micro-batches to try if the chosen one does not fit; None = the size was not auto.
     """
 
     lines: tuple[str, ...]
@@ -65,15 +62,15 @@ class Choice:
 
 
 def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None) -> tuple[Choice | None, list[str]]:
-    """Put what `auto` stands for into the configuration; where nothing is asked for, do nothing.
+    """Replace `auto` in the configuration by the planner's choice; do nothing if there is no `auto`.
 
     Args:
-        cfg: with the run directory and the checkpoint to go on from decided; changed in place.
+        cfg: with the run directory and the checkpoint decided; changed in place.
         surroundings: the verb and the launcher.
-        most: largest micro-batch that `micro_batch_size=auto` may stand for; None: as many as are predicted to fit.
+        most: upper limit of `micro_batch_size=auto`; None = as many as are predicted to fit.
 
     Returns:
-        What was chosen, None where nothing was to be or could be; and why it could not be.
+        The choice, or None, and the problems that prevented it.
     """
     size = cfg.micro_batch_size
     if isinstance(size, str) and size != AUTO:
@@ -93,16 +90,16 @@ def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None)
 
 
 def is_auto(strategy: Any) -> bool:
-    """Whether a configuration of a strategy leaves the choice to the planner."""
+    """Return whether a strategy's configuration leaves the layout to the planner."""
     return isinstance(strategy, DictConfig) and strategy.get("_target_") == AUTO_TARGET
 
 
-def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
-    """Put what was chosen for one configuration into another that asked for the same; the rest stays as it is.
+def copy_choice(chosen: DictConfig, cfg: DictConfig) -> None:
+    """Copy the choice made for one configuration into another that asked for the same.
 
     Args:
-        chosen: as :func:`decide` left it.
-        cfg: as it was before; changed in place.
+        chosen: after :func:`decide`.
+        cfg: the same configuration before it; changed in place.
     """
     cfg.strategy = chosen.strategy
     cfg.micro_batch_size, cfg.global_batch_size = chosen.micro_batch_size, chosen.global_batch_size
@@ -110,12 +107,12 @@ def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
 
 
 def write_plan(choice: Choice, run_dir: Path) -> None:
-    """Write plan.json into a run directory, whole or not at all."""
+    """Write plan.json into a run directory, atomically."""
     write_whole(run_dir / PLAN_FILE, json.dumps(choice.document, indent=1, allow_nan=False) + "\n")
 
 
-def lines_of(run_dir: Path) -> list[str]:
-    """What the choice of a run was, in words; empty where nothing was chosen."""
+def choice_lines(run_dir: Path) -> list[str]:
+    """Return the lines that describe the choice of a run; empty without one."""
     try:
         return list(json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")).get("lines", []))
     except (OSError, ValueError):
@@ -127,17 +124,17 @@ def lines_of(run_dir: Path) -> list[str]:
 
 def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
     limits, problems = _limits(cfg, surroundings)
-    problems += _unread_micro_batch(cfg, "strategy=auto")
+    problems += _micro_batch_problems(cfg, "strategy=auto")
     if problems:
         raise ConfigError(problems)
     batch = _global_batch(cfg, surroundings, "strategy=auto")
-    asked = _for_planner(cfg, surroundings, batch)
+    asked = _planner_config(cfg, surroundings, batch)
     document = _call(_search, surroundings, cfg, asked, limits)
     ranked = document["ranked"]
     if not ranked:
-        raise ConfigError(_nothing_possible(document, limits))
+        raise ConfigError(_refusal(document, limits))
     first: tuple[list[str], list[str]] | None = None
-    for candidate in _order(ranked)[:_MOST_TRIED]:
+    for candidate in _order(ranked)[:_MAX_VALIDATED]:
         trial = cfg.copy()
         words = _apply(trial, candidate, batch)
         found = validate(trial, surroundings)
@@ -149,18 +146,18 @@ def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
         if first is None:
             first = found, words
         elif found == first[0]:
-            break  # it is not the layout
+            break  # the layout does not matter for these problems
     assert first is not None
-    raise ConfigError([f"{text} (of what strategy=auto chose: {' '.join(first[1])})" for text in first[0]])
+    raise ConfigError([f"{text} (in the layout chosen by strategy=auto: {' '.join(first[1])})" for text in first[0]])
 
 
 def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[str]]:
-    """What the user has decided, and what of it cannot be."""
+    """Return the options that the user has set, and what is invalid about them."""
     strategy = AutoOptions(**{str(key): value for key, value in cfg.strategy.items()})
     keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
     return (
         Limits(
-            **{name: getattr(strategy, name) for name in _OF_LIMITS},
+            **{name: getattr(strategy, name) for name in _LIMIT_OPTIONS},
             axes=strategy.axes(),
             micro_batch_size=cfg.micro_batch_size if keeps_size else None,
             accumulation=cfg.accumulation.steps,
@@ -170,10 +167,10 @@ def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[s
 
 
 def _global_batch(cfg: DictConfig, surroundings: Surroundings, who: str) -> int:
-    """Samples of a step, which the choice does not change.
+    """Return the samples per optimizer step, which the choice keeps.
 
-    Without `global_batch_size` they are those of the checkpoint that the run goes on from, or what plain replicas would
-    make of micro_batch_size and accumulation.steps.
+    Without `global_batch_size`, those of the checkpoint to resume, or micro_batch_size x accumulation.steps x world
+    size.
     """
     if cfg.global_batch_size is not None:
         return int(cfg.global_batch_size)
@@ -183,10 +180,7 @@ def _global_batch(cfg: DictConfig, surroundings: Surroundings, who: str) -> int:
     if isinstance(cfg.micro_batch_size, int) and cfg.micro_batch_size >= 1:
         return int(cfg.micro_batch_size * (cfg.accumulation.steps or 1) * world_size_of(cfg, surroundings))
     raise ConfigError(
-        [
-            f"{who} with global_batch_size=null: the samples of a step would depend on what is chosen; type "
-            "global_batch_size=32"
-        ]
+        [f"{who} with global_batch_size=null: the batch size would depend on the choice; type global_batch_size=32"]
     )
 
 
@@ -197,22 +191,22 @@ def _saved_batch(cfg: DictConfig) -> int | None:
             return None
         samples = read_manifest(path).about.get("global_batch_size")
     except (CheckpointError, OSError):
-        return None  # `validate` tells
+        return None  # `validate` reports it
     return None if samples is None else int(samples)
 
 
-def _unread_micro_batch(cfg: DictConfig, who: str) -> list[str]:
+def _micro_batch_problems(cfg: DictConfig, who: str) -> list[str]:
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     if "${micro_batch_size" in str([raw.get("module"), raw.get("data")]):
         return []
     return [
-        f"{who}: the recipe {cfg.name!r} does not read micro_batch_size, so no other one can be chosen; write "
+        f"{who}: the recipe {cfg.name!r} does not read micro_batch_size, so another size cannot be chosen; write "
         "`batch_size: ${micro_batch_size}` under data in the recipe, or choose a strategy and a size by hand"
     ]
 
 
-def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dict[str, Any]:
-    """The configuration as plain values, with numbers where words stand."""
+def _planner_config(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dict[str, Any]:
+    """Return the configuration as plain values, with numbers in place of `auto`."""
     asked = cfg.copy()
     world = world_size_of(cfg, surroundings)
     local = surroundings.local_world_size
@@ -221,15 +215,15 @@ def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dic
     asked.devices = world // asked.nodes
     asked.global_batch_size, asked.accumulation.steps = batch, None
     if not isinstance(asked.micro_batch_size, int):
-        asked.micro_batch_size = 1  # what is read to see the shapes of a batch
+        asked.micro_batch_size = 1  # only to read the shapes of a batch
     plain: Any = literal(OmegaConf.to_container(asked, resolve=True))
     return dict(plain)
 
 
 def _call(function: Any, surroundings: Surroundings, cfg: DictConfig, *arguments: Any) -> dict[str, Any]:
-    """Call a function of the planner here, where training will happen too, or in a process of its own."""
+    """Call a function of the planner, in this process if training will be, else in one of its own."""
     alone = surroundings.world_size is None and world_size_of(cfg, surroundings) == 1 and cfg.launch.max_restarts == 0
-    answer = function(*arguments) if alone else call_apart(function, *arguments)
+    answer = function(*arguments) if alone else call_in_subprocess(function, *arguments)
     return dict(answer)
 
 
@@ -239,19 +233,19 @@ def _search(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
     return ranked_layouts(asked, limits)
 
 
-def _nothing_possible(document: Mapping[str, Any], limits: Limits) -> list[str]:
+def _refusal(document: Mapping[str, Any], limits: Limits) -> list[str]:
     refused = document["reasons"]
     given = [f"{key}={value}" for key, value in vars(limits).items() if value not in (None, {})]
     within = f" with {', '.join(given)}" if given else ""
-    why = "; ".join(refused[:3]) or "none of those that are left to choose from can be run"
+    why = "; ".join(refused[:3]) or "none of the remaining layouts can run"
     return [f"strategy=auto: no layout of {document['world_size']} rank(s){within} is possible: {why}"]
 
 
 def _order(ranked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The simplest of those that are predicted to be nearly as fast as the fastest, then the others by speed."""
+    """Sort the layouts: those nearly as fast as the fastest by simplicity, then the others by speed."""
     best = ranked[0]["seconds"]["step"]
-    near = [each for each in ranked if each["seconds"]["step"] <= (1 + NEAR) * best]
-    rest = [each for each in ranked if each["seconds"]["step"] > (1 + NEAR) * best]
+    near = [each for each in ranked if each["seconds"]["step"] <= (1 + TOLERANCE) * best]
+    rest = [each for each in ranked if each["seconds"]["step"] > (1 + TOLERANCE) * best]
     return [*sorted(near, key=_complexity), *rest]
 
 
@@ -262,18 +256,18 @@ def _complexity(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[str]:
-    """Put a candidate in the place of `auto`; returns what to type for the same."""
+    """Replace `auto` by a candidate; return the overrides that give the same."""
     asked, words = cfg.strategy, []
     chosen = [word for word in candidate["overrides"] if word.startswith("strategy")]
-    scalars = [word for word in chosen if word.split("=")[0].removeprefix("strategy.") not in _OF_THE_MODEL]
+    scalars = [word for word in chosen if word.split("=")[0].removeprefix("strategy.") not in _MODEL_OPTIONS]
     scalars = [word for word in scalars if not word.startswith("strategy.blocks=")]
-    words = list(_that_may_shrink(scalars, candidate["layout"], asked))
+    words = list(_elastic_overrides(scalars, candidate["layout"], asked))
     bucket = candidate["bucket_mib"]
     if bucket is not None:  # else gradients are not sent in buckets
         words.append(f"strategy.bucket_mib={bucket if asked.bucket_mib is None else asked.bucket_mib}")
     words += ways_to_send(cfg, candidate)
     node = _composed(words)
-    for key in (*_OF_EVERY_STRATEGY, *_OF_THE_MODEL):
+    for key in (*_STRATEGY_OPTIONS, *_MODEL_OPTIONS):
         value = OmegaConf.to_container(asked).get(key)  # type: ignore[union-attr]
         if key in node and value not in (None, {}, node[key]):
             node[key] = value
@@ -285,14 +279,14 @@ def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[st
 
 
 def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]:
-    """What to type for how replicas are averaged and how far ahead parameters are gathered, if not the default.
+    """Yield overrides for the averaging over replicas and the prefetch, where they are not the default.
 
     Args:
         cfg: with `strategy=auto`.
-        candidate: a layout that the planner found, with its `average_by` and `prefetch`.
+        candidate: a layout of the planner, with its `average_by` and `prefetch`.
     """
     asked, layout = cfg.strategy, candidate["layout"]
-    # What was typed is kept, and refused by the checks where it cannot be; what is chosen must be possible.
+    # Typed values are kept, and checked later; chosen ones must be possible.
     is_free = cfg.compression.name == "none" and cfg.launch.recovery == "restart" and cfg.launch.min_devices is None
     average_by = asked.average_by or (candidate["average_by"] if is_free else None)
     if average_by is not None and layout["replicate"] > 1:
@@ -302,8 +296,8 @@ def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]
         yield f"strategy.prefetch={prefetch}"
 
 
-def _that_may_shrink(words: Sequence[str], layout: Mapping[str, int], asked: DictConfig) -> Iterator[str]:
-    """The same layout with "the rest" for one of its data axes, so that a run can go on with fewer ranks."""
+def _elastic_overrides(words: Sequence[str], layout: Mapping[str, int], asked: DictConfig) -> Iterator[str]:
+    """Yield the overrides with -1 for one data-parallel axis, so that a run can continue on fewer ranks."""
     free = next((axis for axis in ("shard", "replicate") if layout[axis] > 1 and asked[axis] is None), None)
     for word in words:
         yield f"strategy.{free}=-1" if free and word.startswith(f"strategy.{free}=") else word
@@ -320,15 +314,15 @@ def _composed(words: Sequence[str]) -> DictConfig:
 def _choice(document: dict[str, Any], chosen: Mapping[str, Any], words: Sequence[str], limits: Limits) -> Choice:
     ranked = document["ranked"]
     lines = (
-        f"strategy=auto: {_what(chosen)}: {_predicted(document, chosen)}.",
-        f"because: {_why(ranked, chosen, limits)}",
+        f"strategy=auto: {_summary(chosen)}: {_predicted(document, chosen)}.",
+        f"because: {_reason(ranked, chosen, limits)}",
         f"the same by hand: {' '.join(shlex.quote(word) for word in words)}",
     )
     document = {**document, "chosen": dict(chosen), "explicit": list(words), "lines": list(lines), "measured": None}
     return Choice(lines, tuple(words), document)
 
 
-def _what(chosen: Mapping[str, Any]) -> str:
+def _summary(chosen: Mapping[str, Any]) -> str:
     accumulated = f" x {chosen['accumulation']} accumulated" if chosen["accumulation"] > 1 else ""
     more = "".join(f", {each}" for each in chosen["extras"])
     return f"{chosen['title']}, micro-batches of {chosen['micro_batch_size']}{accumulated}{more}"
@@ -337,34 +331,29 @@ def _what(chosen: Mapping[str, Any]) -> str:
 def _predicted(document: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     seconds, held = chosen["seconds"]["step"], chosen["bytes"]["total"]
     return (
-        f"predicted {seconds:.3g} s a step ({chosen['samples_per_second']:.4g} samples/s) and "
+        f"predicted {seconds:.3g} s per step ({chosen['samples_per_second']:.4g} samples/s) and "
         f"{size_text(held, digits=2)} of {size_text(document['usable_bytes'], digits=2)} a rank, "
         f"{document['device_source']}"
     )
 
 
-def _why(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits: Limits) -> str:
+def _reason(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits: Limits) -> str:
     best, step = ranked[0], chosen["seconds"]
     if len(ranked) == 1:
         reason = "it is the only possible layout"
     elif chosen is best or chosen["title"] == best["title"]:
-        reason = f"it is the fastest of {len(ranked)} possible layouts (next: {_later(ranked[1], chosen)})"
-    elif step["step"] <= (1 + NEAR) * best["seconds"]["step"]:
-        reason = (
-            f"it is the simplest of those within {100 * NEAR:.0f} % of the fastest of {len(ranked)} ({best['title']})"
-        )
+        slower = 100 * (ranked[1]["seconds"]["step"] / step["step"] - 1)
+        runner_up = f"{ranked[1]['title']}, {slower:.1f} % slower"
+        reason = f"it is the fastest of {len(ranked)} possible layouts (next: {runner_up})"
+    elif step["step"] <= (1 + TOLERANCE) * best["seconds"]["step"]:
+        reason = f"it is the simplest within {100 * TOLERANCE:.0f} % of the fastest of {len(ranked)} ({best['title']})"
     else:
-        reason = f"it is the fastest of {len(ranked)} that the rest of the configuration allows"
+        reason = f"it is the fastest of {len(ranked)} layouts that the other options allow"
     parts = {"computing": step["compute"], "waiting": step["exposed"], "bubble": step["bubble"]}
     parts["optimizer"] = step["optimizer"]
     spent = ", ".join(f"{100 * value / step['step']:.0f} % {name}" for name, value in parts.items() if value > 0)
-    decided = " within what was typed" if limits != Limits() else ""
+    decided = " within the given options" if limits != Limits() else ""
     return f"{reason}{decided}; a step is {spent}."
-
-
-def _later(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    slower = other["seconds"]["step"] / chosen["seconds"]["step"] - 1
-    return f"{other['title']}, {100 * slower:.1f} % slower"
 
 
 # ---- micro_batch_size=auto ------------------------------------------------------------------------------------------
@@ -376,16 +365,16 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
         planned = [each for each, kind in all_options() if kind().planned_as is not None]
         raise ConfigError(
             [
-                f"micro_batch_size=auto with {name}: what its ranks hold is not predicted; type a number, or one of "
-                f"the strategies {', '.join(planned)}"
+                f"micro_batch_size=auto with {name}: the memory of its ranks cannot be predicted; type a number, or "
+                f"one of the strategies {', '.join(planned)}"
             ]
         )
     batch = _global_batch(cfg, surroundings, "micro_batch_size=auto")
-    problems = _unread_micro_batch(cfg, "micro_batch_size=auto")
+    problems = _micro_batch_problems(cfg, "micro_batch_size=auto")
     if cfg.accumulation.steps is not None:
         problems.append(
-            f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}: they decide each other; leave "
-            "accumulation.steps out"
+            f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}: each follows from the other; "
+            "leave accumulation.steps out"
         )
     trial = cfg.copy()
     trial.micro_batch_size = None
@@ -396,17 +385,18 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
     if batch % layout.data_ranks:
         raise ConfigError(
             [
-                f"micro_batch_size=auto: global_batch_size={batch} is no multiple of the {layout.data_ranks} data "
-                f"ranks; type global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
+                f"micro_batch_size=auto: global_batch_size={batch} is not a multiple of the {layout.data_ranks} "
+                "data-parallel ranks; type "
+                f"global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
             ]
         )
-    document = _call(_largest, surroundings, cfg, _for_planner(cfg, surroundings, batch), most)
+    document = _call(_largest, surroundings, cfg, _planner_config(cfg, surroundings, batch), most)
     chosen = document["chosen"]
     cfg.micro_batch_size, cfg.global_batch_size = chosen["micro_batch_size"], batch
     words = [f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]
     lines = (
         f"micro_batch_size=auto: {chosen['micro_batch_size']} samples x {chosen['accumulation']} accumulated x "
-        f"{layout.data_ranks} data rank(s): {_predicted(document, chosen)}.",
+        f"{layout.data_ranks} data-parallel rank(s): {_predicted(document, chosen)}.",
         f"because: {document['why']}",
         f"the same by hand: {' '.join(words)}",
     )

@@ -1,6 +1,4 @@
-"""A configuration of which only the training is left: for runs that are made to be looked at."""
-
-from __future__ import annotations
+"""Configurations reduced to training, for short runs whose numbers or memory are measured."""
 
 import contextlib
 import shutil
@@ -15,7 +13,7 @@ from trainwright.core.config.references import settled
 from trainwright.core.processes.scratch import scratch
 from trainwright.core.run.run_directory import write_config
 
-# What a run does beside training, or counts in micro-batches of a rank, which are other samples on every layout.
+# Work beside training, and counts in micro-batches of a rank, which cover different samples on each layout.
 _OFF: dict[str, Any] = {
     "val_check_interval": None,
     "check_val_every_n_epoch": 1,
@@ -33,10 +31,10 @@ _OFF: dict[str, Any] = {
 
 
 def only_training(planned: DictConfig, steps: int, run_dir: Path, callbacks: Mapping[str, Any]) -> DictConfig:
-    """Resolve, then leave nothing but the training of so many optimizer steps.
+    """Resolve a configuration and reduce it to the training of `steps` optimizer steps.
 
     Args:
-        planned: a configuration that was checked; interpolations still in it. Not changed.
+        planned: a checked configuration, interpolations included. Not changed.
         steps: optimizer steps.
         run_dir: of the run.
         callbacks: the only ones, by name; each with `_target_` and arguments.
@@ -50,16 +48,16 @@ def only_training(planned: DictConfig, steps: int, run_dir: Path, callbacks: Map
     resolved.callbacks = dict(callbacks)
     resolved.trainer.update(_OFF)
     if "certificate" in resolved.strategy:
-        resolved.strategy.certificate = "off"  # numbers are compared, or memory measured, by whoever trains so
+        resolved.strategy.certificate = "off"  # the caller compares numbers or measures memory itself
     return resolved
 
 
-def train_apart(cfg: DictConfig) -> None:
-    """Train a configuration from :func:`only_training` in processes of its own.
+def train_in_subprocesses(cfg: DictConfig) -> None:
+    """Train a configuration from :func:`only_training` in new processes.
 
     Raises:
-        RankError: if a rank failed; all others have ended.
-        Interrupted: if this process was told to end; all ranks have ended.
+        RankError: if a rank failed; all others have exited.
+        Interrupted: if this process was interrupted; all ranks have exited.
     """
     from trainwright.launch.local.local import launch_local
 
@@ -69,7 +67,7 @@ def train_apart(cfg: DictConfig) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
-    """A folder that is gone afterwards, `name` at the beginning of its own."""
+    """Create a temporary folder whose name starts with `name`; it is removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=scratch()))
     try:
         yield folder

@@ -1,4 +1,4 @@
-"""The command `trainwright`: what happens before anything is imported.
+"""Entry point of the command `trainwright`, before anything heavy is imported.
 
     trainwright <verb> [Hydra overrides] [options]
     trainwright checkpoint <verb> PATH [options]
@@ -8,9 +8,8 @@
     trainwright watch RUN_DIR [options]
     trainwright doctor|profile [key=value ...] [options]
 
-Importing is most of what starting costs, so this module imports next to nothing: it installs the signal handlers,
-starts the fork server, which imports torch and Lightning on another core, and only then imports the rest of the
-command (`trainwright.command.verbs`).
+Imports dominate the start-up time. So this module imports next to nothing: it installs the signal handlers, starts the
+fork server, which imports torch and Lightning on another core, and only then imports `trainwright.command.verbs`.
 """
 
 import contextlib
@@ -23,12 +22,11 @@ from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.tools import tool
-from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
-from trainwright.launch.ranks.importing import without_collector
-from trainwright.launch.ranks.output import ranks_speak_to_stderr
+from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver, without_collector
+from trainwright.launch.ranks.output import ranks_to_stderr
 
-# Verbs with words of their own, which compose no configuration.
-_ALONE = ("checkpoint", "report", "watch", "doctor", "profile")
+# Verbs that compose no configuration.
+_TOOL_VERBS = ("checkpoint", "report", "watch", "doctor", "profile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,65 +36,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `trainwright`; None = those of this process.
 
     Returns:
-        The exit code: 0 all went well, 1 a rank or job failed, `verify` found a difference, `doctor` an error, or a
-        checkpoint is damaged, 2 the command or configuration was refused and nothing was started, 130 and 143 ended by
-        Ctrl-C and SIGTERM (138 by SIGUSR1, or what `preemption.exit_code` says); any other number is what the user's
-        code gave `sys.exit`.
+        The exit code: 0 success; 1 a rank or job failed, `verify` found a difference, `doctor` an error, or a
+            checkpoint is
+        damaged; 2 the command or configuration was refused and nothing was started; 130 and 143 after Ctrl-C and
+        SIGTERM (138 after SIGUSR1, or `preemption.exit_code`); any other number was given to `sys.exit` by the user's
+        code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     end_with_agent()
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
-        verb = _first(words)
-        if verb in _ALONE:
+        verb = next((word for word in words if word not in ("-h", "--help")), None)
+        if verb in _TOOL_VERBS:
             return int(tool(verb)(words))
         _make_cwd_importable()
-        if verb in ("import-deepspeed", "generate"):  # a configuration of the user's may name modules beside it
+        if verb in ("import-deepspeed", "generate"):  # their configuration may name modules in the working directory
             return int(tool(verb)(words))
-        if _wants_several_processes(words) and detect_launcher() is None:
-            # What the ranks of `verify` print must not mix with its report.
-            with ranks_speak_to_stderr() if "verify" in words else contextlib.nullcontext():
+        if _needs_forkserver(words) and detect_launcher() is None:
+            # The output of `verify`'s ranks must not mix with its report.
+            with ranks_to_stderr() if "verify" in words else contextlib.nullcontext():
                 start_forkserver()
         with without_collector():
             from trainwright.command.verbs import run_command
 
         return run_command(words)
     except Interrupted as interrupted:
-        return _say(interrupted)
+        return _report_interrupt(interrupted)
     except KeyboardInterrupt:
-        return _say(Interrupted(signal.SIGINT))
+        return _report_interrupt(Interrupted(signal.SIGINT))
     finally:
         stop_forkserver()
         signal.signal(signal.SIGTERM, previous)
 
 
-def _say(interrupted: Interrupted) -> int:
-    """Tell by what the command was ended; returns its exit code."""
-    # Whoever is impatient types Ctrl-C again, while this process is at its last steps: those are not to be interrupted.
+def _report_interrupt(interrupted: Interrupted) -> int:
+    """Print the signal that ended the command; return its exit code."""
+    # A second Ctrl-C must not interrupt the last steps of this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # who reads that may have been ended as well
+    with contextlib.suppress(OSError):  # the reader of stderr may have exited as well
         print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
     return interrupted.exit_code
 
 
-def _first(words: Sequence[str]) -> str | None:
-    """The first word that asks for no help."""
-    return next((word for word in words if word not in ("-h", "--help")), None)
-
-
-def _wants_several_processes(words: Sequence[str]) -> bool:
-    """A guess from the words alone: the fork server can start before anything is composed. A wrong one costs time."""
+def _needs_forkserver(words: Sequence[str]) -> bool:
+    """Guess from the words alone, so that the fork server starts before composing. A wrong guess only costs time."""
     if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout", "plan")):
         return False
     if any(word.startswith("launch=") and word not in ("launch=local", "launch=resilient") for word in words):
-        return False  # others start the ranks, elsewhere
+        return False  # the ranks are started elsewhere
     several = any(word.startswith("devices=") and word != "devices=1" for word in words)
     several |= any(word == "launch=resilient" or word.startswith("launch.max_restarts=") for word in words)
     return several or "-m" in words or "--multirun" in words or "verify" in words
 
 
 def _make_cwd_importable() -> None:
-    """`_target_: my_model.MyModule` finds my_model.py beside the user, as `python my_script.py` would."""
+    """Let `_target_: my_model.MyModule` find my_model.py in the working directory, as `python my_script.py` would."""
     cwd = os.getcwd()
     if cwd not in sys.path:
         sys.path.insert(0, cwd)

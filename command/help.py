@@ -1,4 +1,4 @@
-"""What `trainwright --help` and `trainwright <verb> --help` say."""
+"""Texts of `trainwright --help` and `trainwright <verb> --help`."""
 
 import inspect
 import itertools
@@ -22,28 +22,28 @@ from trainwright.launch.schema import RunConfig
 _WIDTH = 100
 _VERBS = {
     "fit": "train a module",
-    "validate": "measure a module on its validation data",
-    "test": "measure a module on its test data",
+    "validate": "evaluate a module on its validation data",
+    "test": "evaluate a module on its test data",
     "predict": "write a module's predictions to predictions.pt in the run directory",
     "generate": "continue prompts with the model of a run, on any layout: `trainwright generate --help`",
-    "verify": "check that a layout trains as one process does: a few steps of both, compared",
-    "layout": "show which rank would do and hold what, in bytes; no process is started",
-    "import-deepspeed": "show what a DeepSpeed JSON is in native configuration: `trainwright import-deepspeed --help`",
-    "plan": "rank all layouts by predicted step time, with the bytes that each needs; no process is started",
+    "verify": "compare a few training steps of a layout with one process",
+    "layout": "show the work and memory of each rank; no process is started",
+    "import-deepspeed": "translate a DeepSpeed JSON into native configuration: `trainwright import-deepspeed --help`",
+    "plan": "rank all layouts by predicted step time, with their memory; no process is started",
     "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
-    "watch": "show a run in the terminal while it goes on: `trainwright watch --help`",
+    "watch": "show a running job in the terminal: `trainwright watch --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
-    "doctor": "look for what is wrong with machines, GPUs, versions, network and disks: `trainwright doctor --help`",
+    "doctor": "check machines, GPUs, versions, network and disks: `trainwright doctor --help`",
     "profile": "measure devices and links, for device=<name> of a plan: `trainwright profile --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
-# Plain, but set by the recipe and by a group.
+# Plain keys that are set by the recipe and by a group.
 _NOT_BY_HAND = ("name", "precision")
 _GROUP_ORDER = ("recipe", "size", "strategy", "precision", "accumulation", "optimizer", "trainer", "checkpoint")
 
 
 def overview() -> str:
-    """The text of `trainwright --help`."""
+    """Return the text of `trainwright --help`."""
     verbs = "\n".join(f"  {verb:<18}{text}" for verb, text in _VERBS.items())
     return f"""trainwright: train one LightningModule on any layout of devices, chosen by configuration alone.
 
@@ -65,11 +65,11 @@ examples:
 
 
 def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
-    """The text of `trainwright <verb> --help`.
+    """Return the text of `trainwright <verb> --help`.
 
     Args:
         verb: fit, validate, test, predict, verify, layout or plan.
-        config_dir: a folder whose groups and recipes are listed too.
+        config_dir: folder whose groups and recipes are listed too.
     """
     loader = config_loader(config_dir)
     groups = group_names(loader)
@@ -90,12 +90,12 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
 
 
 def in_order(groups: Sequence[str]) -> list[str]:
-    """Groups as they are listed: those that most runs choose from first."""
+    """Sort groups for listing: those that most runs set come first."""
     return [*(name for name in _GROUP_ORDER if name in groups), *(name for name in groups if name not in _GROUP_ORDER)]
 
 
 def field_comments(schema: type) -> dict[str, str]:
-    """The comment above each field of a configuration dataclass, by field name; inherited fields included."""
+    """Return the comment above each field of a configuration dataclass by field name, inherited fields included."""
     found: dict[str, str] = {}
     for cls in reversed(schema.__mro__[:-1]):
         comment: list[str] = []
@@ -114,7 +114,7 @@ def field_comments(schema: type) -> dict[str, str]:
 
 
 def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
-    """The comment that a choice's yaml begins with; empty when it has none."""
+    """Return the comment at the start of a choice's yaml; empty without one."""
     for source in loader.get_sources():
         if not source.is_config(f"{group}/{choice}"):
             continue
@@ -122,14 +122,11 @@ def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
             schema = OmegaConf.get_type(ConfigStore.instance().load(f"{group}/{choice}.yaml").node)
             return (schema.__doc__ or "").partition("\n")[0]
         lines = (line for line in _read(source, f"{group}/{choice}.yaml") if "@package" not in line)
-        comment = " ".join(line.lstrip("# ").strip() for line in itertools.takewhile(_is_comment, lines))
+        head = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        comment = " ".join(line.lstrip("# ").strip() for line in head)
         if comment:
             return comment
     return ""
-
-
-def _is_comment(line: str) -> bool:
-    return line.startswith("#")
 
 
 def _read(source: Any, name: str) -> Iterator[str]:
@@ -142,17 +139,17 @@ def _read(source: Any, name: str) -> Iterator[str]:
 
 
 _OPTIONS = {
-    "verify": ("--json              print the report as one JSON document, and nothing else, on standard output",),
+    "verify": ("--json              print the report as one JSON document on standard output",),
     "layout": (),
     "plan": (
-        "--json              print the plan as one JSON document, and nothing else, on standard output",
-        "--html FILE         also write the plan as one page with pictures",
+        "--json              print the plan as one JSON document on standard output",
+        "--html FILE         also write the plan as one HTML page with charts",
     ),
 }
 _OF_RUNS = ("-m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3",)
 _OF_ALL = (
     "--config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups",
-    "--print-config      print the resolved configuration and end",
+    "--print-config      print the resolved configuration and exit",
     "--help, --version",
 )
 
@@ -175,7 +172,7 @@ def _group(loader: ConfigLoaderImpl, name: str) -> str:
 
 
 def default_choice(loader: ConfigLoaderImpl, group: str) -> str | None:
-    """The choice of a group that a run has when none is given; None when it has none."""
+    """Return the default choice of a group; None without one."""
     primary = loader.repository.load_config("config")
     assert primary is not None
     items = primary.defaults_list or []

@@ -1,11 +1,9 @@
-"""`micro_batch_size=auto`: the predicted micro-batch is tried before training begins.
+"""Probing of `micro_batch_size=auto`: the predicted micro-batch is tried before training starts.
 
-Its layout trains two optimizer steps of the first samples in processes of its own, which are gone afterwards: weights,
-random states, optimizers, the order of data and metrics of the run know nothing of it, and a rank that the kernel kills
-takes nobody along. What ranks held at most is read here, and held against what there is.
+Its layout trains two optimizer steps on the first samples in temporary processes, so that weights, random states,
+optimizers, sample order and metrics of the run are untouched, and an out-of-memory kill does not take down other ranks.
+The peak memory of the ranks is compared with what is available.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -17,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainwright.command.auto import Choice
-from trainwright.command.bare_training import only_training, temporary_folder, train_apart
+from trainwright.command.bare_training import only_training, temporary_folder, train_in_subprocesses
 from trainwright.core.failures.failure import RankError
 from trainwright.core.processes.machine import machine_facts
 from trainwright.core.run.launcher import Launcher
@@ -26,10 +24,10 @@ from trainwright.launch.engines.engines import uses_engine
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
 
 SAFE = 0.95
-"""Part of the memory that is there which the steps may take; later samples may be longer, and pieces do not fit."""
-# The second has the optimizer's state beside activations.
+"""Fraction of the available memory that the steps may use: later samples may be longer, and memory fragments."""
+# The second step has the optimizer's state beside activations.
 _STEPS = 2
-# Micro-batches of a step: with more than one, gradients of earlier ones are there beside activations.
+# Micro-batches per step: with more than one, gradients of earlier ones are held beside activations.
 _MOST_ACCUMULATED = 2
 _RECORDER = "trainwright.planning.memory.measured.PeakRecorder"
 _OUT_OF_MEMORY = re.compile(
@@ -39,15 +37,15 @@ _OUT_OF_MEMORY = re.compile(
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What came of trying a micro-batch.
+class ProbeResult:
+    """Result of trying a micro-batch.
 
     Attributes:
         micro_batch_size: samples.
-        fits: None: could not be found out, and `why` says so.
-        why: in words: what was held, or what went wrong.
-        needed: bytes that were held at most, where they were least enough; None: not known, and so is the next.
-        there: bytes that could be held there.
+        fits: None = unknown, for the reason in `why`.
+        why: peak memory or error, in words.
+        needed: peak bytes of the tightest memory; None = unknown, and so is `there`.
+        there: bytes available of that memory.
     """
 
     micro_batch_size: int
@@ -58,16 +56,16 @@ class Probed:
 
     @property
     def text(self) -> str:
-        """In a line."""
+        """The result in one line."""
         if self.fits is None:
             return f"not tried: {self.why}."
         size = f"tried: {self.micro_batch_size} sample(s) at a time"
         return f"{size}: {self.why}." if self.fits else f"{size} do not fit: {self.why}."
 
     def next_of(self, smaller: Iterable[int]) -> int | None:
-        """The largest of smaller sizes that may fit; None: none may.
+        """Return the largest of `smaller` that may fit; None if there is none.
 
-        What is held grows with the size beside a part that does not, so by less than in proportion.
+        Memory grows less than in proportion to the size, because a part of it is constant.
         """
         most = self.micro_batch_size - 1
         if self.needed is not None and self.there is not None:
@@ -75,41 +73,41 @@ class Probed:
         return max((size for size in smaller if size <= most), default=None)
 
 
-def try_out(planned: DictConfig, launcher: Launcher | None) -> Probed:
-    """Train two optimizer steps with the micro-batch of a configuration, in processes of their own.
+def probe(planned: DictConfig, launcher: Launcher | None) -> ProbeResult:
+    """Train two optimizer steps with the micro-batch of a configuration, in temporary processes.
 
     Args:
-        planned: a configuration that was checked, with everything decided; interpolations still in it.
-        launcher: that has started this process as a rank; None: none has.
+        planned: a checked configuration with everything decided, interpolations included.
+        launcher: that has started this process as a rank; None = none.
 
     Raises:
-        Interrupted: if this process was told to end.
+        Interrupted: if this process was interrupted.
     """
     size = int(planned.micro_batch_size)
     if launcher is not None:
-        who = f"under {launcher.name} the ranks are there already, and ranks to try it with would be in their way"
-        return Probed(size, None, f"{who}; predicted alone")
+        who = f"under {launcher.name} the ranks are running already, so the size cannot be tried"
+        return ProbeResult(size, None, f"{who}; only predicted")
     if uses_engine(planned):
-        who = f"launch={planned.launch.kind} starts the ranks elsewhere, once everything is decided"
-        return Probed(size, None, f"{who}; predicted alone")
+        who = f"launch={planned.launch.kind} starts the ranks elsewhere, so the size cannot be tried"
+        return ProbeResult(size, None, f"{who}; only predicted")
     there = machine_facts().available
     with temporary_folder("probe") as folder:
         trial = _trial(planned, folder)
         try:
-            train_apart(trial)
+            train_in_subprocesses(trial)
         except RankError as error:
             return _failed(size, error)
         records = [json.loads((folder / "peaks" / f"rank_{rank}.json").read_text()) for rank in range(trial.devices)]
     return judge(size, records, there)
 
 
-def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
-    """Hold what ranks have held at most against what there is.
+def judge(size: int, records: Sequence[dict[str, int]], there: int) -> ProbeResult:
+    """Compare the ranks' peak memory with what is available.
 
     Args:
         size: the micro-batch.
         records: of every rank, as :class:`~trainwright.planning.memory.measured.PeakRecorder` writes them.
-        there: bytes of host memory that could be had before the ranks began, all together.
+        there: bytes of host memory that were available to all ranks together before they started.
     """
     host = sum(each["host"] for each in records)
     pairs = [(host, there, "all ranks together held {needed} of the host's {there}")]
@@ -121,31 +119,31 @@ def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
     needed, limit, words = max(pairs, key=lambda pair: pair[0] / max(pair[1], 1))
     text = words.format(needed=size_text(needed, digits=2), there=size_text(limit, digits=2))
     if needed > SAFE * limit:
-        return Probed(size, False, f"{text}, more than {100 * SAFE:.0f} %", needed, limit)
+        return ProbeResult(size, False, f"{text}, more than {100 * SAFE:.0f} %", needed, limit)
     tight = [rank for rank, each in enumerate(records) if each["retries"]]
     if tight:
-        return Probed(size, False, f"rank {tight[0]} went on only after torch had given back what it had cached")
-    return Probed(size, True, text, needed, limit)
+        return ProbeResult(size, False, f"rank {tight[0]} continued only after torch had released its cache")
+    return ProbeResult(size, True, text, needed, limit)
 
 
-def told(choice: Choice, tried: Sequence[Probed]) -> Choice:
-    """A choice with what came of trying it, in its lines and its document."""
+def with_probes(choice: Choice, tried: Sequence[ProbeResult]) -> Choice:
+    """Return the choice with the results of its trials in lines and document."""
     lines = (*choice.lines, *(each.text for each in tried))
     document = {**choice.document, "lines": list(lines), "tried": [asdict(each) for each in tried]}
     return replace(choice, lines=lines, document=document)
 
 
-def refusal(tried: Sequence[Probed]) -> str:
-    """What a user is told where no size fits."""
+def refusal(tried: Sequence[ProbeResult]) -> str:
+    """Return the message for the user if no size fits."""
     sizes = ", ".join(str(each.micro_batch_size) for each in tried)
     return (
-        f"micro_batch_size=auto: tried {sizes} sample(s) at a time, and not even the last fits: {tried[-1].why}; type "
-        "strategy=auto for a layout that fits, strategy.activation_checkpointing=full, or more devices"
+        f"micro_batch_size=auto: tried {sizes} sample(s) at a time, and even the last does not fit: {tried[-1].why}; "
+        "type strategy=auto for a layout that fits, strategy.activation_checkpointing=full, or more devices"
     )
 
 
 def _trial(planned: DictConfig, folder: Path) -> DictConfig:
-    """Of the same layout and data, as long as it takes to see the fullest moment."""
+    """Return the configuration of the trial: the same layout and data, for as long as it takes to reach the peak."""
     ranks = num_data_ranks(planned, world_size_of(planned, Surroundings()))
     wave = int(planned.micro_batch_size) * ranks
     recorder = {"_target_": _RECORDER, "folder": str(folder / "peaks")}
@@ -159,10 +157,10 @@ def _trial(planned: DictConfig, folder: Path) -> DictConfig:
     return trial
 
 
-def _failed(size: int, error: RankError) -> Probed:
+def _failed(size: int, error: RankError) -> ProbeResult:
     if error.failure is None and error.hang is None and error.exit_code == -9:
-        return Probed(size, False, f"{error.summary}, as the kernel does where memory runs out")
+        return ProbeResult(size, False, f"{error.summary}, probably by the kernel's out-of-memory killer")
     said = error.failure
     if said is not None and _OUT_OF_MEMORY.search(f"{said.kind}: {said.message}"):
-        return Probed(size, False, error.summary)
-    return Probed(size, None, f"{error.summary}; predicted alone")
+        return ProbeResult(size, False, error.summary)
+    return ProbeResult(size, None, f"{error.summary}; only predicted")

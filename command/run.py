@@ -1,4 +1,4 @@
-"""From a composed configuration to a finished run."""
+"""Runs, from a composed configuration to the end."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.read.candidates import AUTO
-from trainwright.command.auto import Choice, decide, hand_over, write_plan
+from trainwright.command.auto import Choice, copy_choice, decide, write_plan
 from trainwright.core.config.missing import unresolved
 from trainwright.core.config.references import settled
 from trainwright.core.failures.failure import RankError
@@ -30,26 +30,25 @@ from trainwright.core.run.run_directory import (
 from trainwright.core.tools import tool
 from trainwright.launch.checks.validate import validate
 from trainwright.launch.engines.engines import engine_of, uses_engine
-from trainwright.launch.engines.torchrun.begun import begun_run
-from trainwright.launch.engines.torchrun.external import agree
-from trainwright.launch.outcome.ends import begins_again
-from trainwright.launch.ranks.importing import without_collector
-from trainwright.launch.recovery.check_resume import decide_resume, going_on_in_place, run_name, saved_global_batch
+from trainwright.launch.engines.torchrun.agreement import agree, previous_run
+from trainwright.launch.outcome.rank_records import is_restart
+from trainwright.launch.ranks.forkserver import without_collector
+from trainwright.launch.recovery.check_resume import decide_resume, resume_in_place, run_name, saved_global_batch
 from trainwright.launch.recovery.sizes import resized, size_problems
 from trainwright.strategies.compose.world import Surroundings, resolve_devices
 
-# What there was before the run directories that were prepared and not launched yet, by their paths.
+# State before the run directories were prepared, by path; only of runs that have not been launched.
 _PREPARED: dict[str, Before] = {}
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What is left of a run.
+    """The result of a run.
 
     Attributes:
-        run_dir: where everything it wrote is.
-        metrics: the last value of every metric that was logged, by name.
-        has_ended: false where the run was handed to an engine that goes on without this process.
+        run_dir: run directory.
+        metrics: last value of every logged metric, by name.
+        has_ended: false if the run was submitted to an engine and continues without this process.
     """
 
     run_dir: Path
@@ -58,26 +57,26 @@ class RunResult:
 
 
 def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
-    """Check a configuration, make its run directory and run it, on as many processes as it asks for.
+    """Check a configuration, create its run directory and run it, on as many processes as it asks for.
 
     With one device everything happens in this process, so that a debugger works. With several, this process starts and
-    watches the ranks. Under torchrun or SLURM this process is one rank, and what rank 0 was given counts for all.
+    supervises the ranks. Under torchrun or SLURM this process is one rank, and rank 0's configuration applies to all.
 
     Args:
         cfg: as `trainwright.compose` returns it; not changed.
         verb: fit, validate, test or predict.
 
     Raises:
-        ConfigError: with everything that is wrong with the configuration, or what a rank refused before training
-            began; the run directory is as it was.
-        RankError: if a rank failed; all others have ended.
-        Interrupted: if this process was told to end by a signal; all ranks have ended.
+        ConfigError: with all problems of the configuration, or what a rank refused before training started; the run
+            directory is unchanged.
+        RankError: if a rank failed; all others have exited.
+        Interrupted: if this process was interrupted by a signal; all ranks have exited.
     """
     launcher = detect_launcher()
     if launcher is not None:
         agreed = agree(launcher, lambda launcher: prepare(cfg, verb, launcher))
         if agreed is None:
-            raise ConfigError(["rank 0 has refused the configuration; its message says why"])
+            raise ConfigError(["rank 0 has refused the configuration; see its message"])
         return launch(agreed, verb, launcher)
     return launch(prepare(cfg, verb), verb)
 
@@ -89,34 +88,34 @@ def prepare(
     choice: Choice | None = None,
     words: Sequence[str] | None = None,
 ) -> DictConfig:
-    """Check a configuration, decide and make the run directory, write config.yaml there.
+    """Check a configuration, create the run directory and write config.yaml there.
 
-    Where a launcher has started the ranks again, the run that they were in goes on instead, as it was configured.
+    If a launcher has restarted the ranks, their earlier run is resumed instead, as it was configured.
 
     Args:
         cfg: as `trainwright.compose` returns it.
         verb: fit, validate, test or predict.
-        launcher: what has started this process as a rank; None when it is to start ranks itself.
-        choice: that :func:`choose` has made and put into `cfg`.
-        words: of the command, to be kept in the run directory; None: there is none.
+        launcher: that has started this process as a rank; None = this process starts the ranks.
+        choice: of :func:`choose`, already applied to `cfg`.
+        words: of the command, stored in the run directory; None = there is no command.
 
     Returns:
-        The resolved configuration: `run_dir`, `devices` and `ckpt_path` final, and no references left but those to
-        environment variables, which have their values where they are read.
+        The resolved configuration: `run_dir`, `devices` and `ckpt_path` are final, and the only references left are
+        environment variables, which are resolved where they are read.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with all problems.
     """
     if launcher is not None:
-        begun = begun_run(run_name(cfg), cfg.run_dir, launcher.agents)
-        if begun is not None:
-            return _go_on(begun, verb, launcher)
-    planned, problems, made = _planned(cfg, verb, launcher)
+        earlier = previous_run(run_name(cfg), cfg.run_dir, launcher.agents)
+        if earlier is not None:
+            return _next_attempt(earlier, verb, launcher)
+    planned, problems, made = _plan(cfg, verb, launcher)
     choice = made or choice
     if problems:
         raise ConfigError(problems)
     if choice is not None and choice.smaller is not None and verb == "fit":
-        planned, choice = _tried(cfg, planned, choice, launcher)
+        planned, choice = _probed(cfg, planned, choice, launcher)
     before: Before | None = None
     try:
         before = Before(Path(planned.run_dir))
@@ -137,45 +136,45 @@ def prepare(
     return prepared
 
 
-def begin_or_go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
-    """The configuration of a run that an engine has begun; of its next attempt where its ranks were started again.
+def next_config(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
+    """Return the configuration of an engine's run, or of its next attempt if its ranks were restarted.
 
     Args:
         run_dir: with the resolved `config.yaml`.
         verb: fit, validate, test or predict.
-        launcher: what has started the ranks.
+        launcher: that has started the ranks.
     """
-    return _go_on(run_dir, verb, launcher) if begins_again(run_dir) else read_config(run_dir)
+    return _next_attempt(run_dir, verb, launcher) if is_restart(run_dir) else read_config(run_dir)
 
 
-def _tried(
+def _probed(
     cfg: DictConfig, planned: DictConfig, choice: Choice, launcher: Launcher | None
 ) -> tuple[DictConfig, Choice]:
-    """Try the micro-batch that was chosen, then smaller ones, until one fits."""
+    """Try the chosen micro-batch, then smaller ones, until one fits."""
     from trainwright.command import probe
 
     asked = cfg.copy()
     OmegaConf.set_readonly(asked, False)
     asked.micro_batch_size = AUTO  # a sweep has put the choice into it
-    tried: list[probe.Probed] = []
+    tried: list[probe.ProbeResult] = []
     while True:
-        tried.append(probe.try_out(planned, launcher))
+        tried.append(probe.probe(planned, launcher))
         if tried[-1].fits is not False:
-            return planned, probe.told(choice, tried)
+            return planned, probe.with_probes(choice, tried)
         most = tried[-1].next_of(choice.smaller or ())
         if most is None:
             raise ConfigError([probe.refusal(tried)])
-        planned, problems, smaller = _planned(asked, "fit", launcher, most)
+        planned, problems, smaller = _plan(asked, "fit", launcher, most)
         if problems or smaller is None:
             raise ConfigError(problems)
         choice = smaller
 
 
-def _go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
-    """The configuration of the next attempt of a run, on as many ranks as the launcher has started now."""
+def _next_attempt(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
+    """Return the configuration of a run's next attempt, on as many ranks as the launcher has started now."""
     devices, nodes = launcher.local_world_size, launcher.world_size // launcher.local_world_size
     first = read_config(run_dir)
-    cfg = going_on_in_place(resized(first, devices, saved_global_batch(first), nodes), verb)
+    cfg = resume_in_place(resized(first, devices, saved_global_batch(first), nodes), verb)
     if verb == "fit":
         cfg.resume = AUTO  # it may have ended before its first checkpoint
     problems = validate(cfg, Surroundings(verb, launcher.world_size))
@@ -185,46 +184,45 @@ def _go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
 
 
 def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[DictConfig, list[str]]:
-    """Decide what the user left open, and find everything that is wrong; nothing is written.
+    """Decide what the user left open and return all problems; nothing is written.
 
     Returns:
-        A copy of the configuration with run_dir, ckpt_path and devices decided, `auto` replaced by what was chosen, and
-        the problems.
+        A copy of the configuration with run_dir, ckpt_path and devices decided and `auto` replaced, and the problems.
     """
-    planned, problems, _ = _planned(cfg, verb, launcher)
+    planned, problems, _ = _plan(cfg, verb, launcher)
     return planned, problems
 
 
 def choose(cfg: DictConfig, verb: str) -> tuple[Choice | None, list[str]]:
-    """Put what `auto` stands for into a configuration that is prepared later, so that it is not planned twice.
+    """Replace `auto` in a configuration that is prepared later, so that it is planned only once.
 
     Args:
-        cfg: as `trainwright.compose` returns it; changed in place where something was chosen.
+        cfg: as `trainwright.compose` returns it; changed in place if something is chosen.
         verb: fit, validate, test or predict.
 
     Returns:
-        What was chosen, for :func:`prepare`; and everything that is wrong.
+        The choice, for :func:`prepare`, and all problems.
     """
-    planned, problems, choice = _planned(cfg, verb)
+    planned, problems, choice = _plan(cfg, verb)
     if choice is not None and not problems:
-        hand_over(planned, cfg)
+        copy_choice(planned, cfg)
     return choice, problems
 
 
-def _planned(
+def _plan(
     cfg: DictConfig, verb: str, launcher: Launcher | None = None, most_samples: int | None = None
 ) -> tuple[DictConfig, list[str], Choice | None]:
     with refused_as("the configuration cannot be checked"):
-        return _decided(cfg.copy(), verb, launcher, most_samples)
+        return _resolved(cfg.copy(), verb, launcher, most_samples)
 
 
-def _decided(
+def _resolved(
     cfg: DictConfig, verb: str, launcher: Launcher | None, most_samples: int | None
 ) -> tuple[DictConfig, list[str], Choice | None]:
     OmegaConf.set_readonly(cfg, False)
     problems = unresolved(cfg)
     if problems:
-        return cfg, problems, None  # nothing that refers to them can be read
+        return cfg, problems, None  # references to them cannot be read
     if cfg.run_dir:
         cfg.run_dir = str(Path(cfg.run_dir).expanduser())
     problems = decide_resume(cfg, verb)
@@ -235,7 +233,7 @@ def _decided(
         surroundings = Surroundings(verb, launcher.world_size, launcher.local_world_size)
     choice, undecided = decide(cfg, surroundings, most_samples)
     if undecided:
-        return cfg, [*problems, *undecided], None  # without a layout the rest says nothing
+        return cfg, [*problems, *undecided], None  # other checks are meaningless without a layout
     problems += validate(cfg, surroundings)
     if not problems and launcher is None and cfg.launch.min_devices is not None:
         problems += size_problems(cfg, verb)
@@ -254,9 +252,9 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
     Args:
         cfg: as `prepare` returns it.
         verb: fit, validate, test or predict.
-        launcher: what has started this process as a rank; None when it is to start ranks itself.
-        own_processes: start a process even for a single rank (a sweep does: one job leaves nothing to the next). A run
-            that is to be restarted after failures has one in any case.
+        launcher: that has started this process as a rank; None = this process starts the ranks.
+        own_processes: start a process even for a single rank, as a sweep does so that jobs do not affect each other. A
+            run that may be restarted has one in any case.
     """
     before = _PREPARED.pop(cfg.run_dir, None)
     writes_page = verb == "fit" and cfg.report and (launcher is None or launcher.rank == 0)
@@ -269,7 +267,7 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
 
             metrics = launch_local(cfg, verb)
         else:
-            metrics = run_here(cfg, verb)
+            metrics = run_in_process(cfg, verb)
     except ConfigError:
         # A part that cannot be built, or an engine that cannot reach its machines: nothing was trained.
         if before is not None and launcher is None:
@@ -289,21 +287,21 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
     return RunResult(Path(cfg.run_dir), metrics)
 
 
-def run_here(
+def run_in_process(
     cfg: DictConfig, verb: str, on_exception: Callable[[BaseException], None] | None = None
 ) -> dict[str, float]:
-    """Run in this process, and turn its ways of being interrupted into one.
+    """Run in this process; raise Interrupted for every kind of interruption.
 
     Args:
         cfg: as `prepare` returns it.
         verb: fit, validate, test or predict.
-        on_exception: told of an exception as soon as it appears, before anything is torn down.
+        on_exception: called with an exception as soon as it is raised, before teardown.
 
     Returns:
-        The metrics of the end, by name.
+        The final metrics by name.
 
     Raises:
-        Interrupted: if this process was told to end.
+        Interrupted: if this process was interrupted.
     """
     with without_collector():
         from trainwright.callbacks.end.preemption import Preempted
@@ -324,7 +322,7 @@ def run_here(
     except Preempted as ended:
         raise Interrupted(ended.told.signal, ended.exit_code) from None
     except SystemExit:
-        # Lightning answers Ctrl-C with exit code 1; a shell expects 130.
+        # Lightning answers Ctrl-C with exit code 1; shells expect 130.
         if any(isinstance(error, KeyboardInterrupt) for error in seen):
             raise Interrupted(signal.SIGINT) from None
         raise
@@ -333,7 +331,7 @@ def run_here(
 
 
 def _watch(grace_seconds: float) -> Callable[[], None]:
-    """Watch this process for signals; returns how to stop that."""
+    """Watch this process for signals; return the function that stops it."""
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
         return lambda: None
     previous = signal.getsignal(signal.SIGINT)
@@ -342,6 +340,6 @@ def _watch(grace_seconds: float) -> Callable[[], None]:
 
     def stop() -> None:
         watch.stop()
-        signal.signal(signal.SIGINT, previous)  # Lightning ignores SIGINT from the first Ctrl-C on
+        signal.signal(signal.SIGINT, previous)  # Lightning ignores SIGINT after the first Ctrl-C
 
     return stop

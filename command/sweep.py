@@ -1,7 +1,5 @@
 """`--multirun`: every combination of the given values, one run after the other."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys
@@ -19,7 +17,7 @@ from trainwright.callbacks.inject.words import is_inject
 from trainwright.command.auto import Choice
 from trainwright.command.run import choose, launch, prepare
 from trainwright.command.schema.compose import compose_checked, config_loader, quote_paths
-from trainwright.command.schema.expansion import ImportReport, tell_import
+from trainwright.command.schema.expansion import ImportReport, report_import
 from trainwright.core.config.masking import masked_words
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
@@ -37,7 +35,7 @@ class Job:
 
     Attributes:
         number: counted from 0.
-        overrides: all its overrides, each with one value.
+        overrides: all overrides, each with one value.
         varied: those that differ between jobs.
     """
 
@@ -47,7 +45,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What is special about this job, in words for a person."""
+        """The values that distinguish this job."""
         return " ".join(masked_words(self.varied)) or "no value varies"
 
     @property
@@ -60,15 +58,17 @@ class Job:
 
 @dataclass(frozen=True)
 class _Composed:
-    """The configuration of a job, with what was chosen for it and what was imported."""
+    """A job with its configuration, the command that gives the same, the planner's choice and the import report."""
 
+    job: Job
     cfg: DictConfig
+    words: Sequence[str]
     choice: Choice | None
     report: ImportReport | None
 
 
 def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Job]:
-    """Every combination of the values in Hydra's grammar: `a=1,2`, `a=range(1,4)`, `a=choice(x,y)`, `a=glob(*)`.
+    """Return every combination of the values in Hydra's grammar: `a=1,2`, `a=range(1,4)`, `a=choice(x,y)`, `a=glob(*)`.
 
     Raises:
         ConfigError: if an override cannot be parsed.
@@ -77,7 +77,7 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
     alternatives: list[list[str]] = []
     problems: list[str] = []
     for text in quote_paths(overrides):
-        if is_inject(text):  # commas in it separate no values: every job gets it
+        if is_inject(text):  # its commas separate no values: every job gets it
             alternatives.append([text])
             continue
         try:
@@ -101,35 +101,31 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
 
 
 def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> int:
-    """Check all jobs, then run one after the other, each in its own processes and its own directory, or all together
-    where an engine does so (`launch=slurm`: as an array).
+    """Check all jobs, then run them one after the other, each in its own processes and directory, or all together where
+    an engine supports it (`launch=slurm`: as an array).
 
-    A job that fails does not stop the others.
+    A failed job does not stop the others.
 
     Args:
         verb: fit, validate, test or predict.
-        overrides: with several values where the jobs differ; `run_dir=` is the directory above those of the jobs.
+        overrides: with several values where the jobs differ; `run_dir=` is the parent of the jobs' directories.
         config_dir: as for `compose`.
 
     Returns:
-        0 when every job ended well, else 1.
+        0 if every job succeeded, else 1.
 
     Raises:
         ConfigError: if any job cannot run; none was started.
     """
-    jobs = expand(overrides, config_dir)
-    configurations = _compose_all(jobs, verb, config_dir)
-    if not all(uses_engine(each.cfg) for each in configurations):
+    jobs = _compose_all(expand(overrides, config_dir), verb, config_dir)
+    cfgs = [job.cfg for job in jobs]
+    if not all(map(uses_engine, cfgs)):
         start_forkserver()
-    start_all = starts_together([each.cfg for each in configurations])
-    if start_all is not None:
-        failed = _run_together(start_all, jobs, configurations, verb, config_dir)
-    else:
-        failed = _run_in_turn(jobs, configurations, verb, config_dir)
-    above = Path(configurations[0].cfg.run_dir).parent
-    waited = all(each.cfg.launch.get("wait", True) for each in configurations)
-    went = "ended well" if waited else "were submitted"
-    if not all(each.cfg.launch.get("submit", True) for each in configurations):
+    start_all = starts_together(cfgs)
+    failed = _run_in_turn(jobs, verb) if start_all is None else _run_together(start_all, jobs, verb)
+    above = Path(cfgs[0].run_dir).parent
+    went = "ended well" if all(cfg.launch.get("wait", True) for cfg in cfgs) else "were submitted"
+    if not all(cfg.launch.get("submit", True) for cfg in cfgs):
         went = "were written"
     print(f"\n{len(jobs) - len(failed)} of {len(jobs)} jobs {went}; their directories are in {above}")
     for job in failed:
@@ -137,45 +133,26 @@ def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None
     return 1 if failed else 0
 
 
-def _run_in_turn(
-    jobs: Sequence[Job],
-    configurations: Sequence[_Composed],
-    verb: str,
-    config_dir: str | Path | None,
-) -> list[Job]:
-    """Run one job after the other; returns those that failed."""
-    failed: list[Job] = []
-    for job, composed in zip(jobs, configurations, strict=True):
-        print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
-        if not _run_job(composed, verb, command_words(verb, job.overrides, config_dir)):
-            failed.append(job)
-    return failed
+def _run_in_turn(jobs: Sequence[_Composed], verb: str) -> list[Job]:
+    """Run one job after the other; return those that failed."""
+    return [each.job for each in jobs if not _run_job(each, verb, len(jobs))]
 
 
-def _run_together(
-    start_all: Callable[..., list[Any]],
-    jobs: Sequence[Job],
-    configurations: Sequence[_Composed],
-    verb: str,
-    config_dir: str | Path | None,
-) -> list[Job]:
-    """Hand all jobs to an engine that starts them together; returns those that failed."""
-    prepared: list[DictConfig] = []
-    for job, composed in zip(jobs, configurations, strict=True):
-        print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
-        prepared.append(_prepared(composed, verb, command_words(verb, job.overrides, config_dir)))
+def _run_together(start_all: Callable[..., list[Any]], jobs: Sequence[_Composed], verb: str) -> list[Job]:
+    """Submit all jobs to an engine together; return those that failed."""
+    prepared = [_prepared(each, verb, len(jobs)) for each in jobs]
     folder = Path(prepared[0].run_dir).parent / prepared[0].launch.kind
-    ends = start_all(prepared, verb, folder, [f"{job.number + 1} " for job in jobs])
+    ends = start_all(prepared, verb, folder, [f"{each.job.number + 1} " for each in jobs])
     for cfg, end in zip(prepared, ends, strict=True):
         if isinstance(end, Exception):
             print(f"trainwright: {end}\n", file=sys.stderr, flush=True)
         if verb == "fit" and cfg.report and end is not None:
             tool("write_report")(Path(cfg.run_dir))
-    return [job for job, end in zip(jobs, ends, strict=True) if isinstance(end, Exception)]
+    return [each.job for each, end in zip(jobs, ends, strict=True) if isinstance(end, Exception)]
 
 
 def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) -> list[_Composed]:
-    configurations: list[_Composed] = []
+    composed: list[_Composed] = []
     problems: dict[str, list[str]] = {}
     base: Path | None = None
     for job in jobs:
@@ -186,32 +163,29 @@ def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) 
             result.cfg.run_dir = str(base / job.directory_name)
             choice, wrong = choose(result.cfg, verb)
             found += wrong
-            configurations.append(_Composed(result.cfg, choice, result.import_report))
+            words = command_words(verb, job.overrides, config_dir)
+            composed.append(_Composed(job, result.cfg, words, choice, result.import_report))
         for problem in found:
             problems.setdefault(problem, []).append(job.title)
     if problems:
-        everywhere = len(jobs)
-        raise ConfigError(
-            [
-                text if len(titles) == everywhere else f"{text} (in {'; '.join(titles)})"
-                for text, titles in problems.items()
-            ]
-        )
-    return configurations
+        texts = (text if len(of) == len(jobs) else f"{text} (in {'; '.join(of)})" for text, of in problems.items())
+        raise ConfigError(list(texts))
+    return composed
 
 
-def _prepared(job: _Composed, verb: str, words: Sequence[str]) -> DictConfig:
-    """Make the run directory of a job, and say what was chosen for it."""
-    prepared = prepare(job.cfg, verb, choice=job.choice, words=words)
-    tell_import(job.report, sys.stdout, Path(prepared.run_dir))
-    for line in job.choice.lines if job.choice is not None else ():
+def _prepared(each: _Composed, verb: str, count: int) -> DictConfig:
+    """Create the run directory of a job, and print its title and the planner's choice."""
+    print(f"job {each.job.number + 1} of {count}: {each.job.title}", flush=True)
+    prepared = prepare(each.cfg, verb, choice=each.choice, words=each.words)
+    report_import(each.report, sys.stdout, Path(prepared.run_dir))
+    for line in each.choice.lines if each.choice is not None else ():
         print(line, flush=True)
     return prepared
 
 
-def _run_job(job: _Composed, verb: str, words: Sequence[str]) -> bool:
+def _run_job(each: _Composed, verb: str, count: int) -> bool:
     try:
-        launch(_prepared(job, verb, words), verb, own_processes=True)
+        launch(_prepared(each, verb, count), verb, own_processes=True)
     except (RankError, ConfigError) as error:
         print(f"trainwright: {error}\n", file=sys.stderr, flush=True)
         return False

@@ -1,4 +1,4 @@
-"""What the command `trainwright` does, once its parts are imported."""
+"""The verbs of the command `trainwright`."""
 
 import argparse
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.command.arguments import Parser
-from trainwright.command.auto import lines_of
+from trainwright.command.auto import choice_lines
 from trainwright.command.run import RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import Composition, compose_checked
-from trainwright.command.schema.expansion import tell_import
+from trainwright.command.schema.expansion import report_import
 from trainwright.core.config.masking import masked
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import settled
@@ -24,13 +24,13 @@ from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import command_words
 from trainwright.core.tools import tool
-from trainwright.launch.engines.torchrun.external import agree
+from trainwright.launch.engines.torchrun.agreement import agree
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, PLAN = "verify", "layout", "plan"
-# Verbs with words of their own, which do not come here as the first word; what is typed behind them.
-_FIRST = {
+# Verbs that must be the first word, with what follows them.
+_FIRST_WORD_VERBS = {
     "checkpoint": "<verb> PATH [options]",
     "import-deepspeed": "ds_config.json [options]",
     "generate": "RUN prompt=TEXT [key=value ...] [--json]",
@@ -39,23 +39,23 @@ _FIRST = {
     "doctor": "[key=value ...] [--json]",
     "profile": "[key=value ...] [--out FILE]",
 }
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *_FIRST)
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *_FIRST_WORD_VERBS)
 _OPTIONS = (
     "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html"
 )  # fmt: skip
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Run the command and report its errors.
+    """Run the command and print its errors.
 
     Args:
-        words: what was typed after `trainwright`.
+        words: after `trainwright`.
 
     Returns:
-        The exit code; that of the user's own `sys.exit` where it ended the run.
+        The exit code; that of the user's own `sys.exit` if it ended the run.
 
     Raises:
-        Interrupted: if this process was told to end.
+        Interrupted: if this process was interrupted.
     """
     try:
         return _run(_parse(words))
@@ -94,14 +94,14 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     else:
         agreed = agree(launcher, lambda launcher: _composed(verb, overrides, config_dir, launcher))
         if agreed is None:
-            return REFUSED  # rank 0 says why
+            return REFUSED  # rank 0 reports the reason
         cfg = agreed
-    if _speaks(launcher):
-        _say_start(cfg)
+    if _prints(launcher):
+        _print_start(cfg)
     try:
         result = launch(cfg, verb, launcher)
     except SystemExit as error:
-        # In this process: whose exit code is the command's is said, since no traceback shows it.
+        # The run was in this process. Name the caller of sys.exit, which no traceback shows.
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(f"trainwright: sys.exit({error.code!r}) was called by {where.filename}:{where.lineno}", file=sys.stderr)
         raise
@@ -115,14 +115,14 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     except Exception as error:
         Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process
         return FAILED
-    if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, the callbacks of the group monitor say it
-        _say_where(result, verb)
+    if _prints(launcher) and verb != "fit" and result.has_ended:  # after fit, callbacks print it
+        _print_run_dir(result, verb)
     return OK
 
 
 def _layout(arguments: argparse.Namespace) -> int:
-    """Show which rank would hold what; nothing is started."""
-    composition, problems = _composed_alone(arguments, "it shows one layout; ask for one after the other")
+    """Print what each rank would hold; no process is started."""
+    composition, problems = _compose_only(arguments, "it shows one layout at a time")
     planned = None
     if composition.cfg is not None and composition.guessed:
         planned, found = plan(composition.cfg, "fit")
@@ -133,18 +133,18 @@ def _layout(arguments: argparse.Namespace) -> int:
     layout = closed_layout(cfg, Surroundings())
     if layout is None:
         target = cfg.strategy.get("_target_")
-        raise ConfigError([f"strategy: the layout of {target} is not told by its configuration; fit shows it"])
+        raise ConfigError([f"strategy: the layout of {target} is not known from its configuration; fit shows it"])
 
     from trainwright.planning.layout_report import report
 
-    tell_import(composition.import_report, sys.stderr)
+    report_import(composition.import_report, sys.stderr)
     print(report(cfg, layout), end="", flush=True)
     return OK
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Rank all layouts by predicted step time; nothing is started."""
-    composition, problems = _composed_alone(arguments, "it looks at all layouts by itself; plan one after the other")
+    """Rank all layouts by predicted step time; no process is started."""
+    composition, problems = _compose_only(arguments, "it compares all layouts anyway; type one value per key")
     if problems or composition.cfg is None:
         raise ConfigError(problems)
     from trainwright.planning.report.verb import run_plan
@@ -152,11 +152,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     return OK if run_plan(composition.cfg, as_json=arguments.json, html=arguments.html) else FAILED
 
 
-def _composed_alone(arguments: argparse.Namespace, why_one: str) -> tuple[Composition, list[str]]:
-    """Compose for a verb that starts nothing; returns all problems, too."""
+def _compose_only(arguments: argparse.Namespace, why_one: str) -> tuple[Composition, list[str]]:
+    """Compose for a verb that starts no ranks; return the composition and all problems."""
     launcher, problems, verb = detect_launcher(), list[str](), arguments.verb
     if launcher is not None:
-        problems.append(f"{launcher.name}: {verb} starts no ranks; type trainwright {verb} ... without it")
+        problems.append(f"{launcher.name}: {verb} starts no ranks; type trainwright {verb} ... without the launcher")
     if arguments.multirun:
         problems.append(f"--multirun with {verb}: {why_one}")
     composition = compose_checked(arguments.overrides, arguments.config_dir)
@@ -164,7 +164,7 @@ def _composed_alone(arguments: argparse.Namespace, why_one: str) -> tuple[Compos
 
 
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
-    """Compose, check everything, make the run directory; all problems are raised together."""
+    """Compose, check everything, create the run directory; raise all problems together."""
     composition = compose_checked(overrides, config_dir)
     problems = list(composition.problems)
     if composition.cfg is not None and composition.problems and composition.guessed:
@@ -172,7 +172,7 @@ def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launc
     if problems or composition.cfg is None:
         raise ConfigError(problems)
     prepared = prepare(composition.cfg, verb, launcher, words=command_words(verb, overrides, config_dir))
-    tell_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
+    report_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
     return prepared
 
 
@@ -181,7 +181,7 @@ def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         raise ConfigError(
             [
                 f"--multirun under {launcher.name}: each job needs its own ranks; type trainwright {arguments.verb} -m "
-                f"without {launcher.name}, or start one job after the other with it"
+                f"without {launcher.name}, or start the jobs one after the other with it"
             ]
         )
     from trainwright.command.sweep import run_sweep
@@ -204,7 +204,7 @@ def _print_config(arguments: argparse.Namespace) -> int:
     cfg, problems = plan(composition.cfg, verb)
     if problems:
         raise ConfigError(problems)
-    tell_import(composition.import_report, sys.stderr)
+    report_import(composition.import_report, sys.stderr)
     print(OmegaConf.to_yaml(masked(OmegaConf.to_container(settled(cfg)))), end="")
     return OK
 
@@ -226,14 +226,16 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html")
-    parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # was removed; says what to type
+    parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # removed; answered with what to type
     arguments, plain, problems = parser.parse_among_words(words, _OPTIONS)
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
     arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
         problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
-    elif arguments.verb in _FIRST:
-        problems.append(f"{arguments.verb} comes first: type trainwright {arguments.verb} {_FIRST[arguments.verb]}")
+    elif arguments.verb in _FIRST_WORD_VERBS:
+        problems.append(
+            f"{arguments.verb} comes first: type trainwright {arguments.verb} {_FIRST_WORD_VERBS[arguments.verb]}"
+        )
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:
@@ -249,33 +251,33 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _say_start(cfg: DictConfig) -> None:
-    for line in lines_of(Path(cfg.run_dir)):
+def _print_start(cfg: DictConfig) -> None:
+    for line in choice_lines(Path(cfg.run_dir)):
         print(line, flush=True)
     if cfg.ckpt_path is not None:
-        print(f"going on from {_relative(cfg.ckpt_path)}", flush=True)
+        print(f"resuming from {_relative(cfg.ckpt_path)}", flush=True)
     elif cfg.resume is not None and cfg.resume_folders:
         print(f"resume={cfg.resume}: no good checkpoint among those in {', '.join(cfg.resume_folders)}", flush=True)
     elif cfg.resume is not None:
-        print(f"resume={cfg.resume}: there is no checkpoint yet; starting afresh", flush=True)
+        print(f"resume={cfg.resume}: there is no checkpoint yet; starting from scratch", flush=True)
 
 
-def _speaks(launcher: Launcher | None) -> bool:
+def _prints(launcher: Launcher | None) -> bool:
     return launcher is None or launcher.rank == 0
 
 
-def _say_where(result: RunResult, verb: str) -> None:
+def _print_run_dir(result: RunResult, verb: str) -> None:
     run_dir = _relative(result.run_dir)
     lines = [f"run directory: {run_dir}"]
     if verb == "predict":
         lines.append(f"predictions:   torch.load('{run_dir}/predictions.pt')")
     elif any(result.run_dir.glob("events.out.tfevents.*")):
-        lines.append(f"look at it:    tensorboard --logdir {run_dir}")
+        lines.append(f"view it:       tensorboard --logdir {run_dir}")
     print("\n".join(lines), flush=True)
 
 
 def _relative(path: Path | str) -> str:
-    """As a person would type it from here."""
+    """Return a path relative to the working directory, if it is below it."""
     if "://" in str(path):
         return str(path)
     relative = os.path.relpath(path)

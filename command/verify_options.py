@@ -1,4 +1,4 @@
-"""What `trainwright verify` can be told: `verify.steps=`, `verify.tolerance=`."""
+"""Options of `trainwright verify`: `verify.steps=`, `verify.tolerance=`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,25 +11,25 @@ from trainwright.core.config.options import is_number, is_whole
 from trainwright.core.problems import did_you_mean
 
 PREFIX = "verify"
-# What fp32 keeps on every layout; for other precisions a bound must be given.
+# Holds for fp32 on every layout; other precisions need an explicit bound.
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Of the command alone: a run's configuration has no such keys."""
+    """Options of the command alone: a run's configuration has no such keys."""
 
     # Optimizer steps that both runs train, at least 1.
     steps: int = 4
-    # Largest relative difference that passes, more than 0 and less than 1; null = 1e-5 with precision=32. Any other
-    # precision must be given one.
+    # Largest accepted relative difference, more than 0 and less than 1; null = 1e-5 with precision=32; required for any
+    # other precision.
     tolerance: float | None = None
 
     def problems(self, precision: str) -> list[str]:
-        """What is wrong with these options, each with what to type instead.
+        """Return what is wrong with these options, each with what to type instead.
 
         Args:
-            precision: of the configuration that is verified.
+            precision: of the verified configuration.
         """
         found = []
         if not is_whole(self.steps, 1):
@@ -42,13 +42,13 @@ class VerifyOptions:
         if self.tolerance is None and precision != "32":
             found.append(
                 f"precision={precision}: rounding differs by layout far more than the {TOLERANCE:g} that precision=32 "
-                "keeps; type precision=32, or say what is to pass, for example verify.tolerance=0.01"
+                "guarantees; type precision=32, or set a tolerance, for example verify.tolerance=0.01"
             )
         return found
 
     @property
     def bound(self) -> float:
-        """The relative difference that passes."""
+        """Largest accepted relative difference."""
         return TOLERANCE if self.tolerance is None else float(self.tolerance)
 
 

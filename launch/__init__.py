@@ -1,1 +1,1 @@
-"""Who starts the ranks of a run, and what is done when one of them fails."""
+"""Launching the ranks of a run, and recovery when one of them fails."""

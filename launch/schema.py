@@ -1,11 +1,10 @@
 """The typed configuration of a run: every key, its type, its unit and the value that means "off".
 
-These dataclasses are the schema that Hydra composes onto: a key that is not here is refused, and so is a value of the
-wrong type. The comment lines above a field are what `trainwright fit --help` prints for it. Free-form parts, where a
-recipe or a user's own class decides which keys exist, are `module`, `data`, `optimizer` and the mappings of callbacks
-and loggers.
+Hydra composes onto these dataclasses: unknown keys and values of the wrong type are refused. The comment lines above a
+field are its help text in `trainwright fit --help`. Free-form parts, whose keys a recipe or a user's class decides, are
+`module`, `data`, `optimizer` and the mappings of callbacks and loggers.
 
-Neither torch nor Lightning is imported here: the launching process reads this module and must start fast.
+This module imports neither torch nor Lightning, because the launching process reads it and must start fast.
 """
 
 from dataclasses import dataclass, field
@@ -16,12 +15,7 @@ from omegaconf import MISSING
 
 from trainwright.core.problems import ConfigError
 from trainwright.launch.auto_options import AutoOptions, DeepSpeedJSONOptions
-from trainwright.launch.launch_options import (
-    KubernetesLaunchConfig,
-    LaunchConfig,
-    RayLaunchConfig,
-    SlurmLaunchConfig,
-)
+from trainwright.launch.launch_options import KubernetesLaunchConfig, LaunchConfig, RayLaunchConfig, SlurmLaunchConfig
 from trainwright.strategies.averaging.compression.options import CONFIGS, CompressionConfig
 from trainwright.strategies.contract.options import number, word
 from trainwright.strategies.contract.registry import all_options, options_of_others
@@ -36,13 +30,13 @@ SCHEMA_NAME = "_schema"
 class AccumulationConfig:
     """`accumulation=auto|fixed`: micro-batches per optimizer step."""
 
-    # Micro-batches per optimizer step; null = follows from global_batch_size (1 when that is null too).
+    # Micro-batches per optimizer step; null = derived from global_batch_size (1 if that is null too).
     steps: int | None = number(None, least=1)
 
 
 @dataclass
 class FixedAccumulationConfig(AccumulationConfig):
-    """`accumulation=fixed`: the number is asked for."""
+    """`accumulation=fixed`: a given number of micro-batches."""
 
     # Micro-batches per optimizer step; 1 = no accumulation.
     steps: int | None = number(MISSING, least=1)
@@ -50,51 +44,51 @@ class FixedAccumulationConfig(AccumulationConfig):
 
 @dataclass
 class PreemptionConfig:
-    """`preemption=default|none`: what a run does that is told to end."""
+    """`preemption=default|none`: how a run ends when it is interrupted."""
 
     _target_: str = "trainwright.callbacks.end.preemption.Preemption"
-    # Save the run state before the end, with the callback of the group checkpoint; false = off.
+    # Save the run state before ending, with the callback of the group checkpoint; false = off.
     save: bool = True
     # Signals that end the run: SIGTERM, SIGUSR1, SIGUSR2; [] = none.
     signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
-    # A path: once it exists, the run ends; null = off.
+    # Path of a file whose existence ends the run; null = off.
     file: str | None = None
-    # An address to ask, such as that of a cloud's metadata: an answer of status 200 that is neither empty nor FALSE nor
-    # NONE ends the run; null = off.
+    # URL to poll, such as a cloud's metadata service: a response of status 200 that is neither empty nor FALSE nor NONE
+    # ends the run; null = off.
     url: str | None = None
-    # Headers that the address asks for, like {Metadata-Flavor: Google}; {} = none.
+    # HTTP headers for url, like {Metadata-Flavor: Google}; {} = none.
     url_headers: dict[str, str] = field(default_factory=dict)
-    # Seconds between two looks at file and url.
+    # Seconds between polls of file and url.
     poll_seconds: float = 5.0
-    # Seconds from the notice until the process is gone, saved or not; null = as long as it takes.
+    # Seconds from the notice until the process exits, saved or not; null = no limit.
     deadline_seconds: float | None = 120.0
     # Exit code; null = 128 plus the number of the signal (143 for SIGTERM, file and url).
     exit_code: int | None = number(None, most=255)
-    # Under SLURM, run scontrol requeue for this job after the save; false = off.
+    # Under SLURM, run scontrol requeue for this job after saving; false = off.
     requeue: bool = False
-    # About how often the ranks ask each other whether one was told to end, in seconds.
+    # Approximate seconds between checks whether any rank was notified.
     check_seconds: float = 1.0
 
 
 @dataclass
 class TrainerConfig:
-    """`trainer=default|debug|overfit`: everything else that the Trainer takes."""
+    """`trainer=default|debug|overfit`: all other arguments of the Trainer."""
 
-    # Largest norm (or absolute value, see gradient_clip_algorithm) of the gradients; null = no clipping.
+    # Maximum gradient norm (or absolute value, see gradient_clip_algorithm); null = no clipping.
     gradient_clip_val: float | None = None
-    # How to clip: norm or value; null = norm.
+    # Clipping algorithm: norm or value; null = norm.
     gradient_clip_algorithm: str | None = word(None, "norm", "value")
-    # With precision=16-mixed: initial, growth_interval, least and fixed of the loss scale.
+    # Loss scale with precision=16-mixed: initial, growth_interval, least and fixed.
     loss_scale: LossScaling = field(default_factory=LossScaling)
-    # Stop with an error when the norm of the gradients is infinite or NaN; false = off.
+    # Stop with an error when the gradient norm is infinite or NaN; false = off.
     error_if_nonfinite: bool = False
-    # Validate after this many training batches (whole number) or this share of an epoch (0.0 to 1.0).
+    # Validate after this many training batches (integer) or this fraction of an epoch (0.0 to 1.0).
     val_check_interval: int | float | None = None
-    # Validate every so many epochs; null = count batches across epochs (with a whole val_check_interval).
+    # Validate every n epochs; null = count batches across epochs (with an integer val_check_interval).
     check_val_every_n_epoch: int | None = number(1, least=1)
-    # Validation batches before training starts, to find errors early; 0 = off, -1 = all.
+    # Validation batches to run before training, to find errors early; 0 = off, -1 = all.
     num_sanity_val_steps: int | None = number(0, least=-1)
-    # Batches (whole number) or share of them (0.0 to 1.0) used per epoch; null = all.
+    # Training batches per epoch (integer) or fraction of them (0.0 to 1.0); null = all.
     limit_train_batches: int | float | None = None
     # The same for validation.
     limit_val_batches: int | float | None = None
@@ -102,164 +96,166 @@ class TrainerConfig:
     limit_test_batches: int | float | None = None
     # The same for predict.
     limit_predict_batches: int | float | None = None
-    # Train and validate on this many batches (or share of them) over and over; 0.0 = off.
+    # Train and validate on this many batches (or fraction of them) repeatedly; 0.0 = off.
     overfit_batches: int | float = 0.0
-    # Run this many batches of everything once, without logging or checkpoints; false = off, true = 1.
+    # Run this many batches of each loop once, without logging or checkpoints; false = off, true = 1.
     fast_dev_run: bool | int = False
-    # Fewest epochs to train; null = no minimum.
+    # Minimum number of epochs; null = none.
     min_epochs: int | None = None
-    # Fewest optimizer steps to train; null = no minimum.
+    # Minimum number of optimizer steps; null = none.
     min_steps: int | None = None
-    # Longest training time as DD:HH:MM:SS; null = no limit.
+    # Maximum training time as DD:HH:MM:SS; null = no limit.
     max_time: str | None = None
-    # Optimizer steps between two logged rows.
+    # Optimizer steps between logged rows.
     log_every_n_steps: int = 10
-    # Only deterministic algorithms: true, false, or warn (where there is one).
+    # Use deterministic algorithms only: true, false, or warn (where one exists).
     deterministic: bool | str | None = None
-    # Let cuDNN time its algorithms and take the fastest; null = Lightning decides.
+    # Let cuDNN benchmark its algorithms and use the fastest; null = Lightning's default.
     benchmark: bool | None = None
-    # Find the operation that made a NaN (slow); false = off.
+    # Find the operation that produced a NaN (slow); false = off.
     detect_anomaly: bool = False
     # Lightning profiler: simple, advanced, pytorch; null = off.
     profiler: str | None = None
-    # Print Lightning's table of layers at the start.
+    # Print Lightning's model summary at the start.
     enable_model_summary: bool = False
-    # Make the data loaders again every so many epochs; 0 = never.
+    # Recreate the data loaders every n epochs; 0 = never.
     reload_dataloaders_every_n_epochs: int = 0
-    # Cut the samples over the data ranks; false = the data module does it itself.
+    # Shard the samples over the data-parallel ranks; false = the data module does so itself.
     use_distributed_sampler: bool = True
-    # Wrap evaluation in torch.inference_mode; false = torch.no_grad.
+    # Evaluate in torch.inference_mode; false = torch.no_grad.
     inference_mode: bool = True
-    # BatchNorm statistics over all ranks; false = each rank its own.
+    # Compute BatchNorm statistics over all ranks; false = per rank.
     sync_batchnorm: bool = False
-    # What weighs the same in an optimizer step: every micro-batch (micro_batch) or every valid token (tokens: the loss
-    # is the mean over all tokens of the global batch, whatever the layout).
+    # What is weighted equally in an optimizer step: every micro-batch (micro_batch) or every valid token (tokens: the
+    # loss is the mean over all tokens of the global batch, whatever the layout).
     loss_weighting: str = "micro_batch"
     # With loss_weighting=tokens: function from a batch to its number of valid tokens, as package.module:function;
-    # null = the targets of the one cross_entropy or nll_loss in training_step that are not ignore_index.
+    # null = count the targets other than ignore_index of the single cross_entropy or nll_loss in training_step.
     token_count: str | None = None
-    # Seed of the order of the training samples; null = the seed of the run.
+    # Seed of the order of training samples; null = the run's seed.
     data_seed: int | None = number(None, most=2**32 - 1)
-    # Which data rank reads which sample: interleave (in turn), range (a contiguous part each) or hash (by data_key, so
-    # that a sample keeps its rank when ranks come and go).
+    # How samples are partitioned over data-parallel ranks: interleave (round-robin), range (contiguous ranges) or hash
+    # (by data_key, so that a sample keeps its rank when the number of ranks changes).
     data_partition: str = word("interleave", "interleave", "range", "hash")
-    # Let the last micro-batches of a step be smaller where global_batch_size is no multiple of those of all data ranks;
-    # false = refuse such a global batch.
+    # Allow smaller last micro-batches of a step where global_batch_size is not a multiple of the micro-batches of all
+    # data-parallel ranks; false = refuse such a global batch.
     uneven_steps: bool = False
-    # With data_partition=hash: function from data set and index to what the sample is known by, as
-    # package.module:function; null = the index.
+    # With data_partition=hash: function from data set and index to the key of a sample, as package.module:function;
+    # null = the index.
     data_key: str | None = None
-    # Go on from a checkpoint whose global batch, data set, seed or partition of the data was another; false = refuse.
+    # Resume from a checkpoint with another global batch, data set, seed or data partition; false = refuse.
     allow_changed_data: bool = False
-    # Draw every sample under random numbers seeded by the seed, the epoch and its index, so that augmentations do not
-    # depend on the layout; false = off.
+    # Load every sample under random numbers seeded by seed, epoch and index, so that augmentations do not depend on the
+    # layout; false = off.
     seed_samples: bool = False
 
 
 @dataclass
 class LinkConfig:
-    """What one device sends to another."""
+    """Communication between two devices."""
 
-    # Seconds of one message of a ring, without its bytes.
+    # Latency of one message of a ring, in seconds.
     latency: float | None = None
-    # Bytes per second that one device sends, in one direction.
+    # Bandwidth of one device in one direction, in bytes per second.
     bandwidth: float | None = None
-    # Seconds of one collective beside its messages; null = they are in latency.
+    # Overhead of one collective call in seconds; null = included in latency.
     call: float | None = None
 
 
 @dataclass
 class DeviceConfig:
-    """`device=auto|h100|...`: the device that plans are made for (docs/planning.md) and `mfu` is held against."""
+    """`device=auto|h100|...`: the device that plans (docs/planning.md) and `mfu` refer to."""
 
-    # auto = what this machine has: as trainwright profile has measured it in this folder, or published figures.
+    # auto = this machine, as measured by trainwright profile in this folder, or else from published figures.
     name: str = MISSING
-    # Memory of one device, bytes.
+    # Memory of one device, in bytes.
     memory_bytes: int | None = None
-    # Most floating-point operations per second with dense matrices: float32, tf32, bfloat16, float16.
+    # Peak FLOP/s with dense matrices: float32, tf32, bfloat16, float16.
     flops: dict[str, float] = field(default_factory=dict)
-    # Bytes per second of the device's own memory.
+    # Memory bandwidth of the device, in bytes per second.
     memory_bandwidth: float | None = None
-    # Part of flops that the matrix products of a training step reach.
+    # Fraction of flops that the matrix products of a training step reach.
     efficiency: float | None = None
-    # Devices of a node, which within connects.
+    # Devices per node, connected as in within.
     devices_per_node: int | None = None
-    # Between two devices of a node.
+    # Links between devices of one node.
     within: LinkConfig = field(default_factory=LinkConfig)
-    # Between nodes, for each device.
+    # Links between nodes, per device.
     across: LinkConfig = field(default_factory=LinkConfig)
-    # Bytes per second between a device and the memory of its host, in one direction.
+    # Bandwidth between device and host memory in one direction, in bytes per second.
     host_bandwidth: float | None = None
-    # Memory of the host for each device, bytes.
+    # Host memory per device, in bytes.
     host_memory_bytes: int | None = None
-    # Seconds that starting an operation of torch takes, whatever its size; null = not counted.
+    # Overhead of launching one torch operation, in seconds; null = not counted.
     operation_seconds: float | None = None
-    # Seconds that gathering a block's parameters or reducing its gradients takes beside the collective; null = not
-    # counted.
+    # Overhead, beside the collective, of gathering a block's parameters or reducing its gradients, in seconds; null =
+    # not counted.
     gather_seconds: float | None = None
-    # Part of a core that each rank had, where more ranks than cores were measured; null = 1, a device for each.
+    # Fraction of a core per rank, where more ranks than cores were measured; null = 1.
     share: float | None = None
-    # What trainwright profile has measured: the name of the GPU, or the number of cores; null = published or assumed.
+    # Hardware measured by trainwright profile: the name of the GPU, or the number of cores; null = published or
+    # assumed.
     measured_on: str | None = None
-    # Where the profile is from, which device=auto tells; null = from its name.
+    # Origin of the profile, reported by device=auto; null = derived from its name.
     source: str | None = None
 
 
 @dataclass
 class RunConfig:
-    """One run, whole. A recipe fills `name`, `module` and `data`; groups fill the rest; plain keys are set by hand."""
+    """The whole configuration of a run. A recipe sets `name`, `module` and `data`; groups set the rest; plain keys are
+    set by hand.
+    """
 
-    # Name of the run: its directories lie under runs/<name>/. The recipe sets it.
+    # Name of the run; its directories are runs/<name>/... Set by the recipe.
     name: str = MISSING
-    # Processes per machine, one per GPU or CPU share; auto = all GPUs, or 1 on a machine without one.
+    # Processes per machine, one per GPU or CPU share; auto = all GPUs, or 1 without GPUs.
     devices: int | str = number(1, least=1, most=4096)
     # Number of machines.
     nodes: int = number(1, least=1, most=65536)
-    # auto (GPUs when there are any), cpu, gpu (CUDA), or mps (Apple's, with strategy=single).
+    # auto (GPUs if there are any), cpu, gpu (CUDA), or mps (Apple's, with strategy=single).
     accelerator: str = word("auto", "auto", "cpu", "gpu", "mps")
-    # Seed of everything random: initial weights, order of samples, dropout.
+    # Seed of all random numbers: initial weights, sample order, dropout.
     seed: int = number(0, most=2**32 - 1)
     # Optimizer steps to train; null = no limit.
     max_steps: int | None = None
-    # Passes over the training data; null = no limit.
+    # Epochs to train; null = no limit.
     max_epochs: int | None = None
-    # Samples per optimizer step over all ranks; accumulation follows from it. null = what micro-batch, accumulation and
-    # ranks make together.
+    # Samples per optimizer step over all ranks; accumulation is derived from it. null = micro-batch x accumulation x
+    # data-parallel ranks.
     global_batch_size: int | None = number(None, least=1)
-    # Samples that one rank processes at once; auto = as many as fit (docs/planning.md), null = the data module decides.
+    # Samples per rank and micro-batch; auto = as many as fit (docs/planning.md), null = decided by the data module.
     micro_batch_size: int | str | None = number(None, least=1)
-    # Directory of the run; null = runs/<name>/<date>_<time>.
+    # Run directory; null = runs/<name>/<date>_<time>.
     run_dir: str | None = None
     # Write report.html into the run directory when fit ends; false = off.
     report: bool = True
-    # Checkpoint to go on from: a path, or last (the newest good one of run_dir, or of this recipe); null = start
-    # afresh.
+    # Checkpoint to resume from: a path, or last (the newest good one of run_dir, or of this recipe); null = none.
     ckpt_path: str | None = None
-    # auto = go on from the newest good checkpoint of run_dir (or of this recipe) when there is one, else start afresh;
-    # null = as ckpt_path says.
+    # auto = resume from the newest good checkpoint of run_dir (or of this recipe) if there is one, else start from
+    # scratch; null = as ckpt_path says.
     resume: str | None = None
-    # Let the file named by ckpt_path run code when it is a pickle; false = off, nothing that is loaded runs code.
+    # Allow the file named by ckpt_path to run code if it is a pickle; false = off, no loaded file runs code.
     trust: bool = False
-    # Names and shapes of what ckpt_path or init_from holds must be those of the module; false = leave out what does not
-    # fit.
+    # Require the names and shapes in ckpt_path or init_from to match the module; false = skip what does not match.
     strict: bool = True
-    # Weights to begin from, nothing else: a .safetensors file, a folder of them, or a checkpoint; null = the module's.
+    # Weights to start from, without any other state: a .safetensors file, a folder of them, or a checkpoint; null = the
+    # module's own.
     init_from: str | None = None
     # Numeric precision, set by the group: 32, bf16-mixed, bf16-true, 16-mixed.
     precision: str = word("32", "32", "bf16-mixed", "bf16-true", "16-mixed")
     # The LightningModule: _target_ and its arguments. Set by the recipe.
     module: dict[str, Any] = field(default_factory=dict)
-    # The LightningDataModule: _target_ and its arguments; {} = the module brings its own data loaders.
+    # The LightningDataModule: _target_ and its arguments; {} = the module has its own data loaders.
     data: dict[str, Any] = field(default_factory=dict)
-    # Functions that look at the configuration before a process starts, as package.module:function. Set by the recipe.
+    # Functions that check the configuration before any process starts, as package.module:function. Set by the recipe.
     checks: list[str] = field(default_factory=list)
     # Lightning callbacks of the recipe: name -> _target_ and arguments; {} = none.
     callbacks: dict[str, Any] = field(default_factory=dict)
-    # Faults to inject on purpose, as sentences like kill(rank=1, at_step=7), see docs/fault_injection.md; [] = none.
+    # Faults to inject, like kill(rank=1, at_step=7), see docs/fault_injection.md; [] = none.
     inject: list[str] = field(default_factory=list)
-    # DeepSpeed JSON that the configuration was made from, for the record: strategy=deepspeed_json sets it; null = none.
+    # DeepSpeed JSON that the configuration was made from, for the record; set by strategy=deepspeed_json; null = none.
     deepspeed_json: str | None = None
-    # Folders that ckpt_path=last and resume=auto look through, decided by the command; [] = neither was asked for.
+    # Folders searched by ckpt_path=last and resume=auto; set by the command; [] = neither is used.
     resume_folders: list[str] = field(default_factory=list)
     # Set by the groups of the same name.
     strategy: Any = MISSING
@@ -274,7 +270,7 @@ class RunConfig:
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: Any = MISSING
-    # Set by the group of the same name: the device that plans are made for.
+    # Set by the group of the same name: the device that plans refer to.
     device: DeviceConfig = field(default_factory=lambda: DeviceConfig(name="auto"))
 
 
@@ -292,14 +288,15 @@ TYPES: dict[str, dict[str, type]] = {
     "trainer": {"trainer": TrainerConfig},
     "device": {"device": DeviceConfig},
 }
-"""Types that the choices of a group are built on, by name."""
+"""Types that the choices of a group are based on, by name."""
 
 
 def register_schema() -> None:
-    """Make the dataclasses known to Hydra; doing it twice changes nothing.
+    """Register the dataclasses with Hydra; a second call changes nothing.
 
-    Names begin with an underscore because they are types to build on, not choices to make: `strategy=_zero` is not
-    offered anywhere. A strategy of another package is a choice without a yaml, too: its options are all that there is.
+    Names start with an underscore because they are base types, not choices: `strategy=_zero` is never offered. A
+        strategy
+    of another package is a choice without a yaml: its options are complete.
 
     Raises:
         ConfigError: if another package's strategy cannot be loaded.
@@ -314,7 +311,7 @@ def register_schema() -> None:
             store.store(group="strategy", name=f"_{name}", node=options)
             store.store(group="strategy", name=name, node=options)
     if f"{SCHEMA_NAME}.yaml" in store.repo:
-        return  # Hydra would make its nodes from the dataclasses once more
+        return  # Hydra would create its nodes from the dataclasses again
     store.store(name=SCHEMA_NAME, node=RunConfig)
     built_in = {name: options for name, options in all_options() if name not in others}
     strategies = {"zero": ZeroOptions, "auto": AutoOptions, "deepspeed_json": DeepSpeedJSONOptions, **built_in}

@@ -1,4 +1,4 @@
-"""One rank of a run: build what the configuration names, run the verb.
+"""One rank of a run: build the objects that the configuration names, and run the verb.
 
 This is the only module of the command line that imports torch and Lightning at its top; the fork server imports it once
 for all ranks.
@@ -55,7 +55,7 @@ PREDICTIONS = "predictions.pt"
 _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _LIBRARIES = re.compile(r"[/\\](lightning|torch|tensorboard)[/\\]")
 
-# A run that goes on from another one's checkpoint has its own directory, and one that goes on in place finds it filled.
+# Resuming another run's checkpoint changes the directory; resuming in place finds it filled.
 _OF_RESUMING = re.compile(r"The dirpath has changed from|Checkpoint directory .* exists and is not empty")
 
 
@@ -72,23 +72,23 @@ def run_verb(
     Args:
         cfg: the resolved configuration of the run directory.
         verb: fit, validate, test or predict.
-        on_exception: told of an exception as soon as it appears, before anything is torn down.
-        held: a state in memory to go on from, in place of what the configuration says; `None`: off.
-        more_callbacks: beside those of the configuration.
+        on_exception: called with an exception as soon as it is raised, before teardown.
+        held: an in-memory snapshot to resume from instead of `cfg.ckpt_path`; None = off.
+        more_callbacks: in addition to those of the configuration.
 
     Returns:
-        The metrics of the end, by name.
+        The final metrics by name.
 
     Raises:
-        ConfigError: if something cannot be built, or this package refuses it before training begins.
+        ConfigError: if a part cannot be built, or this package refuses it before training starts.
     """
     if cfg.launch.threads or "OMP_NUM_THREADS" in os.environ:
-        # torch has read the variable when the fork server imported it, before it was decided for this run.
+        # torch read the variable when the fork server imported it, before it was set for this run.
         torch.set_num_threads(int(cfg.launch.threads or os.environ["OMP_NUM_THREADS"]))
     _log_to_file(Path(cfg.run_dir))
     asked, cfg = cfg, resolved(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
-    hook = _ExceptionHook(on_exception, cfg.ckpt_path, has_begun=held is not None)
+    hook = _ExceptionHook(on_exception, cfg.ckpt_path, has_started=held is not None)
     module, data, trainer = build(asked, [*more_callbacks, hook])
     if not cfg.strict:
         module.strict_loading = False
@@ -105,7 +105,7 @@ def run_verb(
 def build(
     cfg: DictConfig, more_callbacks: Sequence[Callback] = ()
 ) -> tuple[LightningModule, LightningDataModule | None, Trainer]:
-    """Build the module, the data and the Trainer of a configuration.
+    """Build the module, the data module and the Trainer of a configuration.
 
     Raises:
         ConfigError: naming the part that cannot be built.
@@ -119,7 +119,7 @@ def build(
 
 
 def _try_optimizer(optimizer: Any) -> None:
-    """Let an optimizer of torch judge its options on one weight; the module makes the real one later."""
+    """Check the options of a torch optimizer by building it for one weight; the module builds the real one later."""
     if class_of(optimizer) and str(optimizer._target_).startswith("torch.optim.") and optimizer.get("_partial_"):
         factory = instantiate(optimizer, _convert_="all")
         with refused_as(f"optimizer: {optimizer._target_} cannot be built"):
@@ -127,10 +127,10 @@ def _try_optimizer(optimizer: Any) -> None:
 
 
 def _built(value: DictConfig, key: str, kind: type) -> Any:
-    """What one part of the configuration builds.
+    """Instantiate one part of the configuration.
 
     Raises:
-        ConfigError: if it cannot be built, or is no `kind`.
+        ConfigError: if it cannot be built, or is not a `kind`.
     """
     target = value.get("_target_")
     with refused_as(f"{key}: {target} cannot be built"):
@@ -138,18 +138,18 @@ def _built(value: DictConfig, key: str, kind: type) -> Any:
     if isinstance(made, kind) or isinstance(getattr(made, "_orig_mod", None), kind):  # torch.compile wraps a module
         return made
     raise ConfigError(
-        [f"{key}._target_={target}: gives a {type(made).__name__}; type the path of a class of a {kind.__name__}"]
+        [f"{key}._target_={target}: is a {type(made).__name__}; type the path of a {kind.__name__} class"]
     )
 
 
 def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> Trainer:
-    """The Trainer of a configuration, with its strategy, callbacks and loggers."""
+    """Build the Trainer with its strategy, callbacks and loggers."""
     asked, cfg = cfg, resolved(cfg)
     callbacks = [built for group in ("monitor", "checkpoint", "callbacks") for built in _build_all(cfg, group)]
-    _tell_peak(cfg, callbacks)
+    _set_peak_flops(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
     callbacks += _watchdog(cfg, callbacks)
-    # The guard looks at what the others may have changed.
+    # The guard comes last, because it checks what the others may have changed.
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg, "guard"), *more_callbacks]
     known = runs_before(Path(cfg.run_dir), cfg.ckpt_path)
     loggers = _loggers(cfg, known)
@@ -159,12 +159,12 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     typed = HyperParameters(asked)
     callbacks += [typed, LoggerRuns(loggers, Path(cfg.run_dir), known, typed.values, report=cfg.report)]
     options: Any = OmegaConf.to_container(cfg.trainer)
-    # Only where it is asked for: a strategy of another library takes no such argument.
+    # Passed only where it is set: the strategies of other libraries have no such argument.
     begin: dict[str, Any] = {} if cfg.init_from is None else {"init_from": cfg.init_from}
     if cfg.compression.name != OFF:
         begin["compression"] = compression_of(cfg, options_of(cfg.strategy))
     has_end = cfg.max_steps is not None or cfg.max_epochs is not None
-    strategy = {str(key): value for key, value in cfg.strategy.items() if key != "checks"}  # they were run by now
+    strategy = {str(key): value for key, value in cfg.strategy.items() if key != "checks"}  # they have run by now
     return Trainer(
         strategy=instantiate(strategy, _convert_="all", **begin),
         devices=cfg.devices,
@@ -174,7 +174,7 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
         callbacks=callbacks,
         logger=list(loggers.values()),
         max_steps=-1 if cfg.max_steps is None else cfg.max_steps,
-        # With neither limit Lightning would take 1000 epochs.
+        # With neither limit Lightning would train for 1000 epochs.
         max_epochs=cfg.max_epochs if has_end else -1,
         global_batch_size=cfg.global_batch_size,
         balance=OmegaConf.to_container(cfg.balance),  # type: ignore[arg-type]
@@ -186,8 +186,8 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     )
 
 
-def _tell_peak(cfg: DictConfig, callbacks: Sequence[Callback]) -> None:
-    """Tell those that log a part of what the device could do what that is, unless they were told."""
+def _set_peak_flops(cfg: DictConfig, callbacks: Sequence[Callback]) -> None:
+    """Set the peak FLOP/s of callbacks that log a fraction of it, where the user has not."""
     ignorant = [each for each in callbacks if isinstance(each, Throughput) and each.peak_flops is None]
     peak = peak_flops_of(cfg) if ignorant else None
     for callback in ignorant:
@@ -195,8 +195,9 @@ def _tell_peak(cfg: DictConfig, callbacks: Sequence[Callback]) -> None:
 
 
 def _watchdog(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:
-    """Who watches this rank, unless the user has one: not a run in the process of the command, where a debugger works,
-    but one that a launcher has started."""
+    """Return the watchdog of this rank, unless the user configured one. With hang_timeout=auto only ranks started by a
+    launcher are watched: in the process of the command a debugger may hold the run.
+    """
     launch = cfg.launch
     if launch.hang_timeout is None or any(isinstance(callback, Watchdog) for callback in callbacks):
         return []
@@ -208,18 +209,18 @@ def _watchdog(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 class _ExceptionHook(Callback):
-    """Passes an exception on as soon as the Trainer sees it; a refusal before the first batch as a ConfigError.
+    """Callback that reports exceptions at once, and a refusal before the first batch as a ConfigError.
 
     Args:
         on_exception: called with the exception.
-        ckpt_path: checkpoint that is restored first; None: none is.
-        has_begun: whether the run has trained before.
+        ckpt_path: checkpoint that is restored first; None = none.
+        has_started: whether the run has trained before.
     """
 
-    def __init__(self, on_exception: Callable[[BaseException], None], ckpt_path: str | None, has_begun: bool) -> None:
+    def __init__(self, on_exception: Callable[[BaseException], None], ckpt_path: str | None, has_started: bool) -> None:
         self._on_exception = on_exception
         self._ckpt_path = ckpt_path
-        self._has_begun = has_begun
+        self._has_started = has_started
 
     def on_exception(self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
@@ -229,23 +230,23 @@ class _ExceptionHook(Callback):
         self._on_exception(exception)
 
     def raise_refusal(self, error: BaseException) -> None:
-        """Raise a ConfigError in the place of `error` if it says what is wrong with a run that has not begun."""
-        if self._has_begun or not isinstance(error, Exception):
+        """Raise a ConfigError from `error` if training has not started and the error explains itself."""
+        if self._has_started or not isinstance(error, Exception):
             return
         if is_refusal(error):
             raise ConfigError([message_of(error)]) from error
-        if self._ckpt_path is not None and _was_restoring(error) and not is_secondary(error):
-            with refused_as(f"ckpt_path={self._ckpt_path}: does not fit this run"):
+        if self._ckpt_path is not None and _raised_in_restore(error) and not is_secondary(error):
+            with refused_as(f"ckpt_path={self._ckpt_path}: does not match this run"):
                 raise error
 
-    def _begin(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        self._has_begun = True
+    def _mark_started(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        self._has_started = True
 
-    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _mark_started
 
 
-def _was_restoring(error: Exception) -> bool:
-    """Whether an error comes of putting what a checkpoint holds into the module and the loops."""
+def _raised_in_restore(error: Exception) -> bool:
+    """Return whether an error was raised while restoring a checkpoint into the module and the loops."""
     return any(
         frame.f_globals.get("__name__") == _RESTORING and frame.f_code.co_name.startswith("restore")
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -257,7 +258,7 @@ def _build_all(cfg: DictConfig, group: str) -> list[Any]:
 
 
 def _loggers(cfg: DictConfig, known: Mapping[str, Mapping[str, str]]) -> dict[str, Logger]:
-    """The loggers of the configuration by name; metrics.csv is always among them, and only its errors end a run."""
+    """Build the loggers by name. metrics.csv is always among them, and only its errors end a run."""
     loggers: dict[str, Logger] = {}
     for name, value in cfg.logger.items():
         if value is not None:
@@ -270,14 +271,14 @@ def _loggers(cfg: DictConfig, known: Mapping[str, Mapping[str, str]]) -> dict[st
 
 
 def _loading(trainer: Trainer, cfg: DictConfig, held: HeldState | None) -> dict[str, Any]:
-    """What fit and its like are told of checkpoints. Only a trusted file may be more than weights and plain values."""
+    """Return the checkpoint arguments of fit, validate, test or predict. Only a trusted file may hold code."""
     if held is None and traits_of(trainer.strategy).joins:
         held = PENDING
     if held is not None:
         return {"ckpt_path": held}
     ckpt_path = cfg.ckpt_path
     if cfg.resume_folders:
-        # The ranks look again, into the contents: the launching process has read manifests alone.
+        # The ranks read contents; the launching process has read only manifests.
         look_in(trainer, cfg.resume_folders)
         ckpt_path = cfg.resume or LAST
     return {"ckpt_path": ckpt_path, "weights_only": not cfg.trust}
@@ -291,7 +292,7 @@ def _save_predictions(predictions: Any, run_dir: Path) -> None:
 
 
 def _log_to_file(run_dir: Path) -> None:
-    """Everything that is logged goes to this rank's file; the terminal of rank 0 shows warnings and errors alone."""
+    """Log to this rank's file; the terminal of rank 0 shows only warnings and errors."""
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     path = log_file(run_dir, rank)
     with suppress(OSError):
@@ -312,7 +313,7 @@ def _log_to_file(run_dir: Path) -> None:
 
 
 class _RankLog(logging.FileHandler):
-    """The log of a rank. On a full disk it says nothing, where logging would print a traceback for each record."""
+    """Log file of a rank. On a full disk it drops records, where logging would print a traceback for each."""
 
     def _open(self) -> TextIOWrapper:
         try:
@@ -321,14 +322,14 @@ class _RankLog(logging.FileHandler):
             return open(os.devnull, "w", encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Leave a record out that cannot be written."""
+        """Drop a record that cannot be written."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
 
 def _warnings_to(to_file: logging.FileHandler, terminal: bool) -> None:
-    """Send warnings to the file, and to the terminal those that a user can do something about."""
-    # Lightning warns of a run directory that is not empty; it never is, config.yaml is in it.
+    """Send warnings to the file, and those that a user can act on to the terminal."""
+    # Lightning warns of a run directory that is not empty; it always contains config.yaml.
     warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
     show = getattr(warnings.showwarning, "of_python", warnings.showwarning)
 
@@ -350,7 +351,7 @@ def _warnings_to(to_file: logging.FileHandler, terminal: bool) -> None:
 
 
 def _is_advice(text: str, category: type[Warning], filename: str) -> bool:
-    """Hints that may not apply, what resuming does anyway, and deprecations between Lightning and torch."""
+    """Return whether a warning is a hint that may not apply, an effect of resuming, or a deprecation in libraries."""
     if not _LIBRARIES.search(filename):
         return False
     deprecation = issubclass(category, (DeprecationWarning, FutureWarning, PendingDeprecationWarning))

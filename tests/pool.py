@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from trainwright.launch.ranks.rendezvous import LocalStore
+    from trainwright.launch.ranks.local_store import LocalStore
 
 SEED = 1234
 # After the first rank of a case failed, the others have this long to fail or finish before they are ended (seconds).
@@ -549,7 +549,7 @@ class RankPool:
 
     def _meet(self) -> tuple[int, str]:
         """Port of the store, and a name that no other case has there."""
-        from trainwright.launch.ranks.rendezvous import LocalStore
+        from trainwright.launch.ranks.local_store import LocalStore
 
         if self._store is None:
             self._store = LocalStore()

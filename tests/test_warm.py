@@ -56,6 +56,7 @@ def test_signals_reach_it() -> None:
 
 def test_its_fork_server_is_forked_too() -> None:
     asked = "'tests.pool' in __import__('sys').modules"
-    code = f"from trainwright.launch.ranks.forkserver import call_apart as f; print(f(eval, {asked!r}), f(eval, '7'))"
+    code = "from trainwright.launch.ranks.forkserver import call_in_subprocess as f; "
+    code += f"print(f(eval, {asked!r}), f(eval, '7'))"
     done = warm_run([sys.executable, "-c", code], 60, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True 7\n", "")

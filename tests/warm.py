@@ -40,7 +40,7 @@ _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 # Where the kernel keeps the words and the environment that it shows of a process: fields of /proc/self/stat.
 _WORDS, _ENVIRONMENT = 48, 50
 # What an agent starts in turn: forked too, from the agent.
-_STARTED = {"trainwright", "trainwright.command.started"}
+_STARTED = {"trainwright", "trainwright.command.engine_rank"}
 _cold_server, _cold_fork = multiprocessing.util.spawnv_passfds, subprocess._fork_exec  # type: ignore[attr-defined]
 
 

@@ -1,1 +1,1 @@
-"""The typed configuration and how it is composed."""
+"""Composition of the typed configuration."""

@@ -1,8 +1,8 @@
-"""From a recipe and overrides to one typed configuration.
+"""Composition of a recipe and overrides into one typed configuration.
 
-Hydra composes; this module asks it in one way only (`compose`), turns its errors into sentences that say what was
-given, what is allowed and what to type, and refuses what Hydra would let through: keys added with `+` to a typed part,
-typed keys deleted with `~`, and a user's file that would be shadowed by one of ours.
+Hydra composes; this module calls it in one place (`compose`), turns its errors into sentences with the given value,
+what is allowed and what to type, and refuses what Hydra would accept: keys added with `+` to a typed part, typed keys
+deleted with `~`, and a user's file that one of the package would shadow.
 """
 
 import copy
@@ -51,50 +51,39 @@ _log = logging.getLogger(__name__)
 
 _CONF = "pkg://trainwright.conf"
 _PLAIN_KEYS = tuple(item.name for item in fields(RunConfig))
-# Groups without which a run has no value for their key.
+# Groups without a default value for their key.
 _NEEDED = tuple(item.name for item in fields(RunConfig) if item.default == MISSING and item.name != "name")
-# Groups whose choice is only used where a recipe refers to it.
+# Groups whose choice has an effect only where the recipe refers to it.
 _REFERRED = {
     "optimizer": "`optimizer: ${optimizer}` under module",
     "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
 }
-# Plain keys that strategy=auto leaves as they are where they were typed.
+# Plain keys that strategy=auto keeps if they were typed.
 _NOT_CHOSEN = ("micro_batch_size",)
-# Typed keys whose value is a mapping from names of the user's.
+# Typed keys that are mappings with the user's names.
 _OPEN_MAPPINGS = re.compile(
     r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
     r"|secret_env|labels|annotations|node_selector))[.=]"
 )
-# Keys whose value is a path. Paths of checkpoints have an = in them (step=4), which Hydra takes in quotes only.
+# Keys that are paths. Paths of checkpoints contain = (step=4), which Hydra takes only in quotes.
 _PATH_WITH_EQUALS = re.compile(
     r"(?P<key>\+{0,2}(?:ckpt_path|init_from|run_dir))=(?P<path>[^'\"\[\]{}(),$]*=[^'\"\[\]{}(),$]*)"
 )
-# What the checks of a whole configuration hang on; without knowing what was meant, they would report nonsense.
-_DECISIVE = frozenset(
-    (
-        "recipe",
-        "strategy",
-        "devices",
-        "nodes",
-        "global_batch_size",
-        "micro_batch_size",
-        "accumulation",
-        "module",
-        "data",
-    )
-)
+# Keys that other checks depend on; with a guess for one of them, other problems would be misleading.
+_DECISIVE = {"recipe", "strategy", "devices", "nodes", "global_batch_size", "micro_batch_size", "accumulation"}
+_DECISIVE |= {"module", "data"}
 
 
 @dataclass
 class Composition:
-    """What came of composing.
+    """The result of composing.
 
     Attributes:
-        cfg: the configuration; None when it could not be composed at all.
-        problems: what is wrong, one text each; empty when all is well.
-        import_report: what became of each key of the DeepSpeed JSON of `strategy=deepspeed_json`; None without one.
-        guessed: whether `cfg` holds what was probably meant in place of what was typed, so that further checks of
-            `cfg` still make sense.
+        cfg: the configuration; None if it could not be composed at all.
+        problems: one text each; empty if there are none.
+        import_report: status of each key of the DeepSpeed JSON of `strategy=deepspeed_json`; None without one.
+        guessed: whether `cfg` has plausible corrections in place of faulty overrides, so that further checks of it make
+            sense.
     """
 
     cfg: DictConfig | None = None
@@ -109,7 +98,7 @@ def compose(
     """Compose the configuration of one run.
 
     Args:
-        recipe: name of the recipe; None when `overrides` has `recipe=...`.
+        recipe: name of the recipe; None = `overrides` has `recipe=...`.
         overrides: Hydra overrides, as on the command line: `["strategy=ddp", "devices=2"]`.
         config_dir: folder with your own groups and recipes; None = only those of the package.
 
@@ -129,10 +118,10 @@ def compose(
 
 
 def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composition:
-    """Compose as `compose` does, but hand back the problems instead of raising them.
+    """Compose as `compose` does, but return the problems instead of raising them.
 
     Raises:
-        ConfigError: where it cannot be told which override is at fault.
+        ConfigError: if the faulty override cannot be determined.
     """
     recipe = next((text for text in overrides if key_of(text) == "recipe"), "these overrides")
     with refused_as(f"the configuration of {recipe} cannot be composed"):
@@ -164,19 +153,19 @@ def _add_expansion(result: Composition, expansion: Expansion[ImportReport]) -> N
     result.problems[:0] = expansion.problems
     result.import_report = expansion.report
     if expansion.problems:
-        result.guessed = False  # what the rest is worth is known once the file is
+        result.guessed = False  # the file determines the rest
     if result.cfg is not None and expansion.report is not None:
         result.cfg.deepspeed_json = expansion.report.file
 
 
 def quote_paths(overrides: Sequence[str]) -> list[str]:
-    """Overrides with quotes around paths that Hydra would not understand without."""
+    """Quote paths that Hydra would not parse otherwise."""
     matches = [(text, _PATH_WITH_EQUALS.fullmatch(text)) for text in overrides]
     return [text if match is None else f"{match['key']}={_quoted(match['path'])}" for text, match in matches]
 
 
 def _sizes_of_models(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> list[str]:
-    """`model=70b` is `size=70b`: people name a model by its size, and a size is no family of models."""
+    """Replace `model=70b` by `size=70b`: users name a model by its size."""
     models, sizes = choices_of(loader, "model"), choices_of(loader, "size")
 
     def meant(text: str) -> str:
@@ -187,13 +176,13 @@ def _sizes_of_models(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> list
 
 
 def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
-    """A Hydra loader that searches the package, then `config_dir`.
+    """Return a Hydra loader that searches the package, then `config_dir`.
 
-    The loader is built directly: Hydra's own entry points keep one global instance, which a program that uses Hydra
-    itself would have to share with us.
+    It is built directly, because Hydra's entry points share one global instance with programs that use Hydra
+    themselves.
     """
     register_schema()
-    Plugins.instance()  # registers the kinds of places that configurations are read from
+    Plugins.instance()  # registers the kinds of config sources
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
     path.append("trainwright", _CONF)
@@ -206,10 +195,10 @@ def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
 
 
 class _Repository(ConfigRepository):
-    """Places that are only read.
+    """Repository of read-only sources.
 
-    Hydra copies its repository for every configuration, and with it all that any dataclass ever made known, which took
-    a third of the time to compose. A copy may search other places; the places themselves it can share.
+    Hydra copies its repository, with every registered dataclass, for every configuration, which took a third of the
+    composition time. A copy may search other sources, but can share the sources themselves.
     """
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
@@ -225,7 +214,7 @@ class _Repository(ConfigRepository):
 
 
 class _Package(ImportlibResourcesConfigSource):
-    """Files of a package, of which each is read once: a sweep composes once for each job."""
+    """Files of a package, each read once: a sweep composes once per job."""
 
     def _read_config(self, res: Any) -> ConfigResult:
         if str(res) not in _READ:
@@ -239,11 +228,11 @@ _READ: dict[str, ConfigResult] = {}
 
 
 def group_names(loader: ConfigLoaderImpl) -> list[str]:
-    """All groups, nested ones as `group/subgroup`."""
+    """Return all groups, nested ones as `group/subgroup`."""
     found: list[str] = []
 
     def walk(parent: str) -> None:
-        # The loader's own methods for this copy everything that it can read, each time.
+        # The loader's own methods for this copy the whole repository each time.
         for name in loader.repository.get_group_options(parent, ObjectType.GROUP):
             group = f"{parent}/{name}" if parent else name
             if group != "hydra":
@@ -255,13 +244,13 @@ def group_names(loader: ConfigLoaderImpl) -> list[str]:
 
 
 def choices_of(loader: ConfigLoaderImpl, group: str) -> list[str]:
-    """The choices of a group; names with a leading underscore are types to build on, not choices."""
+    """Return the choices of a group; names with a leading underscore are base types, not choices."""
     names = loader.repository.get_group_options(group, ObjectType.CONFIG)
     return [name for name in names if not name.startswith("_")]
 
 
 class _Composer:
-    """Composes, and learns what is wrong by leaving out one faulty override after the other."""
+    """Composition that finds all problems by omitting one faulty override after the other."""
 
     def __init__(self, loader: ConfigLoaderImpl) -> None:
         self.loader = loader
@@ -271,7 +260,7 @@ class _Composer:
 
     def compose(self, overrides: Sequence[str]) -> Composition:
         good = self._examine(overrides)
-        if not self._has_recipe(overrides):
+        if not any(re.match(r"\+{0,2}recipe=.", text) for text in overrides):
             recipes = ", ".join(choices_of(self.loader, "recipe"))
             self._add(f"no recipe was given; type recipe=<name>, recipes: {recipes}")
             self.result.guessed = False
@@ -286,12 +275,8 @@ class _Composer:
     def _add(self, problem: str) -> None:
         self.result.problems.append(problem)
 
-    @staticmethod
-    def _has_recipe(overrides: Sequence[str]) -> bool:
-        return any(re.match(r"\+{0,2}recipe=.", text) for text in overrides)
-
     def _examine(self, overrides: Sequence[str]) -> list[str]:
-        """Check names before composing; returns the overrides to compose with, guesses in place of misspelt ones."""
+        """Check names before composing; return the overrides to compose, with guesses in place of misspelt ones."""
         good: list[str] = []
         removed = [f"{key_of(text)}." for text in overrides if text in REMOVED_CHOICES]
         for text in overrides:
@@ -310,13 +295,15 @@ class _Composer:
             self.result.guessed = False
             return None
         if override.is_sweep_override():
-            self._add(f"{text}: several values are several runs; add -m (--multirun), or write one; a list is [1,2]")
+            self._add(
+                f"{text}: several values need several runs; add -m (--multirun), or type one value; a list is [1,2]"
+            )
             self.result.guessed = False
             return None
         key = override.get_key_element().lstrip("+~").split("@")[0]
         head = re.split(r"[./]", key)[0]
         if head == "hydra":
-            self._add(f"{text}: settings of Hydra have no effect here; the directory of the run is set by run_dir=...")
+            self._add(f"{text}: settings of Hydra have no effect; set the run directory by run_dir=...")
             return None
         if override.type == OverrideType.DEL:
             return self._examine_deletion(key, text)
@@ -324,11 +311,11 @@ class _Composer:
             return self._examine_choice(override, key, text)
         if head not in _PLAIN_KEYS and head not in self.groups:
             return self._unknown(text, key, head)
-        # Hydra adds to a mapping only what is typed with a plus; in these the user names every key.
+        # Hydra adds keys to a mapping only with a plus; in these mappings the user names every key.
         return f"++{text}" if _OPEN_MAPPINGS.match(text) else text
 
     def _give_up_on(self, head: str) -> None:
-        """Leave an override out. The rest is then worth checking only where much else does not hang on it."""
+        """Omit an override; if much depends on it, skip the other checks."""
         if head in _DECISIVE:
             self.result.guessed = False
 
@@ -342,7 +329,7 @@ class _Composer:
             return None
         if key.split(".")[0] in free or key in self.groups:
             return text
-        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null if it shall be off")
+        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null to turn it off")
         return None
 
     def _examine_choice(self, override: Override, group: str, text: str) -> str | None:
@@ -357,7 +344,7 @@ class _Composer:
         names = [str(name) for name in values]
         unknown = [name for name in names if name not in choices]
         if not unknown:
-            # Hydra takes only strings for a choice, and `precision=32` is a number to its parser.
+            # Hydra takes only strings as a choice, and its parser reads `precision=32` as a number.
             is_number = not isinstance(value, (str, list))
             return f"{text.split('=', 1)[0]}={_quoted(names[0])}" if is_number else text
         removed = REMOVED_CHOICES.get(f"{group}={unknown[0]}")
@@ -376,7 +363,7 @@ class _Composer:
         return f"{group}={_quoted(guess)}"
 
     def _choice_of_another(self, name: str, group: str) -> str:
-        """What to type where a choice is one of another group, like model=70b for size=70b; empty if it is of none."""
+        """Return what to type if `name` is a choice of another group, like model=70b for size=70b; else ""."""
         found = [other for other in self.groups if other != group and name in choices_of(self.loader, other)]
         if not found:
             return ""
@@ -397,7 +384,7 @@ class _Composer:
         repaired = guess + key[len(head) :] + "=" + text.split("=", 1)[1]
         problems_before = len(self.result.problems)
         kept = self._examine_one(repaired)
-        del self.result.problems[problems_before:]  # what is wrong with a guess is no news to the user
+        del self.result.problems[problems_before:]  # problems of a guess do not concern the user
         return kept
 
     def _load_without_faults(self, overrides: list[str]) -> None:
@@ -411,7 +398,7 @@ class _Composer:
                 fault, culprit = fault_of(error, remaining)
                 faults.append(fault)
                 if culprit is None:
-                    self._render(faults, None)
+                    self.result.problems += [render_fault(each, None) for each in faults]
                     self.result.guessed = False
                     return
                 remaining.remove(culprit)
@@ -419,15 +406,11 @@ class _Composer:
         with open_dict(cfg):
             cfg.pop("hydra", None)
         self.result.cfg = cfg
-        self._render(faults, cfg)
-
-    def _render(self, faults: list[ComposeFault], cfg: DictConfig | None) -> None:
-        for fault in faults:
-            self._add(render_fault(fault, cfg))
+        self.result.problems += [render_fault(each, cfg) for each in faults]
 
 
 def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
-    """Overrides that the recipe never reads; dropping them without a word would mislead."""
+    """Return overrides that the recipe never reads, and that would be ignored silently."""
     readers = OmegaConf.to_container(
         OmegaConf.create({key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}), resolve=False
     )
@@ -443,7 +426,7 @@ def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[s
 
 
 def _remember_typed(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Tell the choice of a layout what was typed, and what is but the default of the recipe."""
+    """Record typed keys in `strategy.keep`; the planner may change the others, which are defaults of the recipe."""
     if isinstance(cfg.strategy, DictConfig) and cfg.strategy.get("_target_") == AUTO_TARGET:
         typed = [key for key in _NOT_CHOSEN if any(key_of(text) == key for text in overrides)]
         cfg.strategy.keep = sorted({*cfg.strategy.keep, *typed})
@@ -454,8 +437,12 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
         return []
     folder = Path(config_dir).expanduser()
     if not folder.is_dir():
-        return [f"--config-dir {config_dir}: there is no such folder; it holds your files as <group>/<choice>.yaml"]
-    ours = _conf_folder()
+        return [
+            f"--config-dir {config_dir}: there is no such folder; it must contain your files as <group>/<choice>.yaml"
+        ]
+    import trainwright.conf
+
+    ours = Path(next(iter(trainwright.conf.__path__)))
     if folder.resolve() == ours.resolve():
         return []
     return [
@@ -464,12 +451,6 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
         for path in sorted(folder.rglob("*.yaml"))
         if (ours / path.relative_to(folder)).is_file()
     ]
-
-
-def _conf_folder() -> Path:
-    import trainwright.conf
-
-    return Path(next(iter(trainwright.conf.__path__)))
 
 
 def _quoted(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What does not fit when a configuration is composed, in sentences: what was given, what is allowed, what to type."""
+"""Composition errors as sentences: the given value, what is allowed, what to type."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
 
 @dataclass
 class ComposeFault:
-    """An override that did not fit, rendered once the rest is composed and the valid names are known.
+    """A faulty override, rendered once the rest is composed and the valid names are known.
 
     Args:
         text: the override, or the file.
-        key: that it is about.
+        key: of the override.
         kind: ``"unknown key"``, ``"absent group"``, ``"wrong value"``, ``"file"`` or ``"other"``.
-        detail: what Hydra said.
+        detail: Hydra's message.
     """
 
     text: str
@@ -34,7 +34,7 @@ class ComposeFault:
 
 
 def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[ComposeFault, str | None]:
-    """What Hydra complained of, and the override at fault (None when it is in a file)."""
+    """Return the fault that Hydra reports, and the override that causes it (None if it is in a file)."""
     message = str(error)
     unknown = re.search(r"Could not override '([^']+)'", message)
     wrong = re.search(r"Error merging override (.+)", message)
@@ -53,11 +53,11 @@ def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[ComposeFault, 
 
 
 def render_fault(fault: ComposeFault, cfg: DictConfig | None) -> str:
-    """A fault as a sentence.
+    """Return a fault as a sentence.
 
     Args:
-        fault: what did not fit.
-        cfg: what was composed without it, whose names are known; ``None``: nothing was.
+        fault: to render.
+        cfg: composed without the override, for the valid names; None = nothing was composed.
     """
     match fault.kind:
         case "unknown key":
@@ -67,7 +67,7 @@ def render_fault(fault: ComposeFault, cfg: DictConfig | None) -> str:
             return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
         case "wrong value":
             given = fault.text.split("=", 1)[1]
-            if _schema_at(fault.key) is None:  # a key of a group, whose type its choice decides
+            if _schema_at(fault.key) is None:  # a key of a group, whose type depends on the choice
                 return f"{fault.text}: {fault.detail}"
             return f"{fault.text}: {given!r} is not {_expected(fault.key)}; type for example {_example(fault.key)}"
         case "file":
@@ -85,7 +85,7 @@ def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None) -> str:
     parent, _, last = fault.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
     if not isinstance(node, DictConfig):
-        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all there are"
+        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all keys"
     names = [str(name) for name in node if name != "_target_"]
     text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
     if OmegaConf.get_type(node) is dict:
@@ -108,7 +108,7 @@ def _render_file_fault(fault: ComposeFault) -> str:
 
 
 def extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Keys that `+` put into a typed part, where nothing would read them."""
+    """Yield keys that `+` added to a typed part, where nothing reads them."""
     schema = OmegaConf.get_type(node)
     allowed = [item.name for item in fields(schema)] if is_dataclass(schema) else None
     for key in list(node):
@@ -126,7 +126,7 @@ def extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
 
 
 def _schema_at(path: str) -> Any:
-    """The declared type at a dotted path of RunConfig; None in free-form parts."""
+    """Return the declared type at a dotted path of RunConfig; None in free-form parts."""
     schema: Any = RunConfig
     for part in filter(None, path.split(".")):
         if not is_dataclass(schema):
@@ -136,7 +136,7 @@ def _schema_at(path: str) -> Any:
 
 
 def _expected(path: str) -> str:
-    """What a key takes, in words: "a whole number or null (off)"."""
+    """Return the types of a key in words: "a whole number or null (off)"."""
     declared = _schema_at(path)
     options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
     return " or ".join(_WORDS.get(option, f"a {getattr(option, '__name__', option)}") for option in options)
@@ -151,12 +151,12 @@ def _example(path: str) -> str:
 
 
 def key_of(override: str) -> str:
-    """The key, or the group, that an override is about."""
+    """Return the key, or the group, of an override."""
     return override.lstrip("+~").split("=", 1)[0]
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name if it says nothing."""
+    """Return the first line of an error's message, or its class if the message is empty."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

@@ -1,6 +1,4 @@
-"""`strategy=deepspeed_json strategy.path=...`: a file in place of a strategy, which a tool translates."""
-
-from __future__ import annotations
+"""Expansion of `strategy=deepspeed_json strategy.path=...` into overrides."""
 
 import json
 import re
@@ -39,8 +37,8 @@ class Expansion(Generic[_Report]):
     """Overrides and report of a file.
 
     Attributes:
-        overrides: to compose with: those of the file, then what was typed.
-        report: what became of each key; None where the file could not be read.
+        overrides: to compose: those of the file, then the typed ones.
+        report: status of each key; None = the file could not be read.
         problems: one text each.
     """
 
@@ -54,13 +52,13 @@ def asks_for_file(overrides: Sequence[str]) -> bool:
     return any(ASKS.fullmatch(text) for text in overrides) and any(PATH.fullmatch(text) for text in overrides)
 
 
-def tell_import(report: ImportReport | None, stream: TextIO, run_dir: Path | None = None) -> None:
-    """Print the report, and keep it in the run directory.
+def report_import(report: ImportReport | None, stream: TextIO, run_dir: Path | None = None) -> None:
+    """Print the report, and store it in the run directory.
 
     Args:
-        report: None = the run was not made from a file: nothing is said.
-        stream: where to print.
-        run_dir: it is written there as `deepspeed_import.json`; None = nowhere.
+        report: None = the run was not made from a file: nothing is printed.
+        stream: to print to.
+        run_dir: receives `deepspeed_import.json`; None = it is not written.
     """
     if report is None:
         return

@@ -1,11 +1,9 @@
-"""Choices and keys of earlier versions that were removed, each with what to type in its place."""
-
-from __future__ import annotations
+"""Choices and keys of earlier versions that were removed, with their replacements."""
 
 from trainwright.strategies.averaging.compression import options as compression_options
 
 _OF_THE_RUNTIME = (
-    "was removed: the training runtime of a TrainJob decides it; leave it out, and set it in the runtime that "
+    "was removed: it is a setting of a TrainJob's training runtime; leave it out, and set it in the runtime that "
     "launch.runtime=... names"
 )
 
@@ -28,7 +26,7 @@ REMOVED_KEYS = {
         "was removed: a TrainJob has no elastic policy; leave it out, and let the training runtime restart pods that "
         "fail"
     ),
-    "launch.rdzv_port": "was removed: Kubeflow Trainer chooses the port where the pods meet; leave it out",
+    "launch.rdzv_port": "was removed: Kubeflow Trainer chooses the port of the rendezvous; leave it out",
     "launch.backoff_limit": _OF_THE_RUNTIME,
     "launch.image_pull_policy": _OF_THE_RUNTIME,
     "launch.restart_policy": _OF_THE_RUNTIME,

@@ -1,1 +1,1 @@
-"""Everything that can be known to be wrong before a process starts."""
+"""Checks of a configuration before any process starts."""

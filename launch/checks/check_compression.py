@@ -1,6 +1,4 @@
-"""Where gradients cannot be compressed, as far as it can be told before a process starts."""
-
-from __future__ import annotations
+"""Checks of gradient compression before any process starts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,26 +21,26 @@ _ADAM = ("Adam", "AdamW")
 
 
 def compression_refusals(cfg: DictConfig, options: StrategyOptions | None, layout: Layout | None) -> list[str]:
-    """What speaks against `compression`.
+    """Return the problems of `compression`.
 
     Args:
         cfg: the resolved configuration.
-        options: of the strategy; None = of a class that is none of this project's.
-        layout: closed; None = not known, or refused elsewhere.
+        options: of the strategy; None = of a class outside this project.
+        layout: with all sizes resolved; None = unknown, or refused elsewhere.
     """
     given = compression_of(cfg, options)
     problems = compression_problems(given)
     choice = None if problems else choose_compression(given)
-    return problems if choice is None else [*problems, *_beside(cfg, choice, options, layout)]
+    return problems if choice is None else [*problems, *_choice_problems(cfg, choice, options, layout)]
 
 
 def compression_of(cfg: DictConfig, options: StrategyOptions | None) -> dict[str, Any]:
-    """The argument `compression` of a strategy, from the group of that name."""
+    """Return the argument `compression` of a strategy, from the group of that name."""
     plain: Any = OmegaConf.to_container(cfg.compression)
     return dict(plain) if options is None or options.averages_gradients else of_one_message(plain)
 
 
-def _beside(
+def _choice_problems(
     cfg: DictConfig, choice: CompressionChoice, options: StrategyOptions | None, layout: Layout | None
 ) -> Iterator[str]:
     if options is None:
@@ -53,7 +51,7 @@ def _beside(
         )
         return
     if not options.averages_gradients:
-        return  # others send something else, and say themselves what they take
+        return  # these send something other than gradients, and check compression themselves
     if layout is not None and layout.replicate == 1:
         yield nothing_to_compress(choice.name)
     if not choice.needs_adam:

@@ -1,4 +1,4 @@
-"""Keys by themselves, loggers, the devices of this machine, what starts ranks on them, and the directory of a run."""
+"""Checks of plain keys, loggers, local devices, launchers and the run directory."""
 
 import importlib.util
 import os
@@ -13,13 +13,13 @@ from trainwright.core.run.run_directory import holds_run
 from trainwright.launch.engines import engines
 from trainwright.strategies.compose.world import Surroundings, has_world_size, options_of
 
-# What classes of loggers need beyond this package; each is an extra of it too.
+# Packages that logger classes need; each is an extra of this package too.
 _PACKAGES = {"Wandb": "wandb", "WandbLogger": "wandb", "MLFlow": "mlflow", "MLFlowLogger": "mlflow"}
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
 def device_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    """More GPUs than this machine has, or one that the strategy or what starts the ranks cannot use."""
+    """Return problems of the accelerator: too few GPUs, or one that the strategy or the launcher cannot use."""
     if cfg.accelerator == "mps":
         return list(_mps_problems(cfg))
     if surroundings.world_size is not None or cfg.accelerator not in ("auto", "gpu") or engines.uses_engine(cfg):
@@ -39,29 +39,31 @@ def _mps_problems(cfg: DictConfig) -> Iterator[str]:
     options = options_of(cfg.strategy)
     if options is not None and not options.takes_mps:
         yield (
-            "accelerator=mps: an Apple GPU is trained on with strategy=single alone, for it has no collectives; type "
-            "strategy=single devices=1, or accelerator=cpu"
+            "accelerator=mps: an Apple GPU has no collectives, so it needs strategy=single; type strategy=single "
+            "devices=1, or accelerator=cpu"
         )
     elif engines.uses_engine(cfg):
-        yield f"accelerator=mps with launch={cfg.launch.kind}: is for this machine alone; type launch=local"
+        yield f"accelerator=mps with launch={cfg.launch.kind}: works only on this machine; type launch=local"
     elif not machine.has_mps():
         yield "accelerator=mps: torch finds no Apple GPU on this machine; type accelerator=cpu"
 
 
 def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    """A launcher that is not there, or has started another number of ranks."""
+    """Return problems of the launcher: it is missing, or has started another number of ranks."""
     started = surroundings.world_size
     if started is None:
-        return engines.engine_problems(cfg, surroundings.verb) if engines.uses_engine(cfg) else _own_launch(cfg)
+        return (
+            engines.engine_problems(cfg, surroundings.verb) if engines.uses_engine(cfg) else _local_launch_problems(cfg)
+        )
     if cfg.devices == "auto" or not isinstance(cfg.devices, int) or started == cfg.devices * cfg.nodes:
         return []
     return [
         f"devices={cfg.devices} nodes={cfg.nodes} make {cfg.devices * cfg.nodes} rank(s), but the launcher has started "
-        f"{started}; give both the same numbers, or type devices=auto to take what the launcher starts"
+        f"{started}; give both the same numbers, or type devices=auto to use the launcher's ranks"
     ]
 
 
-def _own_launch(cfg: DictConfig) -> list[str]:
+def _local_launch_problems(cfg: DictConfig) -> list[str]:
     problems = []
     if cfg.launch.kind == "torchrun":
         problems.append(
@@ -76,14 +78,13 @@ def _own_launch(cfg: DictConfig) -> list[str]:
     port = cfg.launch.port
     if port is not None and 1 <= port <= 65535 and machine.port_is_taken(port):
         problems.append(
-            f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out to have a free one "
-            "picked"
+            f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out to use a free one"
         )
     return problems
 
 
 def run_dir_problems(cfg: DictConfig, verb: str) -> list[str]:
-    """A file in its place, a link to nothing, a directory that is not writable, or one that holds another run."""
+    """Return why the run directory cannot be used: a file, a broken link, not writable, or holding another run."""
     run_dir = Path(cfg.run_dir)
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     if not existing.exists():
@@ -95,30 +96,30 @@ def run_dir_problems(cfg: DictConfig, verb: str) -> list[str]:
         return [f"run_dir={run_dir}: {existing} is a file; type another run_dir=..."]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"run_dir={run_dir}: {existing} is not writable for this user; type another run_dir=..."]
-    if verb == "fit" and holds_run(run_dir) and not _continues(cfg, run_dir):
+    if verb == "fit" and holds_run(run_dir) and not _resumes(cfg, run_dir):
         return [
-            f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to go on from it, or "
-            "another run_dir=..."
+            f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to resume it, or another "
+            "run_dir=..."
         ]
     return []
 
 
-def _continues(cfg: DictConfig, run_dir: Path) -> bool:
-    """Whether the run goes on in its own directory; with resume=auto it may have ended before its first checkpoint."""
+def _resumes(cfg: DictConfig, run_dir: Path) -> bool:
+    """Return whether the run resumes in its own directory; with resume=auto it may have ended before a checkpoint."""
     if cfg.resume == AUTO:
         return True
     return cfg.ckpt_path is not None and Path(cfg.ckpt_path).resolve().is_relative_to(run_dir.resolve())
 
 
 def module_problems(cfg: DictConfig) -> list[str]:
-    """Whether there is a module."""
+    """Return a problem if no module is configured."""
     if "_target_" in cfg.module:
         return []
     return ["module: names no class; the recipe sets it: module: {_target_: package.module.YourLightningModule}"]
 
 
 def callback_problems(cfg: DictConfig) -> list[str]:
-    """Callbacks and loggers that name no class."""
+    """Return callbacks and loggers without a class."""
     return [
         f"{group}.{name}: names no class; write _target_: package.module.Class, or {group}.{name}=null to leave it out"
         for group in ("callbacks", "checkpoint", "monitor", "guard", "logger")
@@ -128,7 +129,7 @@ def callback_problems(cfg: DictConfig) -> list[str]:
 
 
 def logger_problems(cfg: DictConfig) -> list[str]:
-    """Loggers whose package is not installed, and a mode that wandb does not have."""
+    """Return loggers whose package is not installed, and unknown modes of wandb."""
     problems = []
     for name, value in cfg.logger.items():
         target = str(value.get("_target_")).rpartition(".")[2] if isinstance(value, DictConfig) else ""
@@ -145,7 +146,7 @@ def logger_problems(cfg: DictConfig) -> list[str]:
 
 
 def number_problems(cfg: DictConfig) -> list[str]:
-    """Numbers whose bounds the schema does not know, and the name."""
+    """Return problems of the number of devices and of the name."""
     problems = []
     if cfg.nodes >= 1 and not has_world_size(cfg):
         problems.append(f"devices={cfg.devices}: must be a whole number of at least 1, or auto; type devices=1")
@@ -155,18 +156,18 @@ def number_problems(cfg: DictConfig) -> list[str]:
 
 
 def data_problems(cfg: DictConfig) -> list[str]:
-    """Options of how data are dealt out that have no effect."""
+    """Return data options that have no effect."""
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
         return [
-            f"trainer.data_key={trainer.data_key} with trainer.data_partition={trainer.data_partition}: only hash asks "
-            "for keys; type trainer.data_partition=hash, or leave trainer.data_key out"
+            f"trainer.data_key={trainer.data_key} with trainer.data_partition={trainer.data_partition}: only hash uses "
+            "keys; type trainer.data_partition=hash, or leave trainer.data_key out"
         ]
     return []
 
 
 def end_problems(cfg: DictConfig, verb: str) -> list[str]:
-    """Training that never ends."""
+    """Return a problem if training has no limit."""
     limited = cfg.max_steps is not None or cfg.max_epochs is not None or cfg.trainer.max_time is not None
     if verb != "fit" or limited or cfg.trainer.fast_dev_run:
         return []

@@ -1,7 +1,7 @@
-"""Everything that can be known to be wrong before a process starts, found in one pass.
+"""All checks of a configuration before any process starts, in one pass.
 
-Each check is a function from the configuration to a list of problems, each with what was given, what is allowed and
-what to type instead. `validate` runs them all and hands back all that they found.
+Each check is a function from the configuration to a list of problems: the given value, what is allowed, and what to
+type instead. `validate` runs all of them.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from trainwright.launch.checks.check_run import (
 )
 from trainwright.launch.engines import engines
 from trainwright.launch.engines.engines import variable_problems
-from trainwright.launch.outcome.ending import preemption_refusals
+from trainwright.launch.outcome.interruption import preemption_refusals
 from trainwright.launch.recovery.check_recovery import recovery_problems, restart_problems
 from trainwright.launch.recovery.check_resume import resume_problems
 from trainwright.launch.watchdog.limits import hang_problems
@@ -48,7 +48,7 @@ from trainwright.trainer.loop.loss_scale import loss_scale_problems
 
 
 def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    """All problems of a composed configuration whose run directory is decided; empty when it can run.
+    """Return all problems of a composed configuration with a run directory; empty when it can run.
 
     Args:
         cfg: as `compose` returns it, with `run_dir` set.
@@ -72,7 +72,7 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         except Exception:
             if not (problems or bounds):
                 raise
-            # It met a value that has been refused already.
+            # The check met a value that has been refused already.
     missing_code = list(_targets(plain))
     problems += missing_code
     problems += [text for key, text in bounds.items() if not any(said.startswith(f"{key}=") for said in problems)]
@@ -82,7 +82,7 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 
 
 def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    """Those problems that leave nothing to choose a layout for; the strategy is not looked at.
+    """Return the problems that make choosing a layout pointless; the strategy is not checked.
 
     Args:
         cfg: as `compose` returns it, with `run_dir` set.
@@ -113,11 +113,11 @@ def _targets(cfg: DictConfig) -> Iterator[str]:
 
 
 def _own_checks(cfg: DictConfig, run: PlannedRun, in_order: bool) -> list[str]:
-    """Run the checks of recipe and strategy, even when something else is wrong, so that all is said at once."""
+    """Run the checks of recipe and strategy, even after other problems, so that all are reported at once."""
     try:
         ranks = 1 if run.world_size is None else num_data_ranks(cfg, run.world_size)
     except ValueError:
-        ranks = 1  # the layout has been refused; what does not depend on it is still worth saying
+        ranks = 1  # the layout has been refused; checks that do not depend on it still run
     problems: list[str] = []
     for path in (*cfg.checks, *(cfg.strategy.get("checks") or ())):
         module, _, name = str(path).partition(":")
@@ -131,14 +131,14 @@ def _own_checks(cfg: DictConfig, run: PlannedRun, in_order: bool) -> list[str]:
         except Exception:
             if in_order:
                 raise
-            # It met a value that has been refused already.
+            # The check met a value that has been refused already.
     return problems
 
 
 def _checks(
     cfg: DictConfig, surroundings: Surroundings, run: PlannedRun, options: StrategyOptions | None
 ) -> list[Callable[[], Iterable[str]]]:
-    """What is looked at, one thing after the other; each check may meet values that another one has refused."""
+    """Return the checks in order; each may meet values that another one has refused."""
     verb, layout = run.verb, run.layout
     return [
         lambda: module_problems(cfg),
@@ -167,5 +167,5 @@ def _checks(
     ]
 
 
-# Out of bounds, they leave nothing that the checks could say, or let them count for hours.
+# Out of bounds, these leave nothing to check, or would let checks loop for hours.
 _DECISIVE = {"devices", "nodes", "strategy", "accumulation", "compression"}

@@ -1,1 +1,1 @@
-"""Engines: start the ranks of a run on other machines than this command's."""
+"""Engines, which start the ranks of a run on other machines."""

@@ -1,10 +1,8 @@
-"""Engines: who starts the ranks of a run on other machines than this command's, one module each, loaded when chosen.
+"""Registry of engines, which start the ranks of a run on other machines: one module each, imported when chosen.
 
-What an engine starts is `python -m trainwright.command.started RUN_DIR VERB`, once per rank, with the environment that
-torchrun or SLURM would give a rank: the configuration was composed and checked before, and lies in the run directory.
+An engine starts `python -m trainwright.command.engine_rank RUN_DIR VERB` once per rank, with the environment that
+torchrun or SLURM would give a rank. The configuration was composed and checked before, and is in the run directory.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
@@ -20,10 +18,10 @@ from trainwright.launch.recovery.check_recovery import RESTART
 
 
 class Engine(Protocol):
-    """What the module of an engine has."""
+    """Interface of an engine's module."""
 
     def problems(self, cfg: DictConfig, verb: str) -> list[str]:
-        """What is impossible about `launch` and what goes with it, with what to type instead.
+        """Return the problems of the engine's options, with what to type instead.
 
         Args:
             cfg: resolved, with `run_dir` decided.
@@ -31,31 +29,31 @@ class Engine(Protocol):
         """
 
     def launch(self, cfg: DictConfig, verb: str) -> dict[str, float] | None:
-        """Start the ranks and wait for their end.
+        """Start the ranks and wait for their exit.
 
         Args:
             cfg: the resolved configuration, already written to its run directory.
             verb: fit, validate, test or predict.
 
         Returns:
-            The metrics that rank 0 ended with, by name; None: the run was handed over, and has not ended.
+            The final metrics of rank 0 by name; None = the run was submitted and has not ended.
 
         Raises:
-            RankError: if a rank failed; all others have ended.
-            Interrupted: if this process was told to end; all ranks have ended.
+            RankError: if a rank failed; all others have exited.
+            Interrupted: if this process was interrupted; all ranks have exited.
         """
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where an engine is, and what it needs.
+    """Module and requirements of an engine.
 
     Attributes:
         module: that is an :class:`Engine`.
         packages: that must be importable.
         extra: of this project, which installs them; empty = there is none.
-        recovers: whether it reads `launch.recovery` and `launch.min_devices` itself.
-        gives_variables: whether ranks get the variables of this process that the configuration refers to.
+        recovers: whether it supports `launch.recovery` and `launch.min_devices` itself.
+        gives_variables: whether ranks receive the environment variables that the configuration refers to.
     """
 
     module: str
@@ -73,25 +71,25 @@ _ENGINES: dict[str, _Entry] = {
 
 
 def kinds() -> tuple[str, ...]:
-    """What `launch.kind` may be besides local and torchrun."""
+    """Return the values of `launch.kind` besides local and torchrun."""
     return tuple(_ENGINES)
 
 
 def uses_engine(cfg: DictConfig) -> bool:
-    """Whether an engine starts the ranks of this run."""
+    """Return whether an engine starts the ranks of this run."""
     return cfg.launch.kind in _ENGINES
 
 
 def engine_of(cfg: DictConfig) -> Engine:
-    """The engine of a configuration for which :func:`uses_engine` holds."""
+    """Return the engine of a configuration that uses one."""
     return cast(Engine, importlib.import_module(_ENGINES[cfg.launch.kind].module))
 
 
 def starts_together(cfgs: Sequence[DictConfig]) -> Callable[..., list[Any]] | None:
-    """What starts all of these runs at once; None: they are started one after the other.
+    """Return the function that starts all of these runs at once; None = they are started one after the other.
 
-    It is called with the resolved configurations, the verb, a folder for what it writes and a title of each run, and
-    returns for each its metrics, the error that ended it, or None: it was handed over.
+    It is called with the resolved configurations, the verb, a folder for its files and a title per run, and returns for
+    each the metrics, the error that ended it, or None if it was submitted.
     """
     if len({cfg.launch.kind for cfg in cfgs}) > 1 or not uses_engine(cfgs[0]):
         return None
@@ -100,13 +98,13 @@ def starts_together(cfgs: Sequence[DictConfig]) -> Callable[..., list[Any]] | No
 
 
 def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What speaks against the engine of a configuration for which :func:`uses_engine` holds.
+    """Return the problems of a configuration that uses an engine.
 
     Args:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    problems = list(_in_any_case(cfg))
+    problems = list(_common_problems(cfg))
     missing = [name for name in _ENGINES[cfg.launch.kind].packages if importlib.util.find_spec(name) is None]
     if missing:
         kind, extra = cfg.launch.kind, _ENGINES[cfg.launch.kind].extra
@@ -119,7 +117,7 @@ def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
 
 
 def variable_problems(cfg: DictConfig) -> list[str]:
-    """Return which variables of this process ranks on other machines would lack.
+    """Return variables of this process that ranks on other machines would lack.
 
     Args:
         cfg: with its references to environment variables.
@@ -127,25 +125,24 @@ def variable_problems(cfg: DictConfig) -> list[str]:
     if not uses_engine(cfg) or _ENGINES[cfg.launch.kind].gives_variables:
         return []
     return [
-        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written where others may read "
-        "them, so the pods would lack this one; type "
-        f"launch.secret_env={{{name}: <secret>/<key>}} if the cluster keeps it, or "
-        f"launch.env={{{name}: <value>}} if it is no secret"
+        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written into the manifest, so "
+        f"the pods would lack this one; type launch.secret_env={{{name}: <secret>/<key>}} if it is a secret of the "
+        f"cluster, or launch.env={{{name}: <value>}} if it is no secret"
         for name in sorted(variables_of(cfg) & set(os.environ) - {*cfg.launch.env, *cfg.launch.secret_env})
     ]
 
 
-def _in_any_case(cfg: DictConfig) -> Iterator[str]:
+def _common_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.devices == "auto":
         yield (
-            f"devices=auto with launch={cfg.launch.kind}: the devices are those of other machines, which this command "
-            "does not count; type the ranks of each machine, like devices=8"
+            f"devices=auto with launch={cfg.launch.kind}: this command cannot count the devices of other machines; "
+            "type the ranks per machine, like devices=8"
         )
     recovers = _ENGINES[cfg.launch.kind].recovers
     if cfg.launch.recovery != RESTART and not recovers:
         yield (
-            f"launch.recovery={cfg.launch.recovery} with launch={cfg.launch.kind}: only ranks that launch=local has "
-            "started go on when one is lost; type launch.recovery=restart"
+            f"launch.recovery={cfg.launch.recovery} with launch={cfg.launch.kind}: only launch=local can continue "
+            "after losing a rank; type launch.recovery=restart"
         )
     if cfg.launch.min_devices is not None and not recovers:
         yield (

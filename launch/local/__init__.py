@@ -1,1 +1,1 @@
-"""Run on the devices of this machine."""
+"""Runs on the devices of this machine."""

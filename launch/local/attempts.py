@@ -1,6 +1,4 @@
-"""A run whose ranks are started, and started again: its attempts, and what happens between them."""
-
-from __future__ import annotations
+"""Attempts of a run, and what happens between them."""
 
 import time
 from dataclasses import replace
@@ -11,42 +9,41 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import MARGIN_SECONDS
-from trainwright.launch.recovery.check_resume import going_on_in_place
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback
+from trainwright.launch.outcome.interruption import MARGIN_SECONDS
+from trainwright.launch.recovery.check_resume import resume_in_place
+from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog, RestartPolicy
 from trainwright.launch.recovery.sizes import resized
 
-# Seconds that the other ranks have to end when a restart follows. Those that wait for the failed one in a collective of
-# NCCL never notice; what they are saving is cleaned up by the next attempt.
+# Seconds that the other ranks have to exit before a restart. Ranks waiting in an NCCL collective never notice a
+# failure; the next attempt cleans up their unfinished checkpoints.
 _GRACE_BEFORE_RESTART = 1.0
 
 
 class AttemptMaker(Protocol):
-    """Who makes the attempts, and knows where their ranks are."""
+    """Factory of attempts."""
 
     def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
-        """An attempt that has not begun; `number` came before it."""
+        """Return an attempt that is not started; `number` attempts came before it."""
 
     def close(self) -> None:
-        """Remove what the attempts have left."""
+        """Remove the files of the attempts."""
 
 
 class Sizes(Protocol):
-    """Who chooses the devices of each attempt."""
+    """Choice of the devices of each attempt."""
 
     @property
     def size(self) -> int:
         """Devices of the next attempt."""
 
     def look(self, samples: int | None) -> bool:
-        """Whether the number of devices changes now; `samples` of an optimizer step are as the ranks have told."""
+        """Return whether the number of devices changes now; `samples` per optimizer step, as reported by the ranks."""
 
-    def blame(self, setback: Setback, samples: int | None) -> bool:
-        """Hear of a failure; True if the next attempt does without what has caused it."""
+    def blame(self, setback: AttemptFailure, samples: int | None) -> bool:
+        """Account for a failure; return whether the next attempt omits its cause."""
 
     def close(self) -> None:
-        """End what it has begun."""
+        """Release resources."""
 
 
 class AttemptedRun:
@@ -55,9 +52,9 @@ class AttemptedRun:
     Args:
         cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
-        maker: makes the attempts.
-        log: where failures and restarts are told.
-        sizes: who chooses the devices of each attempt; None = as many as the configuration says.
+        maker: creates the attempts.
+        log: receives failures and restarts.
+        sizes: chooses the devices of each attempt; None = as many as the configuration says.
     """
 
     def __init__(
@@ -74,14 +71,14 @@ class AttemptedRun:
         self._attempts = 0
 
     def run(self) -> dict[str, float]:
-        """Go from attempt to attempt until one comes to the end of the run.
+        """Run attempts until one completes the run.
 
         Returns:
-            The metrics that rank 0 ended with, by name.
+            The final metrics of rank 0 by name.
 
         Raises:
-            RankError: if an attempt failed and there is no other.
-            Interrupted: if this process was told to end.
+            RankError: if an attempt failed and no other follows.
+            Interrupted: if this process was interrupted.
         """
         cfg = self._first
         try:
@@ -89,7 +86,7 @@ class AttemptedRun:
                 attempt = self._maker.make(cfg, self._attempts, self._policy, self._log)
                 self._attempts += 1
                 try:
-                    metrics = self._try(attempt)
+                    metrics = self._run_attempt(attempt)
                 except RankError as failure:
                     failure.is_refused = self._is_refused(attempt, failure)
                     raise
@@ -101,11 +98,11 @@ class AttemptedRun:
                 self._sizes.close()
             self._maker.close()
 
-    def _try(self, attempt: RankAttempt) -> dict[str, float] | None:
-        """The metrics of the end; None: there is to be another attempt."""
-        enough = None if self._sizes is None else lambda: self._resizes(attempt)
+    def _run_attempt(self, attempt: RankAttempt) -> dict[str, float] | None:
+        """Return the final metrics; None = another attempt follows."""
+        should_stop = None if self._sizes is None else lambda: self._resizes(attempt)
         try:
-            outcome = attempt.run(self._grace, enough)
+            outcome = attempt.run(self._grace, should_stop)
             if outcome.failure is not None:
                 outcome = replace(outcome, failure=attempt.explain(outcome.failure))
         finally:
@@ -113,7 +110,7 @@ class AttemptedRun:
         if self._samples is None and attempt.beginning is not None:
             self._samples = attempt.beginning.global_batch_size
         if outcome.failure is not None:
-            self._settle(attempt, outcome.failure)
+            self._handle_failure(attempt, outcome.failure)
         return outcome.metrics
 
     @property
@@ -123,13 +120,13 @@ class AttemptedRun:
         return _GRACE_BEFORE_RESTART
 
     def _resizes(self, attempt: RankAttempt) -> bool:
-        """Whether the attempt shall end because another number of devices is to be used."""
+        """Return whether the attempt must end because another number of devices is to be used."""
         beginning = attempt.beginning
-        # One that does not train yet would lose its start, again and again.
+        # An attempt that has not reached training would lose its start repeatedly.
         return self._sizes is not None and beginning is not None and self._sizes.look(beginning.global_batch_size)
 
-    def _settle(self, attempt: RankAttempt, failure: RankError) -> None:
-        """Decide about a failure, and wait where a restart has to.
+    def _handle_failure(self, attempt: RankAttempt, failure: RankError) -> None:
+        """Decide about a failure, and wait before a restart.
 
         Raises:
             RankError: if there is no restart.
@@ -137,20 +134,20 @@ class AttemptedRun:
         if self._policy.is_off or self._is_refused(attempt, failure):
             raise failure
         setback = attempt.setback(failure)
-        self._log.tell(f"{failure.summary} ({setback.when})", str(failure))
+        self._log.write(f"{failure.summary} ({setback.when})", str(failure))
         if self._sizes is not None and self._sizes.blame(setback, self._samples):
             self._policy.forgive()
         restart = self._policy.restart(failure, setback, self._log)
-        self._log.tell(f"restart {restart.number}{restart.wait}; {self._log.path} says more")
+        self._log.write(f"restart {restart.number}{restart.wait}; {self._log.path} has details")
         time.sleep(restart.seconds)
 
     def _is_refused(self, attempt: RankAttempt, failure: RankError) -> bool:
-        """Whether a rank has refused the configuration before the run trained anything."""
+        """Return whether a rank refused the configuration before any training."""
         return self._attempts == 1 and attempt.beginning is None and failure.kind == ConfigError.__name__
 
     def _next_config(self) -> DictConfig:
         devices = self._first.devices if self._sizes is None else self._sizes.size
-        cfg = going_on_in_place(resized(self._first, devices, self._samples, self._first.nodes), self._verb)
+        cfg = resume_in_place(resized(self._first, devices, self._samples, self._first.nodes), self._verb)
         where = "from the start" if cfg.ckpt_path is None else f"from {cfg.ckpt_path}"
-        self._log.tell(f"going on {where} with {devices * cfg.nodes} rank(s)")
+        self._log.write(f"continuing {where} with {devices * cfg.nodes} rank(s)")
         return cfg

@@ -1,6 +1,4 @@
-"""Which devices of this machine a run may use: those that work, and as many as whoever runs it allows."""
-
-from __future__ import annotations
+"""Devices of this machine that a run may use: those that work, up to a limit set in a file."""
 
 import os
 import re
@@ -11,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.launch.ranks.supervisor import Supervisor
-from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.recovery.restarts import AttemptFailure
 
-# A number in this file of the run directory says how many devices may be used now.
+# A number in this file of the run directory limits the devices in use.
 LIMIT_FILE = "devices"
-# Failures in a row of the rank on the same device, none of which came further, after which the device counts as lost.
+# Consecutive failures on the same device without progress after which it counts as lost.
 _STRIKES = 2
-# Longest time between two probes of a lost device, in seconds.
+# Longest interval between probes of a lost device, in seconds.
 _LONGEST_PROBE_INTERVAL = 3600.0
-# Seconds that a device may take to answer.
+# Time limit of a probe, in seconds.
 _PROBE_SECONDS = 60.0
-# What drivers and libraries say of a device that is broken. Out of memory is the program's fault, not the device's.
+# Messages of drivers and libraries about a broken device. Out of memory is the program's fault, not the device's.
 _OF_DEVICE = re.compile(r"AcceleratorError|(CUDA|HIP|cu\w+|NVLink) error|uncorrectable|ECC|no kernel image|Xid", re.I)
 _OF_MEMORY = re.compile(r"OutOfMemory|out of memory", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def speaks_of_device(setback: Setback) -> bool:
-    """Whether a failure may come from the device: the process was killed, crashed or hung, or its driver says so."""
+def is_device_failure(setback: AttemptFailure) -> bool:
+    """Return whether a failure may come from the device: a kill, crash or hang, or an error of its driver."""
     if not setback.raised:
         return True
     text = f"{setback.kind}: {setback.message}"
@@ -37,19 +35,19 @@ def speaks_of_device(setback: Setback) -> bool:
 
 @dataclass(eq=False)
 class Devices:
-    """The devices of one machine, numbered from 0 as ranks would be if all took part.
+    """The devices of one machine, numbered as the ranks of a run that uses them all.
 
-    A device is lost when its rank has failed :data:`_STRIKES` times in a row in a way that may come from the device,
-    without getting further, or when a probe of it fails. It is asked again every `probe_seconds`, each time it is lost
-    anew half as often, and is used again once it answers.
+    A device is lost after :data:`_STRIKES` failures of its rank in a row that may come from the device, without
+    progress, or when a probe fails. It is probed every `probe_seconds`, half as often after each further loss, and used
+    again once it answers.
 
     Args:
-        count: of the run.
-        fewest: a limit below it counts as this.
-        limit_file: holds a number when somebody limits the run.
+        count: devices of the run.
+        fewest: lower bound of the limit.
+        limit_file: contains the limit, if there is one.
         probe_seconds: between two probes of a lost device.
-        on_gpu: whether they are GPUs; else they are shares of the CPU, which a probe finds answering.
-        clock: seconds that never go back.
+        on_gpu: whether they are GPUs; else they are shares of the CPU, which always answer.
+        clock: monotonic, in seconds.
     """
 
     count: int
@@ -65,22 +63,22 @@ class Devices:
         self._strikes: tuple[int | None, int] = (None, 0)
 
     def usable(self) -> list[int]:
-        """Devices that a run may use now, in order."""
+        """Return the devices that a run may use now, in order."""
         working = [device for device in range(self.count) if device not in self._probe_at]
         limit = self.limit()
         return working if limit is None else working[:limit]
 
     def limit(self) -> int | None:
-        """How many may be used, as the file says; None: it is not there, or holds no number."""
+        """Return the limit in the file; None = there is no file, or no number in it."""
         try:
             text = self.limit_file.read_text(encoding="utf-8").strip()
         except OSError:
             return None
         return max(self.fewest, int(text)) if text.isdecimal() else None
 
-    def strike(self, device: int, setback: Setback) -> bool:
-        """Count a failure of the rank on a device; True if the device is to be taken for lost."""
-        if setback.trained or not speaks_of_device(setback):
+    def count_failure(self, device: int, setback: AttemptFailure) -> bool:
+        """Count a failure of the rank on a device; return whether the device counts as lost."""
+        if setback.trained or not is_device_failure(setback):
             self._strikes = None, 0
             return False
         before, strikes = self._strikes
@@ -88,25 +86,25 @@ class Devices:
         self._strikes = (None, 0) if strikes == _STRIKES else (device, strikes)
         return strikes == _STRIKES
 
-    def lose(self, device: int) -> None:
-        """Use a device no longer, until it answers a later probe."""
+    def mark_lost(self, device: int) -> None:
+        """Take a device out of use until a later probe succeeds."""
         before = self._intervals.get(device)
         interval = self.probe_seconds if before is None else min(2 * before, _LONGEST_PROBE_INTERVAL)
         self._intervals[device], self._probe_at[device] = interval, self.clock() + interval
 
     def due(self) -> list[int]:
-        """Lost devices that are to be probed now; each is told once per interval."""
+        """Return the lost devices to probe now, each once per interval."""
         now = self.clock()
         found = [device for device, moment in self._probe_at.items() if moment <= now]
         self._probe_at.update((device, now + self._intervals[device]) for device in found)
         return found
 
-    def found(self, device: int) -> None:
+    def mark_working(self, device: int) -> None:
         """Use a lost device again."""
         self._probe_at.pop(device, None)
 
     def environment(self, used: list[int]) -> dict[str, str]:
-        """Variables by which ranks 0, 1, ... take the devices `used`; none where these are the first ones anyway."""
+        """Return the variables that give ranks 0, 1, ... the devices `used`; empty for the first ones, the default."""
         if not self.on_gpu or used == list(range(len(used))):
             return {}
         names = _visible(os.environ, self.count)
@@ -114,13 +112,13 @@ class Devices:
 
 
 class Probe:
-    """Asks devices whether they answer, each in a process of its own, while the run goes on.
+    """Test of devices, each in a process of its own, while the run continues.
 
     Args:
-        devices: to ask.
+        devices: to probe.
         on_gpu: whether they are GPUs.
         environment: of the processes, by device.
-        seconds: that they have.
+        seconds: time limit.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class Probe:
             self._ranks.start_rank(device, environment(device))
 
     def answers(self, wait: bool = False) -> dict[int, bool] | None:
-        """Whether each device works; None while some have not answered and there is time left.
+        """Return whether each device works; None while some have not answered and time is left.
 
         Args:
             wait: wait for the answers.
@@ -151,21 +149,21 @@ class Probe:
         return self._answers
 
     def close(self) -> None:
-        """End what has not answered."""
+        """Kill the probes that have not answered."""
         self._ranks.end(self._ranks.living, grace=0.0)
 
 
 def probe_main(environment: Mapping[str, str], on_gpu: bool) -> None:
-    """Compute something on the first device that the environment shows.
+    """Check a computation on the first visible device.
 
     Raises:
-        SystemExit: with exit code 1 if that fails, or the result is wrong.
+        SystemExit: with exit code 1 if it fails or the result is wrong.
     """
     os.environ.update(environment)
     try:
         works = _computes(on_gpu)
-    except Exception as error:  # whatever a driver raises
-        print(f"trainwright: a device does not answer: {error}", file=sys.stderr)
+    except Exception as error:  # any error of a driver
+        print(f"trainwright: a device does not respond: {error}", file=sys.stderr)
         works = False
     raise SystemExit(0 if works else 1)
 
@@ -180,12 +178,12 @@ def _computes(on_gpu: bool) -> bool:
 
 
 def probe_environment(device: int, count: int, on_gpu: bool) -> dict[str, str]:
-    """Variables of a process that shall see one device alone."""
+    """Return the variables of a process that sees one device only."""
     names = _visible(os.environ, count)
     return {**os.environ, **({_VISIBLE: names[device]} if on_gpu else {})}
 
 
 def _visible(environment: Mapping[str, str], count: int) -> list[str]:
-    """Names of the devices: numbers, or what the user has chosen from."""
+    """Return the names of the devices: numbers, or the user's selection."""
     chosen = environment.get(_VISIBLE)
     return [str(device) for device in range(count)] if not chosen else [name.strip() for name in chosen.split(",")]

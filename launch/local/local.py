@@ -1,7 +1,5 @@
 """A run on the devices of one machine."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,13 +11,12 @@ from trainwright.core.run.interrupt import HeldSignals
 from trainwright.core.run.run_directory import write_config_file
 from trainwright.launch.local.attempt import Attempt
 from trainwright.launch.local.attempts import AttemptedRun
-from trainwright.launch.members.replicas import ReplicaAttempt, keeps_replicas
+from trainwright.launch.members.replicas import ReplicaAttempt, is_elastic_run
 from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import notices
+from trainwright.launch.outcome.interruption import handled_signals
 from trainwright.launch.ranks.forkserver import start_forkserver
-from trainwright.launch.recovery.replacing import Replacements
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy
+from trainwright.launch.recovery.replacements import Replacements
+from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy
 from trainwright.launch.recovery.shrinking import Shrinking
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import HangMonitor
@@ -28,34 +25,34 @@ from trainwright.strategies.contract.options import PlannedRun
 
 
 def launch_local(cfg: DictConfig, verb: str, *, is_written: bool = True) -> dict[str, float]:
-    """Start the ranks of a run on this machine and wait for their end; restart them where `launch` asks for it.
+    """Start the ranks of a run on this machine and wait for their exit; restart them as `launch` says.
 
     Args:
-        cfg: the resolved configuration; its run directory is there.
+        cfg: the resolved configuration; its run directory exists.
         verb: fit, validate, test or predict.
-        is_written: whether it is what lies in the run directory; false: it goes on from there.
+        is_written: whether `cfg` is the configuration in the run directory; false = a later attempt of that run.
 
     Returns:
-        The metrics that rank 0 ended with, by name.
+        The final metrics of rank 0 by name.
 
     Raises:
-        RankError: if a rank failed; all others have ended.
-        Interrupted: if this process was told to end; all ranks have ended.
+        RankError: if a rank failed; all others have exited.
+        Interrupted: if this process was interrupted; all ranks have exited.
     """
     start_forkserver()
-    with HeldSignals(notices(cfg)):
+    with HeldSignals(handled_signals(cfg)):
         log = RestartLog(Path(cfg.run_dir))
         sizes = None if cfg.launch.min_devices is None else Shrinking(cfg, verb, log)
         return AttemptedRun(cfg, verb, LocalAttempts(verb, is_written, sizes), log, sizes).run()
 
 
 class LocalAttempts:
-    """Makes the attempts of a run on this machine.
+    """Factory of the attempts of a run on this machine.
 
     Args:
         verb: fit, validate, test or predict.
-        is_written: whether the configuration of the first attempt is what lies in the run directory.
-        sizes: who chooses the devices of each attempt; None = as many as the configuration says.
+        is_written: whether the configuration of the first attempt is in the run directory.
+        sizes: chooses the devices of each attempt; None = as many as the configuration says.
     """
 
     def __init__(self, verb: str, is_written: bool, sizes: Shrinking | None) -> None:
@@ -65,24 +62,24 @@ class LocalAttempts:
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch()))
 
     def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
-        """An attempt that has not begun.
+        """Return an attempt that is not started.
 
         Args:
             cfg: its resolved configuration.
-            number: attempts before it.
-            policy: asked by those that replace ranks while others go on.
-            log: where they tell of it.
+            number: earlier attempts.
+            policy: decides about replacements of single ranks.
+            log: receives them.
         """
         folder = Path(cfg.run_dir)
         records = self._folder / f"attempt_{number}"
         records.mkdir()
         if number > 0 or not self._is_written:
-            # The run directory keeps the configuration that the user asked for.
+            # The run directory keeps the user's configuration.
             folder = records
             write_config_file(cfg, folder)
         environment = {} if self._sizes is None else self._sizes.environment()
         monitor = _monitor_of(cfg, records)
-        if keeps_replicas(cfg, self._verb):
+        if is_elastic_run(cfg, self._verb):
             return ReplicaAttempt(cfg, self._verb, records, monitor, environment, policy, log)
         options = options_of(cfg.strategy)
         ranks = () if options is None else PlannedRun(cfg, self._verb).replaceable_ranks(options)
@@ -90,17 +87,12 @@ class LocalAttempts:
         return Attempt(cfg, self._verb, records, monitor, folder, number, environment, replacements)
 
     def close(self) -> None:
-        """Remove what the attempts have left."""
+        """Remove the files of the attempts."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _monitor_of(cfg: DictConfig, records: Path) -> HangMonitor | None:
-    """The monitor of an attempt; None where `launch.hang_timeout` is null.
-
-    Args:
-        cfg: the resolved configuration of the attempt.
-        records: its folder for what the ranks write down.
-    """
+    """Return the hang monitor of an attempt; None if `launch.hang_timeout` is null."""
     launch = cfg.launch
     if launch.hang_timeout is None:
         return None
@@ -109,5 +101,5 @@ def _monitor_of(cfg: DictConfig, records: Path) -> HangMonitor | None:
     limits = HangLimits.of(
         launch.hang_timeout, launch.hang_safety_factor, launch.hang_floor_seconds, launch.hang_first_timeout
     )
-    # While one process is being replaced, the one before may still live.
+    # A process may overlap with its replacement.
     return HangMonitor(2 * cfg.devices + launch.spares, folder, Path(cfg.run_dir), limits)

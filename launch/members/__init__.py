@@ -1,1 +1,1 @@
-"""Runs whose replicas come and go."""
+"""Elastic data parallelism: runs whose replicas come and go."""

@@ -1,10 +1,8 @@
-"""How the launching process and the members of a run whose replicas come and go talk: small files of this machine.
+"""Messages between the launching process and the members of a run: small files on this machine.
 
-Everything is JSON in a folder that the launching process removes, and a *board* in shared memory that says whether the
-members are called to leave. Reading it takes a microsecond, so members look at it at every step.
+All are JSON in a folder that the launching process removes, besides a *board* in shared memory that calls the members
+to leave. Reading it takes a microsecond, so members do at every step.
 """
-
-from __future__ import annotations
 
 import json
 import mmap
@@ -20,7 +18,7 @@ from trainwright.core.text.bounded import parse_json
 from trainwright.core.text.messages import LONGEST
 from trainwright.core.text.plain import rebuilt
 
-# Step at which members leave that are called to leave at once, wherever they are.
+# Step that means: leave at once.
 NOW = 0
 _BOARD = "board"
 _CALL = struct.Struct("qq")  # generation, step
@@ -29,22 +27,22 @@ _POLL_SECONDS = 0.01
 
 
 def records_of(records: Path, generation: int | None) -> Path:
-    """Where members write down their failures in a generation; ``None``: before they are taken in."""
+    """Return the folder of members' failure records of a generation; None = before they joined one."""
     return records / ("joining" if generation is None else f"generation_{generation}")
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a generation is.
+    """Description of a generation.
 
     Args:
         generation: its number.
-        config: the resolved configuration of the run in it, as yaml.
+        config: its resolved configuration, as yaml.
         members: number of each member, by rank.
-        port: where the store of this generation listens, on the loopback interface.
-        step: optimizer steps done in the state from which it goes on, which is in the memory of members; ``None``:
-            from a checkpoint, or from the beginning, as the configuration says.
-        sources: member that has no such state -> member that gives it one.
+        port: of the store of this generation, on the loopback interface.
+        step: optimizer steps of the in-memory snapshot it continues from; None = from a checkpoint or the start, as the
+            configuration says.
+        sources: member without that snapshot -> member that sends it.
         pids: process of each member, by rank.
     """
 
@@ -58,13 +56,13 @@ class Announcement:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a member says when it has left a generation and waits for the next.
+class LeaveReport:
+    """Report of a member that has left a generation and waits for the next.
 
     Args:
         member: its number.
-        steps: of the states in its memory, newest first.
-        error: what made it leave; ``None``: it was called.
+        steps: of its snapshots, newest first.
+        error: that made it leave; None = it was called.
     """
 
     member: int
@@ -73,11 +71,11 @@ class Left:
 
 
 class Board:
-    """The call to leave, which all processes of this run see.
+    """The call to leave, in memory shared by all processes of a run.
 
     Args:
         folder: of the mailbox.
-        create: make it; the launching process does, once.
+        create: create it; done once, by the launching process.
     """
 
     def __init__(self, folder: Path, create: bool = False) -> None:
@@ -88,13 +86,13 @@ class Board:
             self._memory = mmap.mmap(file.fileno(), _CALL.size)
 
     def call(self, generation: int, step: int) -> None:
-        """Call the members of ``generation`` to leave when they have done ``step`` steps; :data:`NOW`: at once."""
-        # The step first: whoever reads the generation must find the step that belongs to it.
+        """Call the members of ``generation`` to leave after ``step`` steps; :data:`NOW` = at once."""
+        # The step first: a reader that sees the generation must see its step.
         self._memory[8:16] = _NUMBER.pack(step)
         self._memory[0:8] = _NUMBER.pack(generation)
 
     def called(self, generation: int) -> int | None:
-        """After which step the members of ``generation`` are to leave; ``None``: not at all."""
+        """Return the step after which the members of ``generation`` must leave; None = there is no call."""
         of, step = _CALL.unpack_from(self._memory)
         return step if of == generation else None
 
@@ -103,8 +101,8 @@ class Mailbox:
     """Messages of one run.
 
     Args:
-        folder: of this machine; exists.
-        create: whether this is the launching process, which is the first to open it.
+        folder: on this machine; exists.
+        create: whether this is the launching process, which opens it first.
     """
 
     def __init__(self, folder: Path, create: bool = False) -> None:
@@ -112,16 +110,16 @@ class Mailbox:
         self.board = Board(folder, create)
 
     def announce(self, announcement: Announcement) -> None:
-        """Tell everybody of the next generation."""
+        """Publish the next generation."""
         self._write(f"generation_{announcement.generation}", asdict(announcement))
 
     def announcement(self, generation: int) -> Announcement | None:
-        """The announcement of a generation, if it has been made."""
+        """Return the announcement of a generation; None = not announced."""
         found: Announcement | None = rebuilt(Announcement, self._read(f"generation_{generation}"))
         return found
 
-    def wait_to_be_in(self, member: int, generation: int) -> Announcement:
-        """Wait for a generation after ``generation`` that has ``member``; without end: who waits may be ended."""
+    def wait_for_generation(self, member: int, generation: int) -> Announcement:
+        """Wait, without limit, for a generation after ``generation`` that includes ``member``."""
         found: Announcement = waited(lambda: self._latest_with(member, generation), None)
         return found
 
@@ -130,22 +128,22 @@ class Mailbox:
         found = self.announcement(max(numbers)) if max(numbers, default=-1) > generation else None
         return found if found is not None and member in found.members else None
 
-    def say_ready(self, member: int) -> None:
-        """Say that a new member waits to be taken in."""
+    def report_ready(self, member: int) -> None:
+        """Report that a new member waits to join."""
         self._write(f"ready_{member}", {})
 
     def is_ready(self, member: int) -> bool:
-        """Whether a new member waits to be taken in."""
+        """Return whether a new member waits to join."""
         return self._path(f"ready_{member}").exists()
 
-    def say_left(self, generation: int, left: Left) -> None:
-        """Say that a member has left a generation."""
-        self._write(f"left_{generation}_{left.member}", asdict(left))
+    def report_leave(self, generation: int, report: LeaveReport) -> None:
+        """Report that a member has left a generation."""
+        self._write(f"left_{generation}_{report.member}", asdict(report))
 
-    def left(self, generation: int, members: Sequence[int]) -> list[Left]:
-        """Those of ``members`` that have left a generation."""
+    def reports(self, generation: int, members: Sequence[int]) -> list[LeaveReport]:
+        """Return the reports of those ``members`` that have left a generation."""
         found = (self._read(f"left_{generation}_{member}") for member in members)
-        return [rebuilt(Left, plain) for plain in found if plain is not None]
+        return [rebuilt(LeaveReport, plain) for plain in found if plain is not None]
 
     def _write(self, name: str, plain: dict[str, Any]) -> None:
         write_whole(self._path(name), json.dumps(plain))
@@ -163,7 +161,7 @@ class Mailbox:
 
 
 def waited(find: Callable[[], Any], seconds: float | None) -> Any:
-    """What ``find`` finds, asked until it is not ``None`` or the time is over."""
+    """Poll ``find`` until it returns a value, and return it; None after ``seconds``."""
     end = None if seconds is None else time.monotonic() + seconds
     while (found := find()) is None:
         if end is not None and time.monotonic() > end:

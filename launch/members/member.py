@@ -1,4 +1,4 @@
-"""One process of a run whose replicas come and go: from generation to generation, without leaving the process."""
+"""A member process of an elastic run, which takes part in generation after generation."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from trainwright.core.failures.failure import FailureRecorder, log_file
 from trainwright.core.failures.records import StepRecord, write_result
 from trainwright.core.processes.watch import ShutdownWatch
 from trainwright.core.run.run_directory import read_config
-from trainwright.launch.members.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
+from trainwright.launch.members.mailbox import NOW, Announcement, LeaveReport, Mailbox, records_of, waited
 from trainwright.launch.ranks.environment import of_rank
-from trainwright.launch.ranks.forkserver import become_ordinary
+from trainwright.launch.ranks.forkserver import restore_defaults
+from trainwright.launch.ranks.local_store import ADDRESS
 from trainwright.launch.ranks.output import Output
-from trainwright.launch.ranks.rendezvous import ADDRESS
 
 if TYPE_CHECKING:
     from trainwright.callbacks.end.regrouping import Regrouping
     from trainwright.checkpoint.memory.held import HeldState
     from trainwright.checkpoint.memory.snapshots import Snapshots
 
-# How often a member that waits in a collective of NCCL, which nothing interrupts, looks whether it is called.
-_LOOK_SECONDS = 0.5
+# Poll interval of the call to leave, for members blocked in an NCCL collective, which nothing interrupts.
+_POLL_SECONDS = 0.5
 _MEET_SECONDS = 300.0
-# How long a member that met an error waits to hear that another one is gone, before the error counts as its own.
-_DOUBT_SECONDS = 1.0
+# Wait for news of a lost member before an error counts as this member's own.
+_CALL_WAIT_SECONDS = 1.0
 
 
 def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, records: Path, mailbox: Path) -> None:
@@ -43,23 +43,23 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
         environment: variables of this process; `TRAINWRIGHT_MEMBER` is its number.
         verb: fit.
         run_dir: of the run.
-        records: where failures are written down, and by rank 0 the metrics of the end.
+        records: folder for failures and, from rank 0, the final metrics.
         mailbox: folder of the messages between the members and the launching process.
 
     Raises:
-        SystemExit: with exit code 1 after an error, which is written down; as it came if the user's code raised it.
+        SystemExit: with exit code 1 after a recorded error; unchanged if the user's code raised it.
     """
     os.environ.update(environment)
     member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
     try:
-        become_ordinary()
+        restore_defaults()
         ShutdownWatch.start_in_rank(read_config(run_dir).launch.grace_seconds)
         member.run()
     except SystemExit:
         raise
     except BaseException as error:
         member.record(error)
-        raise SystemExit(1) from None  # the launching process tells what was recorded; here it would be told twice
+        raise SystemExit(1) from None  # the launching process prints the recorded error; here it would appear twice
 
 
 class Member:
@@ -69,7 +69,7 @@ class Member:
         number: of this member.
         verb: fit.
         run_dir: of the run.
-        records: where failures are written down, and by rank 0 the metrics of the end.
+        records: folder for failures and, from rank 0, the final metrics.
         mailbox: messages.
     """
 
@@ -85,13 +85,13 @@ class Member:
         self._generation = -1
 
     def run(self) -> None:
-        """Wait to be taken in, and train in each generation until the end of training."""
+        """Wait to join, and train in each generation until training ends."""
         from trainwright.checkpoint.memory.snapshots import Snapshots
 
         self._snapshots = Snapshots(keep=2)
         import_module("trainwright.launch.worker")
-        gc.freeze()  # what was imported lives as long as this process; leaving groups looks for garbage, which is slow
-        self._mailbox.say_ready(self._number)
+        gc.freeze()  # exclude the imports from garbage collection, which leaving groups triggers
+        self._mailbox.report_ready(self._number)
         while True:
             announcement = self._next()
             metrics = self._train(announcement)
@@ -101,19 +101,19 @@ class Member:
                 return
 
     def record(self, error: BaseException) -> None:
-        """Write down what ends this member."""
+        """Record the error that ends this member."""
         self._recorder.record(error)
 
     def _next(self) -> Announcement:
-        """Wait for a later generation that has this member; the launching process ends those whom it does not want."""
-        found = self._mailbox.wait_to_be_in(self._number, self._generation)
+        """Wait for a later generation that includes this member; the launching process kills unwanted members."""
+        found = self._mailbox.wait_for_generation(self._number, self._generation)
         self._generation = found.generation
         return found
 
     # ---- one generation ---------------------------------------------------------------------------------------------
 
     def _train(self, announcement: Announcement) -> dict[str, float] | None:
-        """Train with the members of a generation; the metrics of the end, or ``None`` when the generation ended."""
+        """Train in a generation; return the final metrics, or None if the generation ended."""
         from trainwright.launch.ranks.progress import BeginningReport
         from trainwright.launch.worker import run_verb
 
@@ -130,13 +130,13 @@ class Member:
         seen: list[BaseException] = []
         try:
             held = self._state(announcement, rank)
-            with _interrupted(self._mailbox, announcement.generation):
+            with _abort_on_call(self._mailbox, announcement.generation):
                 return run_verb(cfg, self._verb, seen.append, held=held, more_callbacks=callbacks)
         except BaseException as error:
             if not self._generation_ended(seen[0] if seen else error, announcement.generation):
                 self._recorder.record(seen[0] if seen else error)
                 raise
-            self._leave(error, announcement)
+            self._leave_generation(error, announcement)
             return None
 
     def _regrouping(self, cfg: DictConfig, record: StepRecord) -> Regrouping:
@@ -152,7 +152,7 @@ class Member:
         return Regrouping(self._snapshots, cfg.launch.mtbf, must_leave, record.write)
 
     def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
-        """The state to go on from: this member's own, or what another one hands over."""
+        """Return the state to continue from: this member's own snapshot, or one received from another member."""
         from trainwright.checkpoint.memory.handing_over import receive, send
         from trainwright.strategies.contract.groups import leave_groups
 
@@ -164,10 +164,10 @@ class Member:
             self._snapshots.forget_after(announcement.step)
             held = self._snapshots.newest(announcement.step)
             if held is None or held.step != announcement.step:
-                raise RuntimeError(f"member {self._number} has no copy of step {announcement.step} in memory")
+                raise RuntimeError(f"member {self._number} has no in-memory snapshot of step {announcement.step}")
         if not announcement.sources:
             return held
-        group = _meet(rank, len(announcement.members))
+        group = _meet_members(rank, len(announcement.members))
         try:
             for member, source in announcement.sources.items():
                 if self._number == source:
@@ -183,7 +183,7 @@ class Member:
     # ---- the end of a generation ------------------------------------------------------------------------------------
 
     def _generation_ended(self, error: BaseException, generation: int) -> bool:
-        """Whether an error says no more than that the members part; else it is this member's own."""
+        """Return whether an error only means that the members leave; else it is this member's own."""
         from trainwright.callbacks.end.regrouping import Regroup
 
         if isinstance(error, Regroup):
@@ -194,30 +194,30 @@ class Member:
             return True
         if stands_alone(error):
             return False
-        # What breaks because another member is gone need not say so; the launching process calls when one is.
-        called: int | None = waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS)
+        # An error caused by a lost member need not say so; the launching process calls when one is lost.
+        called: int | None = waited(lambda: self._mailbox.board.called(generation), _CALL_WAIT_SECONDS)
         return called == NOW
 
-    def _leave(self, error: BaseException, announcement: Announcement) -> None:
-        """Let go of the other members and say so."""
+    def _leave_generation(self, error: BaseException, announcement: Announcement) -> None:
+        """Drop the connections to the other members and report it."""
         from trainwright.callbacks.end.regrouping import Regroup
         from trainwright.callbacks.inject.network import Endpoint, cut_off
         from trainwright.strategies.contract.groups import leave_groups
 
         assert self._snapshots is not None
         text = None if isinstance(error, Regroup) else f"{type(error).__name__}: {error}"
-        _forget_frames(error)
+        _clear_tracebacks(error)
         if text is not None:
-            # Who waits for this member must not wait longer; its groups are gone only when nothing refers to them.
+            # Members that wait for this one must not wait longer; groups are only freed once nothing refers to them.
             others = [Endpoint("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
             cut_off(Endpoint("", os.getpid(), ()), others)
         leave_groups()
         steps = tuple(self._snapshots.steps())
-        self._mailbox.say_left(self._generation, Left(self._number, steps, text))
+        self._mailbox.report_leave(self._generation, LeaveReport(self._number, steps, text))
 
 
-def _meet(rank: int, size: int) -> Any:
-    """A gloo group of all members of a generation, before training makes its own."""
+def _meet_members(rank: int, size: int) -> Any:
+    """Return a gloo group of all members of a generation, for use before training creates its own."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=_MEET_SECONDS)
@@ -227,17 +227,17 @@ def _meet(rank: int, size: int) -> Any:
     return dist.group.WORLD
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: strategies, and by them process groups and memory of devices."""
+def _clear_tracebacks(error: BaseException | None) -> None:
+    """Drop the references in an error's frames: strategies, and through them process groups and device memory."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
 
 
-class _interrupted:  # noqa: N801 - read as a sentence: with _interrupted(...)
-    """Within, collectives of NCCL are aborted when the members are called to leave at once.
+class _abort_on_call:  # noqa: N801 - read as a sentence: with _abort_on_call(...)
+    """Context manager that aborts NCCL collectives when the members are called to leave at once.
 
-    A broken connection is an error at once for gloo; a kernel of NCCL waits for a peer that is gone.
+    gloo raises on a broken connection; an NCCL kernel waits for the lost peer.
     """
 
     def __init__(self, mailbox: Mailbox, generation: int) -> None:
@@ -254,7 +254,7 @@ class _interrupted:  # noqa: N801 - read as a sentence: with _interrupted(...)
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
+        while not self._over.wait(_POLL_SECONDS):
             if self._mailbox.board.called(self._generation) == NOW:
                 from trainwright.strategies.contract.groups import abort_groups
 

@@ -1,6 +1,4 @@
-"""The processes of a run whose replicas come and go, each of which is a member with a number of its own."""
-
-from __future__ import annotations
+"""Processes of an elastic run, each a member with a number of its own."""
 
 import tempfile
 from collections.abc import Collection, Mapping
@@ -11,23 +9,23 @@ from omegaconf import DictConfig
 from trainwright.launch.members.mailbox import Mailbox, records_of
 from trainwright.launch.members.member import member_main
 from trainwright.launch.ranks.environment import rank_environment
-from trainwright.launch.ranks.supervisor import Ended, Monitor, Supervisor
+from trainwright.launch.ranks.supervisor import Monitor, RankExit, Supervisor
 
 
 class Members(Supervisor):
-    """Starts members and holds their processes; what the supervisor calls a rank is a member's number here.
+    """Supervisor of members; its ranks are members' numbers.
 
     Args:
         cfg: the resolved configuration of the attempt.
         verb: fit.
-        records: the folder for what the members write down.
-        environment: variables of the members besides those that they need to meet.
-        monitor: finds members that hang; None = off.
+        records: the folder for the records of members.
+        environment: variables of the members besides those of the rendezvous.
+        monitor: detects members that hang; None = off.
 
     Attributes:
-        mailbox: messages between them and this process.
-        joining: members that live and have never been taken in, the oldest first.
-        exit_codes: of the members that ended without having been told to, by number.
+        mailbox: messages between the members and this process.
+        joining: living members that have not joined a generation, oldest first.
+        exit_codes: of members that ended without being asked to, by number.
     """
 
     def __init__(
@@ -45,33 +43,33 @@ class Members(Supervisor):
 
     @property
     def ready(self) -> list[int]:
-        """Those of the joining ones that wait to be taken in."""
+        """Joining members that wait to be included."""
         return [member for member in self.joining if self.mailbox.is_ready(member)]
 
     def start(self, count: int) -> None:
-        """Start so many that are to join."""
+        """Start `count` members that are to join."""
         for number in range(self._numbers, self._numbers + count):
             self._numbers += 1
-            # Which rank it is, it learns when it is taken in.
+            # It learns its rank when it joins.
             environment = rank_environment(self._cfg, 0, 0) | {"TRAINWRIGHT_MEMBER": str(number)}
             self.start_rank(number, environment | self._more)
             self.joining.append(number)
 
-    def strike_off(self, members: Collection[int]) -> None:
-        """Count these no longer among those that are to join."""
+    def remove_joining(self, members: Collection[int]) -> None:
+        """Remove these from the joining members."""
         self.joining = [member for member in self.joining if member not in members]
 
-    def wait(self, timeout: float | None = None) -> list[Ended]:
-        """Wait until a member ends; see :meth:`Supervisor.wait`."""
+    def wait(self, timeout: float | None = None) -> list[RankExit]:
+        """Wait until a member exits; see :meth:`Supervisor.wait`."""
         ended = super().wait(timeout)
         self.exit_codes.update((each.rank, each.exit_code) for each in ended if not each.asked)
-        self.strike_off({each.rank for each in ended})
+        self.remove_joining({each.rank for each in ended})
         return ended
 
-    def end_those(self, members: Collection[int]) -> None:
-        """Kill those of them that live."""
+    def kill(self, members: Collection[int]) -> None:
+        """Kill those that live."""
         self.end(tuple(sorted(set(members) & set(self.living))), grace=0.0)
 
     def end_all(self, grace: float) -> None:
-        """End all that live, within so many seconds."""
+        """End all living members within `grace` seconds."""
         self.end(self.living, grace)

@@ -1,12 +1,10 @@
-"""A run whose replicas come and go: the launching process says who trains together, the members never restart.
+"""Elastic runs: the launching process decides who trains together, and members never restart.
 
-When a member dies, the members that are left part (their connections break, or they are called), say which copies of
-the state they have in memory, and go on from the newest that all of them have, as a new generation with fewer replicas.
-A replacement is started meanwhile; when it stands ready the members are called to leave after a certain step, and it is
-taken in with the state that one of them hands over.
+When a member dies, the others leave (their connections break, or they are called), report their in-memory snapshots,
+and continue from the newest that all of them have, as a new generation with fewer replicas. A replacement is started
+meanwhile; when it is ready the members are called to leave after a certain step, and it joins with a state sent by one
+of them.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,27 +16,25 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError, ends, first_failure
 from trainwright.core.failures.records import Beginning, read_result
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.local.attempt import pass_on
-from trainwright.launch.members.generations import Generations, Parted, first_beginning
-from trainwright.launch.members.mailbox import Left, records_of
+from trainwright.launch.local.attempt import forward_signal
+from trainwright.launch.members.generations import EndedGeneration, Generations, first_beginning
+from trainwright.launch.members.mailbox import LeaveReport, records_of
 from trainwright.launch.members.members import Members
-from trainwright.launch.outcome.attempt import RankAttempt
-from trainwright.launch.outcome.ending import patience, told_to_end
-from trainwright.launch.outcome.outcome import Outcome
-from trainwright.launch.ranks.supervisor import Ended
+from trainwright.launch.outcome.attempt import Outcome, RankAttempt
+from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
+from trainwright.launch.ranks.supervisor import RankExit
 from trainwright.launch.recovery.check_recovery import AUTO, REPLICAS
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback, setback_of
+from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog, RestartPolicy, attempt_failure
 from trainwright.strategies.compose.world import Surroundings, closed_layout
 
 
-class MemberEnds:
-    """Reads the ends of members, and what they wrote down before.
+class MemberExits:
+    """Interpretation of members' exits and records.
 
     Args:
         cfg: the resolved configuration of the attempt.
-        records: the folder for what the members write down.
-        generations: knows which member is which rank.
+        records: the folder for the records of members.
+        generations: maps members to ranks.
     """
 
     def __init__(self, cfg: DictConfig, records: Path, generations: Generations) -> None:
@@ -46,20 +42,20 @@ class MemberEnds:
         self._records = records
         self._generations = generations
 
-    def told(self, ended: Iterable[Ended]) -> Interrupted | None:
-        """The signal that these were told to end by, if they were."""
-        return told_to_end(self._cfg, {each.rank: each.exit_code for each in ended})
+    def interruption(self, ended: Iterable[RankExit]) -> Interrupted | None:
+        """Return the signal that interrupted these, if one did."""
+        return interruption_in(self._cfg, {each.rank: each.exit_code for each in ended})
 
-    def of_members(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Those of them that took part in this generation."""
+    def of_members(self, ended: Iterable[RankExit]) -> list[RankExit]:
+        """Return those that took part in this generation."""
         return [each for each in ended if each.rank in self._generations.now.members]
 
-    def failed(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Those that ended badly, and not because they were told to."""
-        return [each for each in ended if each.failed and self.told([each]) is None]
+    def failed(self, ended: Iterable[RankExit]) -> list[RankExit]:
+        """Return those that failed and were not interrupted."""
+        return [each for each in ended if each.failed and self.interruption([each]) is None]
 
-    def blame(self, failed: Sequence[Ended]) -> RankError:
-        """The error of the first that failed; of one that was to join, if no other did."""
+    def blame(self, failed: Sequence[RankExit]) -> RankError:
+        """Return the error of the first that failed; of a joining one only if no other did."""
         now, run_dir = self._generations.now, Path(self._cfg.run_dir)
         by_rank = {now.members.index(each.rank): each for each in self.of_members(failed)}
         if not by_rank:
@@ -69,34 +65,34 @@ class MemberEnds:
         hangs = {rank: each.hang for rank, each in by_rank.items() if each.hang is not None}
         return first_failure(self._generations.folder, codes, run_dir, hangs)
 
-    def setback(self, error: RankError, failed: Sequence[Ended]) -> Setback:
-        """What the policy must know of an error, by which these failed."""
+    def setback(self, error: RankError, failed: Sequence[RankExit]) -> AttemptFailure:
+        """Return an error, which made these fail, in the terms of the policy."""
         ranks, steps = {self._generations.now.rank_of(each.rank) for each in failed}, self._generations.steps
         step = max((step for rank, step in steps.items() if rank in ranks), default=None)
-        return setback_of(error, step, self._generations.begun)
+        return attempt_failure(error, step, self._generations.start_step)
 
-    def broken(self, left: Left) -> tuple[RankError, Setback]:
-        """The error, and what the policy must know, of a member that lost its connections to others that live."""
-        rank = self._generations.now.rank_of(left.member) or 0
-        error = RankError(f"the connections of rank {rank} broke: {left.error}", rank, None)
+    def connection_failure(self, report: LeaveReport) -> tuple[RankError, AttemptFailure]:
+        """Return the error and setback of a member that lost its connections to living ones."""
+        rank = self._generations.now.rank_of(report.member) or 0
+        error = RankError(f"the connections of rank {rank} broke: {report.error}", rank, None)
         step = max(self._generations.steps.values(), default=None)
-        return error, Setback(rank, "broken connections", step=step, begun=self._generations.begun)
+        return error, AttemptFailure(rank, "broken connections", step=step, start_step=self._generations.start_step)
 
     def lines(self, members: Collection[int], exit_codes: dict[int, int]) -> list[str]:
-        """How those of them ended that were not told to, in a line each."""
+        """Return a line for each of those that ended without being asked to."""
         gone = {rank: member for rank, member in enumerate(self._generations.now.members) if member in members}
         codes = {rank: exit_codes[member] for rank, member in gone.items() if member in exit_codes}
         return ends(self._generations.folder, codes)
 
 
-# Seconds between two looks at the mailbox; ends of processes are noticed at once.
-_LOOK_SECONDS = 0.1
-# Ranks that fail together are noticed one after the other; the one to blame may be the second.
+# Seconds between two reads of the mailbox; exits of processes are noticed at once.
+_POLL_SECONDS = 0.1
+# Failures of several ranks arrive one after the other; the second may be the cause.
 _TOGETHER_SECONDS = 0.1
 
 
-def keeps_replicas(cfg: DictConfig, verb: str) -> bool:
-    """Whether a run goes on in the processes of the other replicas when it loses one.
+def is_elastic_run(cfg: DictConfig, verb: str) -> bool:
+    """Return whether a run continues in the processes of the other replicas when it loses one.
 
     Args:
         cfg: the resolved configuration of an attempt.
@@ -110,12 +106,12 @@ def keeps_replicas(cfg: DictConfig, verb: str) -> bool:
 
 @dataclass(eq=False)
 class ReplicaAttempt(RankAttempt):
-    """An attempt of a run whose members are exchanged while it goes on, under a layout with several replicas.
+    """An attempt whose members are replaced while it runs, under a layout with several replicas.
 
     Attributes:
-        environment: variables of the members besides those that they need to meet.
-        policy: asked about every lost member, as about a restart.
-        log: told of every change.
+        environment: variables of the members besides those of the rendezvous.
+        policy: decides about every lost member as about a restart.
+        log: receives every change.
     """
 
     environment: Mapping[str, str]
@@ -128,77 +124,77 @@ class ReplicaAttempt(RankAttempt):
         self._layout = layout
         self._start_at = 0.0  # when replacements may be started
         self._suspects = False
-        self._setback: Setback | None = None
+        self._setback: AttemptFailure | None = None
 
     @property
     def beginning(self) -> Beginning | None:
-        """How it began to train; None as long as it has not."""
+        """The start of training; None before it."""
         return first_beginning(self.records)
 
-    def setback(self, failure: RankError) -> Setback:
-        """What the policy must know of a failure of this attempt."""
+    def setback(self, failure: RankError) -> AttemptFailure:
+        """Return a failure of this attempt in the terms of the policy."""
         assert self._setback is not None
         return replace(self._setback, rank=failure.rank)
 
-    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
-        """See the base class.
+    def run(self, grace_after_failure: float, should_stop: Callable[[], bool] | None) -> Outcome:
+        """Run the attempt as in the base class.
 
         Raises:
-            RankError: if a member failed, and the policy says that it must not go on so.
+            RankError: if a member failed and the policy gives up.
         """
         self._grace = grace_after_failure
-        self._enough = enough
+        self._enough = should_stop
         self._members = Members(self.cfg, self.verb, self.records, self.environment, self.monitor)
         with self._members:
             self._generations = Generations(self.cfg, self._layout, self.records, self._members)
-            self._ends = MemberEnds(self.cfg, self.records, self._generations)
+            self._ends = MemberExits(self.cfg, self.records, self._generations)
             try:
-                return self._see_through()
+                return self._supervise()
             except Interrupted as interrupted:
-                ended = pass_on(self._members, self.cfg, self.verb, interrupted)
-                raise self._ends.told(ended) or interrupted from None
+                ended = forward_signal(self._members, self.cfg, self.verb, interrupted)
+                raise self._ends.interruption(ended) or interrupted from None
             finally:
                 self._generations.close()
 
-    def _see_through(self) -> Outcome:
+    def _supervise(self) -> Outcome:
         self._members.start(self._layout.world_size + self.cfg.launch.spares)
         self._generations.begin()
         while True:
-            ended = self._members.wait(_LOOK_SECONDS)
+            ended = self._members.wait(_POLL_SECONDS)
             if any(each.failed for each in ended):
                 ended += self._members.wait(_TOGETHER_SECONDS)
             members = self._ends.of_members(ended)
-            if any(each.exit_code == 0 for each in members) or self._ends.told(members) is not None:
+            if any(each.exit_code == 0 for each in members) or self._ends.interruption(members) is not None:
                 return self._finish(ended)
-            outcome = self._look_after(ended)
+            outcome = self._handle(ended)
             if outcome is not None:
                 return outcome
 
-    def _look_after(self, ended: Sequence[Ended]) -> Outcome | None:
-        """Do what is due: regroup, start replacements, call members; the outcome if there is no going on."""
+    def _handle(self, ended: Sequence[RankExit]) -> Outcome | None:
+        """Regroup, start replacements or call members, as needed; return the outcome if the attempt is over."""
         failed = [each for each in ended if each.failed]
         lost = {each.rank for each in self._ends.of_members(failed)}
         error = self._ends.blame(failed) if failed else None
         if error is not None:
             self._setback = self._ends.setback(error, failed)
             if not self._generations.now.whole_replicas(lost):
-                return self._end_with(error)
+                return self._fail(error)
             self._decide(error)
-        left = self._generations.left
-        errors = [each for each in left if each.error is not None]
+        reports = self._generations.reports
+        errors = [each for each in reports if each.error is not None]
         if errors and error is None:
             if not self._suspects:
                 self._suspects = True
-                return None  # the end of the one that broke them may not be noticed yet
-            error, self._setback = self._ends.broken(errors[0])
+                return None  # the exit of the member that broke them may not be noticed yet
+            error, self._setback = self._ends.connection_failure(errors[0])
             self._decide(error)
-        if lost or errors or len(left) == len(self._generations.now.members):
+        if lost or errors or len(reports) == len(self._generations.now.members):
             return self._regroup(lost, error)
         if self._enough is not None and self._enough():
-            self._members.end_all(patience(self.cfg, self.verb))
+            self._members.end_all(exit_timeout(self.cfg, self.verb))
             return Outcome()
         self._start_missing()
-        self._generations.call_if_ready()
+        self._generations.call_to_leave()
         return None
 
     def _decide(self, error: RankError) -> None:
@@ -216,54 +212,54 @@ class ReplicaAttempt(RankAttempt):
             self._members.start(missing)
 
     def _regroup(self, lost: set[int], error: RankError | None) -> Outcome | None:
-        """Go on as the next generation; the outcome if that is not possible."""
-        parted = self._generations.part(lost)
-        step = self._generations.go_on(parted)
+        """Continue as the next generation; return the outcome if that is impossible."""
+        parted = self._generations.end_generation(lost)
+        step = self._generations.start_next(parted)
         if step is None:
-            # Nobody has the state any more, or there is none yet: the run starts anew from a checkpoint.
-            self.log.tell("; ".join([parted.why_not, *self._ends.lines(parted.lost, self._members.exit_codes)]))
+            # The state is lost, or does not exist yet: the run restarts from a checkpoint.
+            self.log.write("; ".join([parted.reason, *self._ends.lines(parted.lost, self._members.exit_codes)]))
             gone = sorted(parted.lost) or parted.before.members
-            error = error or self._ends.blame([Ended(member, 1) for member in gone])
-            self._setback = self._setback or Setback(error.rank, error.kind)
-            return self._end_with(error)
+            error = error or self._ends.blame([RankExit(member, 1) for member in gone])
+            self._setback = self._setback or AttemptFailure(error.rank, error.kind)
+            return self._fail(error)
         self._suspects = False
-        self._say(parted, error, step)
+        self._log_change(parted, error, step)
         return None
 
-    def _say(self, parted: Parted, error: RankError | None, step: int) -> None:
+    def _log_change(self, parted: EndedGeneration, error: RankError | None, step: int) -> None:
         now = self._generations.now
         new = len(set(now.members) - set(parted.before.members)) // now.replica_size
-        told = [error.summary] if error is not None else ["connections broke"] if not new else []
-        told += [f"{new} replica(s) joined"] if new else []
-        text = f"{'; '.join(told)}; going on from step {step} with {self._generations.size}"
-        self.log.tell(text, "" if error is None else str(error))
+        parts = [error.summary] if error is not None else ["connections broke"] if not new else []
+        parts += [f"{new} replica(s) joined"] if new else []
+        text = f"{'; '.join(parts)}; continuing from step {step} with {self._generations.size}"
+        self.log.write(text, "" if error is None else str(error))
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def _end_with(self, error: RankError) -> Outcome:
+    def _fail(self, error: RankError) -> Outcome:
         self._members.end_all(self._grace)
         return Outcome(error)
 
-    def _finish(self, ended: Sequence[Ended]) -> Outcome:
-        """A member has come to the end of training, or was told to end: so do the others."""
+    def _finish(self, ended: Sequence[RankExit]) -> Outcome:
+        """Wait for the other members after one has finished training or was interrupted."""
         ended = list(ended)
-        self._members.end_those(self._members.joining)
+        self._members.kill(self._members.joining)
         while self._members.living and not self._ends.failed(ended):
-            ended += self._members.wait(_LOOK_SECONDS)
-            # Who lost its connections because others are through already waits for a generation that never comes.
-            self._members.end_those({each.member for each in self._generations.left})
+            ended += self._members.wait(_POLL_SECONDS)
+            # Members whose connections broke because others have finished wait for a generation that never comes.
+            self._members.kill({each.member for each in self._generations.reports})
         failed = self._ends.of_members(self._ends.failed(ended))
         if failed:
             self._members.end_all(self._grace)
             error = self._ends.blame(failed)
             self._setback = self._ends.setback(error, failed)
             return Outcome(error)
-        told = self._ends.told(ended)
-        if told is not None:
-            raise told
+        interruption = self._ends.interruption(ended)
+        if interruption is not None:
+            raise interruption
         metrics = read_result(self.records)
         if metrics is None:
             error = RankError("rank 0 lost its connections at the end of training", 0, None)
-            self._setback = Setback(0, "broken connections")
+            self._setback = AttemptFailure(0, "broken connections")
             return Outcome(error)
         return Outcome(metrics=metrics)

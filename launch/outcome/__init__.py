@@ -1,1 +1,1 @@
-"""How ranks end."""
+"""Outcomes of ranks, attempts and jobs."""

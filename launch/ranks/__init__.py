@@ -1,1 +1,1 @@
-"""Start the processes of ranks and connect them."""
+"""Processes of ranks and their rendezvous."""

@@ -1,4 +1,4 @@
-"""The environment of a rank: what torch and Lightning read to know that it was started as one of many."""
+"""Environment variables of a rank, read by torch and Lightning."""
 
 import os
 
@@ -7,24 +7,24 @@ from omegaconf import DictConfig
 from trainwright.core.processes.machine import threads_of_rank
 from trainwright.core.processes.rendezvous import loopback_interfaces
 from trainwright.core.text.messages import token_environment
-from trainwright.launch.ranks.rendezvous import ADDRESS
+from trainwright.launch.ranks.local_store import ADDRESS
 
 
 def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) -> dict[str, str]:
-    """Variables of this process, with those of one rank of this machine.
+    """Return the variables of this process plus those of one rank of this machine.
 
     Args:
         cfg: the resolved configuration; all its ranks are on this machine.
         rank: global rank.
-        port: where the store of this attempt listens.
-        attempt: how often the ranks were started before.
+        port: of the store of this attempt.
+        attempt: number of restarts.
     """
     return {
         **os.environ,
         **_shared_machine(cfg),
         **token_environment(),
         **of_rank(rank, cfg.devices, (ADDRESS, port), attempt),
-        # Lightning takes a process with this one for a rank that was started outside.
+        # Lightning treats a process with this variable as a rank started by a launcher.
         "TORCHELASTIC_RUN_ID": f"{cfg.name}-{os.getpid()}",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
@@ -33,14 +33,14 @@ def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) ->
 def of_rank(
     rank: int, world_size: int, store: tuple[str, int], attempt: int, local_size: int | None = None
 ) -> dict[str, str]:
-    """Variables in which ranks differ, and in which a rank differs from attempt to attempt.
+    """Return the variables that differ between ranks or attempts.
 
     Args:
         rank: global rank.
         world_size: number of ranks.
         store: address and port of the store of this attempt.
-        attempt: how often the ranks met before.
-        local_size: ranks of a machine; None = all.
+        attempt: number of earlier rendezvous.
+        local_size: ranks per machine; None = all.
     """
     size = local_size or world_size
     found = {
@@ -55,7 +55,7 @@ def of_rank(
         "ROLE_NAME": "trainwright",
         "MASTER_ADDR": store[0],
         "MASTER_PORT": store[1],
-        # By this one torch knows that rank 0 need not open the store.
+        # Tells torch that rank 0 need not open the store.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": attempt,
     }
@@ -63,7 +63,7 @@ def of_rank(
 
 
 def _shared_machine(cfg: DictConfig) -> dict[str, str]:
-    """What ranks need to share one machine well, unless the user has decided it."""
+    """Return defaults for ranks that share a machine; the user's settings have priority."""
     errors = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     return {
         "OMP_NUM_THREADS": threads_of_rank(cfg.launch.threads, cfg.devices),

@@ -1,6 +1,4 @@
-"""Shows what ranks write into files, as it grows: each line with the name of who wrote it."""
-
-from __future__ import annotations
+"""Live output of ranks: lines appended to their logs, prefixed with the rank."""
 
 from pathlib import Path
 
@@ -8,14 +6,14 @@ from trainwright.callbacks.monitor.sample import sampled_ranks
 from trainwright.core.failures.failure import TRACEBACK_MARK, log_file
 
 MOST_RANKS = 256
-"""Ranks whose logs are shown while a run goes on."""
+"""Largest number of ranks whose logs are followed live."""
 
-# Read of one file at a time, so that a rank that says very much does not keep the others from being heard.
+# Limit per file and poll, so that a verbose rank does not starve the others.
 _BYTES = 1 << 16
 
 
-class _Growing:
-    """A file that may not be there yet, read from where it was left."""
+class _TailedFile:
+    """A growing file that may not exist yet, read incrementally."""
 
     def __init__(self, path: Path, name: str, at: int) -> None:
         self._path = path
@@ -24,7 +22,7 @@ class _Growing:
         self._rest = b""
 
     def lines(self, all_of_it: bool = False) -> list[str]:
-        """Whole lines that have come since; at the end of the file the last one may be a part."""
+        """Return the new complete lines; with `all_of_it`, also an unterminated last line."""
         if not self._path.is_file() or (self._path.stat().st_size == self._at and not (all_of_it and self._rest)):
             return []
         found = self._rest
@@ -35,56 +33,56 @@ class _Growing:
         *whole, self._rest = found.split(b"\n")
         if all_of_it and self._rest:
             whole, self._rest = [*whole, self._rest], b""
-        mark = TRACEBACK_MARK.encode()  # the run's error says what is to be known
-        return [f"{self._name} {_as_shown(line)}" for line in whole if not line.startswith(mark)]
+        mark = TRACEBACK_MARK.encode()  # the run's error has the information of the traceback
+        return [f"{self._name} {_last_state(line)}" for line in whole if not line.startswith(mark)]
 
 
-def _as_shown(line: bytes) -> str:
-    """What redraws itself in one line, as bars of progress do, as it was last."""
+def _last_state(line: bytes) -> str:
+    """Return the last state of a line that redraws itself, like a progress bar."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
 
 
 class Follower:
-    """Prints the lines of several files as they grow."""
+    """Printer of the lines appended to several files."""
 
     def __init__(self) -> None:
-        self._files: list[_Growing] = []
+        self._files: list[_TailedFile] = []
 
     def add(self, path: Path, name: str, from_end: bool = False, at: int = 0) -> None:
-        """Follow a file, which may come later.
+        """Follow a file, which may be created later.
 
         Args:
             path: of the file.
-            name: stands before each of its lines.
-            from_end: leave out what is in it already.
-            at: leave out so many bytes.
+            name: prefix of its lines.
+            from_end: skip its present contents.
+            at: bytes to skip otherwise.
         """
-        self._files.append(_Growing(path, name, path.stat().st_size if from_end and path.is_file() else at))
+        self._files.append(_TailedFile(path, name, path.stat().st_size if from_end and path.is_file() else at))
 
     def add_ranks(self, run_dir: Path, ranks: range, title: str = "") -> None:
-        """Follow the logs of ranks, `logs/rank_<n>.log`, without what earlier runs in this directory have left there.
+        """Follow the logs of ranks, `logs/rank_<n>.log`, without the output of earlier runs in the directory.
 
-        Of more than :data:`MOST_RANKS` those of some are followed, which is said: every file is looked at several times
-        a second, by one process, and nobody reads the lines of thousands.
+        Of more than :data:`MOST_RANKS` ranks only a sample is followed, and a line says so, because one process polls
+        every file several times a second.
 
         Args:
             run_dir: the run directory.
             ranks: global ranks.
-            title: of the run, in front of the rank; empty = there is but one.
+            title: of the run, in front of the rank; empty = there is only one run.
         """
         followed = sampled_ranks(len(ranks), MOST_RANKS)
         if len(followed) < len(ranks):
             where = log_file(run_dir, 0).parent
-            self._print([f"{title}of {len(ranks)} ranks the logs of {len(followed)} are shown; all are in {where}"])
+            self._print([f"{title}the logs of {len(followed)} of {len(ranks)} ranks are shown; all are in {where}"])
         for rank in (ranks[place] for place in followed):
             self.add(log_file(run_dir, rank), f"[{title}rank {rank}]", from_end=True)
 
     def poll(self) -> None:
-        """Print what has come since."""
+        """Print new lines."""
         self._print([line for file in self._files for line in file.lines()])
 
     def finish(self) -> None:
-        """Print what is left, last lines without an end included."""
+        """Print the rest, unterminated last lines included."""
         self._print([line for file in self._files for line in file.lines(all_of_it=True)])
 
     def _print(self, lines: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks print."""
+"""Redirection of the ranks' output."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def ranks_speak_to_stderr() -> Iterator[None]:
-    """Processes started within have standard error for their standard output, so that a report stands there alone."""
+def ranks_to_stderr() -> Iterator[None]:
+    """Send the standard output of processes started within to standard error, so that a report stands alone."""
     sys.stdout.flush()
     held = os.dup(1)
     os.dup2(2, 1)
@@ -21,13 +21,13 @@ def ranks_speak_to_stderr() -> Iterator[None]:
 
 
 class Output:
-    """What this process prints, compiled code included: to where it printed at first, or to the end of a file."""
+    """Output of this process, that of compiled code included: the original streams, or the end of a file."""
 
     def __init__(self) -> None:
         self._first = os.dup(1), os.dup(2)
 
     def to(self, path: Path | None) -> None:
-        """Print into a file from now on; `None`: to where it was at first."""
+        """Redirect the output to a file; None = back to the original streams."""
         sys.stdout.flush()
         sys.stderr.flush()
         if path is None:

@@ -1,9 +1,8 @@
-"""What the fork server imports, once for all ranks that are forked from it."""
+"""Imports of the fork server, shared by all ranks."""
 
 import gc
 
-from trainwright.launch.ranks.forkserver import serve
-from trainwright.launch.ranks.importing import without_collector
+from trainwright.launch.ranks.forkserver import serve, without_collector
 
 serve()
 with without_collector():
@@ -11,6 +10,6 @@ with without_collector():
     import trainwright.launch.ranks.progress
     import trainwright.launch.worker  # noqa: F401
 
-# What was imported lives as long as the process: no rank looks through it for garbage, nor writes to memory that all
-# ranks share.
+# The imports live as long as the process: exclude them from garbage collection, which would also write to memory
+# shared by all ranks.
 gc.freeze()

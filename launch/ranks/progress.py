@@ -1,6 +1,4 @@
-"""How far a rank is, written down for the launching process."""
-
-from __future__ import annotations
+"""Progress of a rank, recorded for the launching process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ from trainwright.trainer.trainer import Trainer
 
 
 class BeginningReport(Callback):
-    """Says where training begins.
+    """Record of the start of training.
 
     Args:
         folder: of the records of this attempt.
@@ -24,14 +22,14 @@ class BeginningReport(Callback):
         self._folder = folder
 
     def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        """Write it down, on rank 0."""
+        """Write it on rank 0."""
         assert isinstance(trainer, Trainer)
         if trainer.is_global_zero:
             write_beginning(self._folder, _beginning(trainer))
 
 
 class ProgressReport(BeginningReport):
-    """Notes the step of this rank as well, whenever it reads the next micro-batch.
+    """Record of this rank's step at every micro-batch, and of the start of training.
 
     Args:
         folder: of the records of this attempt.
@@ -42,7 +40,7 @@ class ProgressReport(BeginningReport):
         self._stop: Callable[[], None] = lambda: None
 
     def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        """Say where training begins, and listen."""
+        """Record the start, and listen for steps."""
         assert isinstance(trainer, Trainer)
         record = StepRecord(self._folder, trainer.global_rank)
         record.write(trainer.global_step)
@@ -56,7 +54,7 @@ class ProgressReport(BeginningReport):
         self._stop = trainer.phases.listen(note)
 
     def on_train_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._stop()
 
 

@@ -1,4 +1,4 @@
-"""Processes of one machine, one per rank: started from the fork server, waited for, and ended, each for itself."""
+"""Supervision of one process per rank on this machine: start, wait, end."""
 
 import contextlib
 import multiprocessing
@@ -15,36 +15,36 @@ from trainwright.core.failures.failure import FoundHang
 from trainwright.core.processes.process import kill_with_workers
 from trainwright.launch.ranks.forkserver import hidden_main, start_forkserver
 
-# Seconds between two questions to a monitor.
+# Seconds between two checks of the monitor.
 _MONITOR_INTERVAL = 0.5
-# A process in the kernel (a driver that does not answer) outlives SIGKILL; then the launching process goes on alone.
+# A process inside the kernel (an unresponsive driver) survives SIGKILL; the launching process then continues.
 _SECONDS_TO_DIE = 30.0
-# What multiprocessing says of the processes of a fork server that was killed: nobody knows how they ended, and whether.
-_SERVER_IS_GONE = 255
+# Exit code of multiprocessing for children of a killed fork server: their real state is unknown.
+_SERVER_KILLED = 255
 
 
 class Monitor(Protocol):
-    """Who finds out that a rank lives but does not get on."""
+    """Interface of a detector of ranks that hang."""
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Variables by which the process that is to be `rank` knows that it is watched."""
+        """Return the variables by which the process of `rank` knows that it is watched."""
 
     def watch(self, rank: int, pid: int) -> None:
-        """Hear that `rank` is now the process `pid`, whatever it was before."""
+        """Register process `pid` as `rank`, replacing an earlier one."""
 
     def check(self) -> FoundHang | None:
-        """The rank that hangs, if any; asked every half second, so it must answer at once."""
+        """Return the rank that hangs, if any; called every half second, must not block."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """One rank's process is gone.
+class RankExit:
+    """Exit of one rank's process.
 
     Attributes:
         rank: global rank.
-        exit_code: of the process; negative = minus the number of the signal that ended it.
-        asked: whether it had been told to end, so that its end says nothing about it.
-        hang: why the monitor had it killed; None: it was not the monitor.
+        exit_code: of the process; negative = minus the number of the signal that killed it.
+        asked: whether it was asked to exit, so that its exit code means nothing.
+        hang: the monitor's reason for killing it; None = the monitor did not.
     """
 
     rank: int
@@ -54,25 +54,24 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, and by itself."""
+        """Whether it failed by itself."""
         return self.exit_code != 0 and not self.asked
 
 
 class Supervisor:
-    """Holds the processes of the ranks of this machine.
+    """The processes of the ranks of this machine.
 
-    Every rank is a process of its own: one may end, be ended or be started anew while the others live, so what is to
-    be done about a failure is decided elsewhere. Ends are noticed at once, through the kernel, without polling. When
-    the launching process is killed, the kernel kills the fork server and then the ranks
-    (`trainwright.core.processes.orphans`); where it cannot, ranks watch that process themselves
-    (`trainwright.core.processes.watch`).
+    Every rank is a process of its own and may exit, be ended or be restarted while the others live; decisions about
+    failures are made elsewhere. Exits are noticed at once, through the kernel, without polling. If the launching
+    process is killed, the kernel kills the fork server and then the ranks (`trainwright.core.processes.orphans`); where
+    it cannot, ranks watch that process themselves (`trainwright.core.processes.watch`).
 
-    As a context manager it leaves nothing behind: processes that still live at its end are killed.
+    As a context manager it kills processes that still live at its end.
 
     Args:
-        entry: the function of a module that a rank runs; called with a rank's environment, then `arguments`.
+        entry: module-level function that a rank runs; called with a rank's environment, then `arguments`.
         arguments: the same for every rank; pickled.
-        monitor: asked about hangs while :meth:`wait` waits; None = off.
+        monitor: checked for hangs during :meth:`wait`; None = off.
     """
 
     def __init__(
@@ -94,17 +93,17 @@ class Supervisor:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks whose end has not been told by :meth:`wait` or :meth:`end` yet."""
+        """Ranks whose exit has not been returned by :meth:`wait` or :meth:`end` yet."""
         return tuple(sorted(self._processes))
 
     def pid(self, rank: int) -> int:
-        """Process id of a living rank."""
+        """Return the process id of a living rank."""
         pid = self._processes[rank].pid
         assert pid is not None
         return pid
 
     def start_rank(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Start the process of a rank that has none; the fork server is started if it does not run.
+        """Start the process of a rank, and the fork server if needed.
 
         Args:
             rank: global rank.
@@ -123,92 +122,89 @@ class Supervisor:
             with hidden_main():
                 process.start()
         except BaseException:
-            # Interrupted before the fork server answered: the process, if there is one, ends as its parent is gone.
+            # Interrupted before the fork server answered: the process, if there is one, exits with its parent.
             if process.pid is None:
                 del self._processes[rank]
             raise
         if self._monitor is not None:
             self._monitor.watch(rank, self.pid(rank))
 
-    def end(self, ranks: tuple[int, ...], grace: float, number: signal.Signals = signal.SIGTERM) -> list[Ended]:
-        """End some ranks together; the others go on.
+    def end(self, ranks: tuple[int, ...], grace: float, number: signal.Signals = signal.SIGTERM) -> list[RankExit]:
+        """End some ranks together; the others continue.
 
         Args:
             ranks: living ranks.
-            grace: seconds that they have to end after the signal; then they are killed. 0 = killed at once.
+            grace: seconds to exit after the signal before they are killed; 0 = killed at once.
             number: the signal.
         """
         self._asked.update(ranks)
-        ended: list[Ended] = []
+        ended: list[RankExit] = []
         if grace > 0:
             for rank in ranks:
                 self._send(rank, number)
             ended += self._wait_for(ranks, grace)
-        left = tuple(rank for rank in ranks if rank in self._processes)
-        for rank in left:
+        remaining = tuple(rank for rank in ranks if rank in self._processes)
+        for rank in remaining:
             self._send(rank, signal.SIGKILL)
-        ended += self._wait_for(left, _SECONDS_TO_DIE)
+        ended += self._wait_for(remaining, _SECONDS_TO_DIE)
         return sorted(ended, key=lambda each: each.rank)
 
-    def wait(self, timeout: float | None = None) -> list[Ended]:
-        """Wait until a rank ends.
+    def wait(self, timeout: float | None = None) -> list[RankExit]:
+        """Wait until a rank exits.
 
         Args:
             timeout: longest wait in seconds; None = no limit.
 
         Returns:
-            The ranks that have ended since they were last asked for; empty when the time is over or none lives.
+            The ranks that have exited since the last call; empty on timeout or if none lives.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while self._processes:
             rest = None if end is None else max(0.0, end - time.monotonic())
-            ended = self._gone(self.living, self._pause(rest))
+            ended = self._wait_any(self.living, self._pause(rest))
             if ended or rest == 0.0:
                 return ended
-            self._ask_monitor()
+            hang = None if self._monitor is None else self._monitor.check()
+            if hang is not None and hang.rank in self._processes and hang.rank not in self._hangs:
+                self._hangs[hang.rank] = hang
+                self._send(hang.rank, signal.SIGKILL)
         return []
 
     def _pause(self, rest: float | None) -> float | None:
-        """How long to wait at once, when there are `rest` seconds left."""
+        """Return the seconds of the next wait, with `rest` seconds left."""
         if self._monitor is None:
             return rest
         return _MONITOR_INTERVAL if rest is None else min(rest, _MONITOR_INTERVAL)
 
-    def _wait_for(self, ranks: tuple[int, ...], seconds: float) -> list[Ended]:
-        """Wait until all of these have ended, at most so long."""
+    def _wait_for(self, ranks: tuple[int, ...], seconds: float) -> list[RankExit]:
+        """Wait at most `seconds` until all of these have exited."""
         end = time.monotonic() + seconds
-        ended: list[Ended] = []
-        while left := tuple(rank for rank in ranks if rank in self._processes):
+        ended: list[RankExit] = []
+        while remaining := tuple(rank for rank in ranks if rank in self._processes):
             rest = end - time.monotonic()
             if rest <= 0:
                 break
-            ended += self._gone(left, rest)
+            ended += self._wait_any(remaining, rest)
         return ended
 
-    def _gone(self, ranks: tuple[int, ...], seconds: float | None) -> list[Ended]:
-        """Wait until one of these has ended, at most so long, and forget those that have."""
+    def _wait_any(self, ranks: tuple[int, ...], seconds: float | None) -> list[RankExit]:
+        """Wait at most `seconds` until one of these has exited, and remove those that have."""
         sentinels = {self._processes[rank].sentinel: rank for rank in ranks}
         ready = connection.wait(list(sentinels), seconds)
-        return [self._forget(sentinels[sentinel]) for sentinel in sentinels if sentinel in ready]
+        return [self._reap(sentinels[sentinel]) for sentinel in sentinels if sentinel in ready]
 
-    def _forget(self, rank: int) -> Ended:
+    def _reap(self, rank: int) -> RankExit:
         process = self._processes[rank]
         process.join()
         code = process.exitcode
         assert code is not None
-        if code == _SERVER_IS_GONE:
-            self._send(rank, signal.SIGKILL)  # it may live
+        if code == _SERVER_KILLED:
+            self._send(rank, signal.SIGKILL)  # it may still live
         del self._processes[rank]
         process.close()
         asked = rank in self._asked
         self._asked.discard(rank)
-        return Ended(rank, code, asked, self._hangs.pop(rank, None))
-
-    def _ask_monitor(self) -> None:
-        hang = None if self._monitor is None else self._monitor.check()
-        if hang is not None and hang.rank in self._processes and hang.rank not in self._hangs:
-            self._hangs[hang.rank] = hang
-            self._send(hang.rank, signal.SIGKILL)
+        return RankExit(rank, code, asked, self._hangs.pop(rank, None))
 
     def _send(self, rank: int, number: signal.Signals) -> None:
         if number == signal.SIGKILL:

@@ -1,1 +1,1 @@
-"""Go on after a failure: restart, replace, shrink, resume."""
+"""Recovery after a failure: restart, replace, shrink, resume."""

@@ -1,6 +1,4 @@
-"""What a run goes on from, decided and checked by the launching process, without torch and without reading tensors."""
-
-from __future__ import annotations
+"""Choosing and checking the checkpoint to resume from, in the launching process: without torch or reading tensors."""
 
 import contextlib
 import os
@@ -25,22 +23,22 @@ from trainwright.core.run.run_directory import CHECKPOINTS, RUNS, runs_of
 from trainwright.core.text.sizes import size_text
 
 _SAFETENSORS = ".safetensors"
-# Files that torch writes and reads; the only thing that can be behind http.
+# File types of torch; only these can be read over http.
 _TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")
 
 
 def decide_resume(cfg: DictConfig, verb: str) -> list[str]:
-    """Put what `ckpt_path` and `resume` stand for into the configuration.
+    """Resolve `ckpt_path` and `resume` in the configuration.
 
-    `ckpt_path` becomes the path of the newest checkpoint that nothing speaks against so far, and `resume_folders` the
-    folders in which the ranks find it and, should its contents turn out to be damaged, an older one.
+    `ckpt_path` becomes the path of the newest checkpoint with a good manifest, and `resume_folders` the folders in
+    which the ranks look for it, or for an older one if its contents are damaged.
 
     Args:
         cfg: the configuration; changed in place.
         verb: fit, validate, test or predict.
 
     Returns:
-        What is contradictory, and what was not found.
+        Contradictory options, and checkpoints that were not found.
     """
     problems = list(_contradictions(cfg, verb))
     if cfg.ckpt_path == LAST or (cfg.resume == AUTO and cfg.ckpt_path is None):
@@ -52,15 +50,15 @@ def decide_resume(cfg: DictConfig, verb: str) -> list[str]:
     return problems
 
 
-def going_on_in_place(cfg: DictConfig, verb: str) -> DictConfig:
-    """The configuration of a run that was begun, for its next attempt: from its newest good checkpoint.
+def resume_in_place(cfg: DictConfig, verb: str) -> DictConfig:
+    """Return the configuration of the next attempt of a run, resuming from its newest good checkpoint.
 
     Args:
-        cfg: the resolved configuration that it was begun with; not changed.
-        verb: fit, validate, test or predict; only fit has saved anything to go on from.
+        cfg: the resolved configuration of the first attempt; not changed.
+        verb: fit, validate, test or predict; only fit saves checkpoints to resume from.
 
     Returns:
-        A copy. Without a checkpoint of its own the run begins as it did: from `ckpt_path` or `init_from`, if given.
+        A copy. Without a checkpoint of its own the run starts as before: from `ckpt_path` or `init_from`, if set.
     """
     cfg = cfg.copy()
     if verb != "fit":
@@ -68,17 +66,17 @@ def going_on_in_place(cfg: DictConfig, verb: str) -> DictConfig:
     folders = _folders(cfg)
     newest, _ = newest_good(folders)
     if newest is not None:
-        # What was loaded at first is in it; and it is a run state, in which nothing needs to be trusted.
+        # It includes what was loaded at first, and is a run state, which needs no trust.
         cfg.ckpt_path, cfg.resume, cfg.resume_folders = newest, AUTO, folders
         cfg.init_from, cfg.trust = None, False
     return cfg
 
 
 def saved_global_batch(cfg: DictConfig) -> int | None:
-    """Samples per optimizer step, as the newest good checkpoint of this run tells; None if none does.
+    """Return the samples per optimizer step recorded in the newest good checkpoint of this run; None if unknown.
 
     Args:
-        cfg: the resolved configuration of a run that was begun.
+        cfg: the resolved configuration of a started run.
     """
     newest, _ = newest_good(_folders(cfg))
     if newest is None or not Folder(newest).exists():
@@ -88,10 +86,10 @@ def saved_global_batch(cfg: DictConfig) -> int | None:
 
 
 def resume_problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What speaks against going on from `ckpt_path`, or beginning with `init_from`.
+    """Return the problems of `ckpt_path` and `init_from`.
 
     Args:
-        cfg: the resolved configuration, as `decide_resume` left it.
+        cfg: the resolved configuration, after `decide_resume`.
         verb: fit, validate, test or predict.
     """
     problems = []
@@ -110,9 +108,9 @@ def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
     if cfg.resume not in (None, AUTO):
         yield f"resume={cfg.resume}: unknown; type resume=auto, or resume=null for off"
     elif cfg.resume is not None and cfg.ckpt_path is not None:
-        yield f"{' with '.join(given)}: both say what to go on from; leave one out"
+        yield f"{' with '.join(given)}: both select a checkpoint; leave one out"
     elif cfg.resume is not None and verb != "fit":
-        yield f"resume={cfg.resume} with {verb}: only fit can start afresh; type ckpt_path={LAST}"
+        yield f"resume={cfg.resume} with {verb}: only fit can start from scratch; type ckpt_path={LAST}"
     if cfg.init_from is not None and cfg.ckpt_path is not None:
         yield (
             f"init_from={cfg.init_from} with ckpt_path={cfg.ckpt_path}: the weights of the checkpoint would replace "
@@ -121,7 +119,7 @@ def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
     if cfg.trust and not given:
         yield "trust=true without a checkpoint: it lets the file named by ckpt_path run code; leave it out"
     if not cfg.strict and not given and cfg.init_from is None:
-        yield "strict=false without anything to load: it is about ckpt_path and init_from; leave it out"
+        yield "strict=false without anything to load: it applies to ckpt_path and init_from; leave it out"
     if cfg.resume_folders:
         yield "resume_folders is decided by the command; type ckpt_path=last or resume=auto, and run_dir=..."
 
@@ -135,22 +133,22 @@ def _find_newest(cfg: DictConfig, verb: str) -> list[str]:
         return []
     if reasons:
         return [
-            f"ckpt_path={LAST}: there is no good checkpoint; passed over: {'; '.join(reasons)}. Type "
-            "ckpt_path=<path> of another one, or leave it out to start afresh"
+            f"ckpt_path={LAST}: there is no good checkpoint; skipped: {'; '.join(reasons)}. Type ckpt_path=<path> of "
+            "another one, or leave it out to start from scratch"
         ]
     if cfg.run_dir is not None:
         return [
-            f"ckpt_path={LAST}: there is no checkpoint in {', '.join(folders)}; leave it out to start afresh, or type "
-            f"resume={AUTO} to do so where there is none"
+            f"ckpt_path={LAST}: there is no checkpoint in {', '.join(folders)}; leave it out to start from scratch, or "
+            f"type resume={AUTO} to do so only if there is none"
         ]
     return [
         f"ckpt_path={LAST}: no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint; leave ckpt_path "
-        "out to start afresh, or type ckpt_path=<path>"
+        "out to start from scratch, or type ckpt_path=<path>"
     ]
 
 
 def _folders(cfg: DictConfig) -> list[str]:
-    """Where to look: folders that the configuration names, then those of `run_dir`, or of all runs of this recipe."""
+    """Return the folders to search: those of the configuration, then those of `run_dir` or of all runs of the name."""
     given = cfg.run_dir is not None
     runs = [Path(cfg.run_dir)] if given else runs_of(run_name(cfg))
     folders = [*_dirpaths(cfg, of_every_run=not given), *(str(run / CHECKPOINTS) for run in runs)]
@@ -158,31 +156,31 @@ def _folders(cfg: DictConfig) -> list[str]:
 
 
 def _dirpaths(cfg: DictConfig, *, of_every_run: bool) -> Iterator[str]:
-    """`dirpath` of the callbacks of the group checkpoint; of every run: those that do not depend on its directory."""
+    """Yield `dirpath` of the checkpoint callbacks; for every run: only those independent of the run directory."""
     raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
     for name, callback in raw.items():
         dirpath = callback.get("dirpath") if isinstance(callback, dict) else None
         if dirpath is not None and not (of_every_run and "${" in str(dirpath)):
-            with contextlib.suppress(OmegaConfBaseException):  # `validate` tells what is missing
+            with contextlib.suppress(OmegaConfBaseException):  # `validate` reports missing values
                 yield str(cfg.checkpoint[name].dirpath)
 
 
 def run_name(cfg: DictConfig) -> str:
-    """What a run is called where its recipe does not say."""
+    """Return the name of the run, "unnamed" if it is not set."""
     return "unnamed" if OmegaConf.is_missing(cfg, "name") else str(cfg.name)
 
 
-# ---- what is at a path ----------------------------------------------------------------------------------------------
+# ---- the checkpoint at a path ---------------------------------------------------------------------------------------
 
 
 def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
     path = str(cfg.ckpt_path)
     if path.startswith(("http://", "https://")):
         if path.lower().endswith(_TORCH_FILES):
-            problem = connection_problem(path)  # whether it is there, its reader finds out
+            problem = connection_problem(path)  # its reader checks whether the file exists
             return [] if problem is None else [f"ckpt_path={path}: {problem}; fetch the file, then type its path"]
         return [
-            f"ckpt_path={path}: over http only single files can be read ({', '.join(_TORCH_FILES)}); fetch the folder, "
+            f"ckpt_path={path}: only single files can be read over http ({', '.join(_TORCH_FILES)}); fetch the folder, "
             "then type its path"
         ]
     if is_remote(path):
@@ -193,12 +191,12 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
         if problem is not None:
             return [f"ckpt_path={path}: {problem}"]
         if not (Path(path) / MANIFEST).exists():
-            return []  # a file, or a folder that the strategy reads because it was told to trust it
+            return []  # a file, or a folder that the strategy reads because it is trusted
     return _problems_of_run_state(cfg, verb, read_manifest(path))
 
 
 def _problem_of_local(cfg: DictConfig, path: Path) -> str | None:
-    """Why there is nothing to go on from at a path of this machine."""
+    """Return why a local path is not a checkpoint to resume from; None if it is."""
     unreadable = _unreadable(path)
     if unreadable is not None:
         return f"{unreadable}; {_advice(cfg)}"
@@ -207,7 +205,7 @@ def _problem_of_local(cfg: DictConfig, path: Path) -> str | None:
     if (path.parent / MANIFEST).exists():
         return f"is one file of a checkpoint; type its folder, ckpt_path={path.parent}"
     if path.suffix == _SAFETENSORS:
-        return f"holds weights alone, training cannot go on from that; type init_from={path} to begin with them"
+        return f"contains only weights, so training cannot be resumed; type init_from={path} to start from them"
     return None
 
 
@@ -215,17 +213,17 @@ def _unreadable(path: Path) -> str | None:
     if not os.path.lexists(path):
         return "there is no such file or folder"
     if not path.exists():
-        return f"is a link to {os.readlink(path)}, which is not there"
+        return f"is a link to {os.readlink(path)}, which does not exist"
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         return "cannot be read by this user; change its permissions (chmod -R u+rX), or type another path"
     return None
 
 
 def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
-    """A folder that is no run state: what it is instead."""
+    """Return what a folder without a manifest is instead; None if it can be read."""
     inside, _ = newest_good([str(path), str(path / CHECKPOINTS)])
     if inside is not None:
-        return f"holds checkpoints, but is none; type ckpt_path={inside}, the newest good one in it"
+        return f"contains checkpoints, but is not one; type ckpt_path={inside}, the newest good one in it"
     if (path / "latest").is_file() or list(path.glob("*_model_states.pt")):
         return (
             f"is a DeepSpeed checkpoint; type trainwright checkpoint import {path} --to imported, then "
@@ -236,21 +234,21 @@ def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
             return None
         return (
             "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle and can run code; type "
-            "trust=true if you trust who wrote it"
+            "trust=true if you trust its source"
         )
     if list(path.glob(f"*{_SAFETENSORS}")) and not list(path.glob("rank_*")):
-        return f"holds weights alone, training cannot go on from that; type init_from={path} to begin with them"
-    return f"has no {MANIFEST}, so it is no checkpoint, or was never finished; {_advice(cfg)}"
+        return f"contains only weights, so training cannot be resumed; type init_from={path} to start from them"
+    return f"has no {MANIFEST}, so it is not a checkpoint, or an unfinished one; {_advice(cfg)}"
 
 
 def _advice(cfg: DictConfig) -> str:
-    # The directory of the run is decided by now, whether it was given or not.
+    # The run directory is decided by now, whether it was given or not.
     everywhere = [*_folders(cfg), *(str(run / CHECKPOINTS) for run in runs_of(run_name(cfg)))]
     newest, _ = newest_good(everywhere)
     return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
 
 
-# ---- a run state against the configuration --------------------------------------------------------------------------
+# ---- a run state and the configuration ------------------------------------------------------------------------------
 
 
 def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> list[str]:
@@ -260,30 +258,30 @@ def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> li
         problems.append(f"ckpt_path={cfg.ckpt_path}: is damaged: {'; '.join(wrong)}; {_advice(cfg)}")
     if verb == "fit" and about.get("kind", RUN_STATE) != RUN_STATE:
         problems.append(
-            f"ckpt_path={cfg.ckpt_path}: holds {about['kind']} alone, training cannot go on from that; type "
-            f"init_from={cfg.ckpt_path} to begin with them"
+            f"ckpt_path={cfg.ckpt_path}: contains only {about['kind']}, so training cannot be resumed; type "
+            f"init_from={cfg.ckpt_path} to start from them"
         )
     if cfg.trust:
         problems.append(
             f"trust=true has no effect: nothing in the checkpoint {cfg.ckpt_path} can run code; leave it out"
         )
     if verb == "fit":
-        problems += [*_another_batch(cfg, about), *_no_space(cfg, about)]
+        problems += [*_batch_problems(cfg, about), *_space_problems(cfg, about)]
     return problems
 
 
-def _another_batch(cfg: DictConfig, about: Any) -> Iterator[str]:
+def _batch_problems(cfg: DictConfig, about: Any) -> Iterator[str]:
     saved, given = about.get("global_batch_size"), cfg.global_batch_size
     if saved is None or given is None or saved == given or cfg.trainer.get("allow_changed_data"):
         return
     yield (
         f"global_batch_size={given}, but {cfg.ckpt_path} was trained with {saved}; type global_batch_size={saved}, or "
-        "trainer.allow_changed_data=true to go on with another one"
+        "trainer.allow_changed_data=true to resume with another one"
     )
 
 
-def _no_space(cfg: DictConfig, about: Any) -> Iterator[str]:
-    """The next checkpoint has the size of this one. The old one is removed only once the new one is whole."""
+def _space_problems(cfg: DictConfig, about: Any) -> Iterator[str]:
+    """Yield folders without space for the next checkpoint, which is as large and replaces this one only at its end."""
     needed = about.get("bytes")
     if not needed:
         return
@@ -293,12 +291,12 @@ def _no_space(cfg: DictConfig, about: Any) -> Iterator[str]:
         free = free_bytes(callback.dirpath)
         if free is not None and free < needed:
             yield (
-                f"checkpoint.{name}.dirpath={callback.dirpath}: {size_text(free)} are free there, but a checkpoint of "
-                f"this run takes {size_text(needed)}; free space, or type another checkpoint.{name}.dirpath=..."
+                f"checkpoint.{name}.dirpath={callback.dirpath}: {size_text(free)} are free, but a checkpoint of this "
+                f"run needs {size_text(needed)}; free space, or type another checkpoint.{name}.dirpath=..."
             )
 
 
-# ---- weights to begin with ------------------------------------------------------------------------------------------
+# ---- weights to start from ------------------------------------------------------------------------------------------
 
 
 def _problems_of_weights(cfg: DictConfig) -> list[str]:
@@ -328,16 +326,16 @@ def connection_problem(url: str, seconds: float = _SECONDS) -> str | None:
     """Return why no connection to the server of `url` can be made; None if one was.
 
     Args:
-        url: beginning with http:// or https://.
-        seconds: to wait for the answer, the look-up of the name included.
+        url: http:// or https://.
+        seconds: time limit, name look-up included.
     """
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    # A look-up of a name cannot be given a deadline; the thread that waits for it ends with the process.
+    # A name look-up takes no deadline; its thread ends with the process.
     threading.Thread(target=lambda: answers.put(_try(url, seconds)), daemon=True).start()
     try:
         return answers.get(timeout=seconds)
     except queue.Empty:
-        return f"{urlsplit(url).netloc} has not answered within {seconds:g} s"
+        return f"{urlsplit(url).netloc} has not responded within {seconds:g} s"
 
 
 def _try(url: str, seconds: float) -> str | None:

@@ -1,25 +1,22 @@
-"""A run that goes on with fewer devices when one is lost, and with more when it is back."""
-
-from __future__ import annotations
+"""Elastic number of devices: fewer when one is lost, more when it is back."""
 
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from trainwright.core.processes.machine import num_gpus
-from trainwright.launch.local.devices import LIMIT_FILE, Devices, Probe, probe_environment, speaks_of_device
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.local.devices import LIMIT_FILE, Devices, Probe, is_device_failure, probe_environment
+from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog
 from trainwright.launch.recovery.sizes import feasible
 
 
 class Shrinking:
-    """Chooses the devices of each attempt.
+    """Choice of the devices of each attempt.
 
     Args:
-        cfg: the resolved configuration that the run was begun with; `launch.min_devices` is set.
+        cfg: the resolved configuration of the first attempt; `launch.min_devices` is set.
         verb: fit, validate, test or predict.
-        log: where a change is told.
+        log: receives every change.
     """
 
     def __init__(self, cfg: DictConfig, verb: str, log: RestartLog) -> None:
@@ -41,38 +38,38 @@ class Shrinking:
         return len(self._used)
 
     def environment(self) -> dict[str, str]:
-        """Variables by which the ranks take the devices that are used."""
+        """Return the variables that make the used devices visible to the ranks."""
         return self._devices.environment(self._used)
 
     def look(self, samples: int | None) -> bool:
-        """Hear of devices that answer again and of what the limit says now; True if the number of devices changes.
+        """Update the devices from probes and the limit file; return whether their number changes.
 
         Args:
-            samples: per optimizer step, as the ranks have told.
+            samples: per optimizer step, as reported by the ranks.
         """
-        self._take_answers()
+        self._read_probe()
         wanted = self._choose(samples)
         if wanted is None or len(wanted) == len(self._used):
             return False
-        self._log.tell(f"devices: {len(wanted)} in place of {len(self._used)}")
+        self._log.write(f"devices: {len(wanted)} instead of {len(self._used)}")
         self._used = wanted
         return True
 
-    def blame(self, setback: Setback, samples: int | None) -> bool:
-        """Hear of a failure; True if a device counts as lost by it, so that the next attempt does without.
+    def blame(self, setback: AttemptFailure, samples: int | None) -> bool:
+        """Account for a failure; return whether it makes a device count as lost, so that the next attempt omits it.
 
         Args:
             setback: the failure.
-            samples: per optimizer step, as the ranks have told.
+            samples: per optimizer step, as reported by the ranks.
         """
         device = self._used[setback.rank]
-        lost = [device] if self._devices.strike(device, setback) else []
-        if self._on_gpu and speaks_of_device(setback):
-            lost += self._silent()
+        lost = [device] if self._devices.count_failure(device, setback) else []
+        if self._on_gpu and is_device_failure(setback):
+            lost += self._unresponsive()
         before = list(self._used)
         changed = False
         for each in lost:
-            changed |= self._do_without(each, samples)
+            changed |= self._remove(each, samples)
         wanted = self._choose(samples)
         self._used = before if wanted is None else wanted
         return changed
@@ -83,17 +80,17 @@ class Shrinking:
             self._probe.close()
             self._probe = None
 
-    def _do_without(self, device: int, samples: int | None) -> bool:
-        self._devices.lose(device)
+    def _remove(self, device: int, samples: int | None) -> bool:
+        self._devices.mark_lost(device)
         if self._choose(samples) is not None:
-            self._log.tell(f"device {device} is taken out of use; it is asked every so often whether it works again")
+            self._log.write(f"device {device} is taken out of use; it is probed regularly")
             return True
-        self._devices.found(device)
-        self._log.tell(f"device {device} seems lost, but without it there are too few (launch.min_devices)")
+        self._devices.mark_working(device)
+        self._log.write(f"device {device} seems lost, but the other devices are too few (launch.min_devices)")
         return False
 
     def _choose(self, samples: int | None) -> list[int] | None:
-        """As many of the usable devices as the run is possible with; None if that is too few."""
+        """Return as many usable devices as the run can use; None if that is too few."""
         usable = self._devices.usable()
         key = len(usable), samples
         if key not in self._feasible:
@@ -102,26 +99,26 @@ class Shrinking:
         size = self._feasible[key]
         return None if size is None else usable[:size]
 
-    def _take_answers(self) -> None:
+    def _read_probe(self) -> None:
         if self._probe is None:
             due = self._devices.due()
-            self._probe = self._ask(due) if due else None
+            self._probe = self._start_probe(due) if due else None
             return
         answers = self._probe.answers()
         if answers is not None:
             self._probe = None
             for device in (device for device, works in answers.items() if works):
-                self._log.tell(f"device {device} answers again")
-                self._devices.found(device)
+                self._log.write(f"device {device} answers again")
+                self._devices.mark_working(device)
 
-    def _silent(self) -> list[int]:
-        """The devices in use that do not answer."""
-        probe = self._ask(self._used)
+    def _unresponsive(self) -> list[int]:
+        """Return the devices in use that do not answer."""
+        probe = self._start_probe(self._used)
         try:
             answers = probe.answers(wait=True) or {}
         finally:
             probe.close()
         return [device for device in self._used if not answers.get(device, False)]
 
-    def _ask(self, devices: list[int]) -> Probe:
+    def _start_probe(self, devices: list[int]) -> Probe:
         return Probe(devices, self._on_gpu, lambda device: probe_environment(device, self._cfg.devices, self._on_gpu))

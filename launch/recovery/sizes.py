@@ -1,6 +1,4 @@
-"""With how many devices a run can go on, and what its configuration is then."""
-
-from __future__ import annotations
+"""Numbers of devices that a run can continue on, and its configuration for each."""
 
 from collections.abc import Iterable
 
@@ -13,12 +11,12 @@ from trainwright.strategies.compose.world import Surroundings, num_data_ranks
 
 
 def resized(cfg: DictConfig, devices: int, samples: int | None, nodes: int = 1) -> DictConfig:
-    """The configuration for another number of ranks, with the same samples in every optimizer step.
+    """Return the configuration for another number of ranks, with the same samples per optimizer step.
 
     Args:
-        cfg: the resolved configuration that the run was begun with.
-        devices: ranks of each machine.
-        samples: per optimizer step, as the first attempt has told; None = what `cfg` says, if it does.
+        cfg: the resolved configuration of the first attempt.
+        devices: ranks per machine.
+        samples: per optimizer step, as reported by the first attempt; None = as `cfg` says, if it does.
         nodes: machines.
     """
     cfg = settled(cfg)
@@ -28,13 +26,13 @@ def resized(cfg: DictConfig, devices: int, samples: int | None, nodes: int = 1) 
     cfg.devices, cfg.nodes = devices, nodes
     if samples is not None:
         cfg.global_batch_size, cfg.accumulation.steps = samples, None
-        # Has no effect where the ranks can share the batch evenly.
+        # Has no effect where the batch divides evenly.
         cfg.trainer.uneven_steps = True
     return cfg
 
 
 def global_batch(cfg: DictConfig) -> int | None:
-    """Samples per optimizer step of a resolved configuration that is possible; None if only its data module knows."""
+    """Return the samples per optimizer step of a valid, resolved configuration; None if only its data module knows."""
     if cfg.global_batch_size is not None:
         return int(cfg.global_batch_size)
     if cfg.micro_batch_size is None:
@@ -43,16 +41,16 @@ def global_batch(cfg: DictConfig) -> int | None:
 
 
 def problems_of_size(cfg: DictConfig, verb: str, devices: int, samples: int | None = None) -> list[str]:
-    """Why a run cannot go on with so many devices of this machine; empty when it can.
+    """Return why a run cannot continue on this number of local devices; empty when it can.
 
     Args:
-        cfg: the resolved configuration that the run was begun with.
+        cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
         devices: ranks of this machine.
-        samples: per optimizer step; None = what `cfg` says, if it does.
+        samples: per optimizer step; None = as `cfg` says, if it does.
     """
     changed = resized(cfg, devices, samples)
-    # What it goes on from is decided when it does, and the port is taken: by this run.
+    # The checkpoint is chosen on restart, and the port is in use by this run itself.
     changed.ckpt_path, changed.resume_folders, changed.trust, changed.strict = None, [], False, True
     changed.resume = AUTO if verb == "fit" else None
     changed.launch.port = changed.launch.min_devices = None
@@ -60,13 +58,13 @@ def problems_of_size(cfg: DictConfig, verb: str, devices: int, samples: int | No
 
 
 def feasible(cfg: DictConfig, verb: str, sizes: Iterable[int], samples: int | None) -> int | None:
-    """The first of these sizes with which the run can go on with the same samples per step; None if there is none.
+    """Return the first of `sizes` with which the run can continue at the same global batch; None if there is none.
 
     Args:
-        cfg: the resolved configuration that the run was begun with.
+        cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
-        sizes: numbers of devices, the best first.
-        samples: per optimizer step; None = what `cfg` says. Where nobody says it, the number must stay as it is.
+        sizes: numbers of devices, preferred first.
+        samples: per optimizer step; None = as `cfg` says. If it is unknown, the number of devices cannot change.
     """
     known = verb != "fit" or samples is not None or global_batch(cfg) is not None
     possible = (size for size in sizes if known or size == cfg.devices)
@@ -74,21 +72,20 @@ def feasible(cfg: DictConfig, verb: str, sizes: Iterable[int], samples: int | No
 
 
 def size_problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What is wrong with `launch.min_devices`, given that the configuration is possible as it is."""
+    """Return the problems of `launch.min_devices` in an otherwise valid configuration."""
     fewest = cfg.launch.min_devices
     if fewest is None:
         return []
     if fewest >= cfg.devices:
         smaller = f"type launch.min_devices={cfg.devices - 1}, or " if cfg.devices > 1 else ""
         return [
-            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number to go on with; "
-            f"{smaller}leave it out"
+            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number of devices to "
+            f"continue with; {smaller}leave it out"
         ]
     problems = [problems_of_size(cfg, verb, size) for size in range(cfg.devices - 1, fewest - 1, -1)]
     if not all(problems):
         return []
     return [
-        f"launch.min_devices={fewest}: the run is possible with none of {fewest} to {cfg.devices - 1} devices, so it "
-        f"could not go on with fewer ({problems[0][0]}); type -1 for an axis of the layout that may shrink, or leave "
-        "launch.min_devices out"
+        f"launch.min_devices={fewest}: the run is not possible with {fewest} to {cfg.devices - 1} devices "
+        f"({problems[0][0]}); type -1 for an axis of the layout that may shrink, or leave launch.min_devices out"
     ]

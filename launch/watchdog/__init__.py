@@ -1,1 +1,1 @@
-"""Finds ranks that live but do not get on, and says which one keeps the others waiting, and why."""
+"""Detection of ranks that hang, and of the cause."""

@@ -1,11 +1,9 @@
-"""A rank answers who asks what it is doing, whatever its main thread is busy with.
+"""Answers of a rank to the watchdog, independent of its main thread.
 
-The question comes through a named pipe, so that waiting for it costs nothing. A daemon thread answers with a JSON file:
-stacks of all threads, the last collective calls, the process groups. A rank in which native code holds Python's lock
-cannot; a signal then makes the interpreter's own C handler write the stacks.
+Questions come through a named pipe, so that waiting costs nothing. A daemon thread answers with a JSON file: stacks of
+all threads, the last collective calls, the process groups. It cannot answer while native code holds the GIL; then a
+signal makes the interpreter's C handler write the stacks.
 """
-
-from __future__ import annotations
 
 import errno
 import faulthandler
@@ -25,22 +23,22 @@ from trainwright.launch.watchdog import calls
 from trainwright.launch.watchdog.calls import Call, Group
 from trainwright.launch.watchdog.report.stacks import Thread, own_threads, raised
 
-# Real-time signals are for programs to use; by this one a rank writes down its stacks. None where there are none.
+# Real-time signals are free for programs; this one makes a rank write its stacks. None = the platform has none.
 SIGNAL: int | None = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
 _STOP = "stop"
-# In place of the number of a question: what a rank says when an error ends its run.
+# Used like the number of a question: the report of a rank whose run failed.
 FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of itself.
+    """Report of a rank about itself.
 
     Attributes:
         threads: the main thread first.
         calls: its last collective calls, oldest first.
         groups: by name.
-        on_accelerator: whether it computes on another device, which its threads do not show.
+        on_accelerator: whether it computes on an accelerator, which its threads do not show.
     """
 
     threads: tuple[Thread, ...]
@@ -50,19 +48,21 @@ class Answer:
 
 
 def own_answer(threads: list[Thread]) -> Answer:
-    """What this process is doing."""
+    """Return what this process is doing."""
     try:
         made, groups = calls.own_calls(), calls.own_groups()
-    except Exception:  # a torch that records otherwise: stacks are worth something without calls
+    except Exception:  # another format of torch's records: the stacks are useful without calls
         made, groups = [], []
-    return Answer(tuple(threads), tuple(made), {group.name: group for group in groups}, _computes_elsewhere())
+    torch: Any = sys.modules.get("torch")
+    on_accelerator = torch is not None and bool(torch.cuda.is_initialized())
+    return Answer(tuple(threads), tuple(made), {group.name: group for group in groups}, on_accelerator)
 
 
 class Answerer:
     """Answers for this rank, from :meth:`start` to :meth:`stop`.
 
     Args:
-        folder: of this machine, where questions and answers lie.
+        folder: on this machine, for questions and answers.
         box: number of this rank's box.
     """
 
@@ -71,19 +71,19 @@ class Answerer:
         self._box = box
         self._pipe = folder / f"ask_{box}"
         self._stacks: Any = None
-        self._tells_crashes = False
+        self._enabled_faulthandler = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to answer."""
-        with suppress(FileExistsError):  # of the process that was this rank before
+        """Start answering."""
+        with suppress(FileExistsError):  # left by the rank's previous process
             os.mkfifo(self._pipe, 0o600)
-        # Open on both ends: it then never ends, whoever comes and goes.
+        # Open on both ends, so that it never reaches its end.
         descriptor = os.open(self._pipe, os.O_RDWR)
         self._stacks = stacks_file(self._folder, self._box).open("a")
         if not faulthandler.is_enabled():
-            faulthandler.enable(self._stacks)  # so that the Python line is known in which native code crashes
-            self._tells_crashes = True
+            faulthandler.enable(self._stacks)  # so that the Python line of a crash in native code is known
+            self._enabled_faulthandler = True
         if SIGNAL is not None:
             faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
         self._thread = threading.Thread(
@@ -92,22 +92,22 @@ class Answerer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End answering."""
+        """Stop answering."""
         if self._thread is None:
             return
         ask(self._folder, self._box, _STOP)
         self._thread.join(5.0)
         self._thread = None
         if SIGNAL is not None:
-            # What comes now must not end the process.
+            # A late signal must not kill the process.
             faulthandler.unregister(SIGNAL)
             signal.signal(SIGNAL, signal.SIG_IGN)
-        if self._tells_crashes:
+        if self._enabled_faulthandler:
             faulthandler.disable()
         self._stacks.close()
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Write down what this rank was doing when an error ended its run: the process may be gone when it is asked."""
+    def record_failure(self, error: BaseException) -> None:
+        """Record the state of this rank at an error, because its process may be gone when it is asked."""
         self._write(FAILED, [raised(error)])
 
     def _answer(self, descriptor: int) -> None:
@@ -120,12 +120,12 @@ class Answerer:
     def _write(self, question: str, threads: list[Thread] | None = None) -> None:
         answer = own_answer(own_threads() if threads is None else threads)
         path = answer_file(self._folder, self._box, question)
-        with suppress(OSError):  # who asked is gone, and the folder with it
+        with suppress(OSError):  # the asking process and its folder are gone
             write_whole(path, json.dumps(asdict(answer)))
 
 
 def ask(folder: Path, box: int, question: str) -> bool:
-    """Put a question to a rank; whether there is somebody to answer it."""
+    """Send a question to a rank; return whether the rank listens."""
     try:
         descriptor = os.open(folder / f"ask_{box}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -135,14 +135,14 @@ def ask(folder: Path, box: int, question: str) -> bool:
     try:
         os.write(descriptor, f"{question}\n".encode())
     except BlockingIOError:
-        return False  # nobody has read for so long that the pipe is full
+        return False  # the pipe is full: the rank has not read for a long time
     finally:
         os.close(descriptor)
     return True
 
 
 def read_answer(folder: Path, box: int, question: str) -> Answer | None:
-    """The answer to a question; ``None`` = not yet. It is removed."""
+    """Return and remove the answer to a question; None = there is none yet."""
     path = answer_file(folder, box, question)
     try:
         answer: Answer = rebuilt(Answer, json.loads(path.read_text(encoding="utf-8")))
@@ -153,23 +153,18 @@ def read_answer(folder: Path, box: int, question: str) -> Answer | None:
 
 
 def answer_file(folder: Path, box: int, question: str) -> Path:
-    """Where a rank writes its answer."""
+    """Return the path of a rank's answer."""
     return folder / f"answer_{box}_{question}.json"
 
 
 def stacks_file(folder: Path, box: int) -> Path:
-    """Where a rank's interpreter writes stacks when it gets :data:`SIGNAL`, and those of processes forked from it."""
+    """Return the file for the stacks that :data:`SIGNAL` causes, of a rank and the processes forked from it."""
     return folder / f"stacks_{box}.txt"
 
 
 def stacks_text(folder: Path, box: int) -> str:
-    """All that a rank's interpreter has written of stacks; ``""`` = nothing."""
+    """Return all stacks that a rank's interpreter has written; ``""`` = none."""
     try:
         return stacks_file(folder, box).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _computes_elsewhere() -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())

@@ -1,13 +1,11 @@
-"""Progress boxes: what each rank of a machine is doing, in memory that the ranks share with whoever watches them.
+"""Progress boxes: the state of each rank of a machine in memory shared with the monitor.
 
-A rank writes, a monitor reads; neither waits for the other, and writing costs about a microsecond. All numbers are
-doubles of eight aligned bytes, so that none is ever read half-written.
+A rank writes and a monitor reads without waiting for each other; writing costs about a microsecond. All numbers are
+aligned doubles, so that none is read half-written.
 
-The memory has no name in any folder (``memfd``), so a killed process leaves nothing; others of the same user open it
-as ``/proc/<process>/fd/<number>``. Where there is no such memory (not Linux), it is a file in the given folder.
+The memory has no name in the file system (``memfd``), so a killed process leaves nothing; processes of the same user
+open it as ``/proc/<process>/fd/<number>``. Without memfd (not Linux) it is a file in the given folder.
 """
-
-from __future__ import annotations
 
 import mmap
 import os
@@ -17,34 +15,34 @@ from pathlib import Path
 
 from trainwright.core.run import phases
 
-# Phases beyond those of trainwright.core.run.phases: reading the first batch of an epoch starts worker processes.
+# Phases beyond those of trainwright.core.run.phases. The first batch of an epoch starts worker processes.
 SETUP, FIRST_DATA = "setup", "first data"
 OUTSIDE_OF_STEPS = EVALUATION, EVALUATION_END, ENDING, OTHER = "evaluation", "end of evaluation", "ending", "other"
 PHASES = (SETUP, FIRST_DATA, *phases.PHASES, *OUTSIDE_OF_STEPS)
 _INDEX = {name: index for index, name in enumerate(PHASES)}
-# Doubles of one box: twelve of what the rank is doing, then the longest time that each phase took.
+# Layout of a box in doubles: twelve for the state, then the longest time of each phase.
 _PROCESS, _STATE, _RANK, _PHASE, _STEP, _MICRO_BATCHES, _CHANGES = range(7)
 _LONGEST = 12
 _DOUBLES = 32
 _BOX_BYTES = 8 * _DOUBLES
 _EMPTY, _RUNNING, _ENDED = 0.0, 1.0, 2.0
-# Optimizer steps of which no time is learned: compilation, first allocations, cold caches.
+# Optimizer steps that are not timed: compilation, first allocations, cold caches.
 WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank was doing when its box was read.
+    """State of a rank when its box was read.
 
     Attributes:
-        process: process id; 0 = no rank has taken this box yet.
+        process: process id; 0 = the box is free.
         rank: global rank.
-        running: whether the rank is within a run: from setup to teardown.
+        running: whether the rank is within a run, from setup to teardown.
         phase: a name of :data:`PHASES`.
-        step: optimizer steps that the run had made, those before a resume included.
-        micro_batches: micro-batches that this process has begun.
-        changes: number of phases that this process has begun.
-        longest: phase -> longest time it took so far, in seconds; what has not been seen is absent.
+        step: optimizer steps of the run, those before a resume included.
+        micro_batches: micro-batches started by this process.
+        changes: phases started by this process.
+        longest: phase -> longest duration so far in seconds; unseen phases are absent.
     """
 
     process: int
@@ -58,14 +56,14 @@ class Progress:
 
 
 class Boxes:
-    """The boxes of the ranks of a machine. To be made by the process that watches.
+    """The boxes of the ranks of a machine, created by the monitoring process.
 
     Args:
         count: number of boxes.
-        folder: for the file, where the system has no memory without a name.
+        folder: for the file, where there is no memfd.
 
     Attributes:
-        address: path by which the ranks open them, as long as this object is not closed.
+        address: path by which the ranks open them, valid until this object is closed.
     """
 
     def __init__(self, count: int, folder: Path) -> None:
@@ -81,7 +79,7 @@ class Boxes:
         self._all = memoryview(self._map).cast("d")
 
     def read(self, number: int) -> Progress:
-        """What the rank of a box is doing now."""
+        """Return the state of the rank of a box."""
         values = self._all[number * _DOUBLES : (number + 1) * _DOUBLES].tolist()
         longest = values[_LONGEST : _LONGEST + len(PHASES)]
         return Progress(
@@ -96,28 +94,27 @@ class Boxes:
         )
 
     def close(self) -> None:
-        """Give the memory back; ranks that have it open keep theirs."""
+        """Release the memory; ranks that have it open keep their mapping."""
         self._all.release()
         self._map.close()
         os.close(self._descriptor)
 
 
 class ProgressBox:
-    """The box of this rank. To be made by the rank.
+    """The box of this rank, created by the rank.
 
-    Times are learned of phases of a step after the first steps, of others from the beginning, and of setting up and
-    ending never.
+    Phases of a step are timed after the first steps, other phases from the start, and setup and end never.
 
     Args:
         address: of the boxes.
-        number: which one.
+        number: of the box.
         rank: global rank.
 
     Attributes:
         learning: whether phases of a step are timed.
 
     Raises:
-        FileNotFoundError: if who made the boxes is gone.
+        FileNotFoundError: if the process that created the boxes is gone.
     """
 
     def __init__(self, address: str, number: int, rank: int) -> None:
@@ -141,11 +138,11 @@ class ProgressBox:
 
     @property
     def phase(self) -> str:
-        """The phase that was begun last."""
+        """The current phase."""
         return PHASES[self._phase]
 
     def begin(self, phase: str) -> None:
-        """Say that a phase begins; names that are not in :data:`PHASES` count as ``"other"``."""
+        """Start a phase; names that are not in :data:`PHASES` count as ``"other"``."""
         now = time.monotonic()
         before, values = self._phase, self._values
         if before in (_LEARNED if self.learning else _AT_ONCE):
@@ -158,10 +155,10 @@ class ProgressBox:
         values[_CHANGES] += 1.0
 
     def count(self, step: int) -> None:
-        """Say that a micro-batch begins, and learn phases of a step from the end of the first steps on.
+        """Start a micro-batch; phases of a step are timed after the first steps.
 
         Args:
-            step: optimizer steps that the run has made.
+            step: optimizer steps of the run.
         """
         self._first_step = step if self._first_step is None else self._first_step
         self.learning = step >= self._first_step + WARM_UP_STEPS
@@ -169,7 +166,7 @@ class ProgressBox:
         self._values[_MICRO_BATCHES] += 1.0
 
     def close(self) -> None:
-        """Say that the run has ended: what this process does now concerns nobody."""
+        """Mark the run as ended, so that this process is no longer watched."""
         self._values[_STATE] = _ENDED
         self._values.release()
         self._whole.release()
@@ -178,8 +175,8 @@ class ProgressBox:
 
 _OTHER = _INDEX[OTHER]
 _STEPS = (phases.DATA, phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER, phases.HOOKS, phases.AGREEMENT)
-# Ranks set up and end once, and each in its own time: how long one took says nothing of another.
+# Setup and end happen once, in each rank's own time, so that durations cannot be compared.
 _NOT_LEARNED = (SETUP, ENDING, OTHER)
-# What is learned from the beginning, and what once the first steps are done.
+# Phases timed from the start, and those timed after the first steps.
 _AT_ONCE = frozenset(_INDEX[name] for name in PHASES if name not in _STEPS + _NOT_LEARNED)
 _LEARNED = frozenset(_INDEX[name] for name in PHASES if name not in _NOT_LEARNED)

@@ -1,6 +1,4 @@
-"""The watchdog's part in each rank: saying what it does, and answering who asks."""
-
-from __future__ import annotations
+"""The watchdog's callback in each rank: it reports progress and answers questions."""
 
 import json
 import os
@@ -13,38 +11,38 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
 from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, ProgressBox
-from trainwright.launch.watchdog.calls import keep_traces_in, remember_calls
+from trainwright.launch.watchdog.calls import record_calls, set_trace_folder
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE
 
 
-def _beginning(phase: str) -> Any:
-    """Return a hook with which a phase begins."""
+def _starts(phase: str) -> Any:
+    """Return a hook that starts a phase."""
     return lambda self, *_: self._begin(phase)
 
 
 class Watchdog(Callback):
-    """Find a rank that hangs, write down who keeps whom waiting in which call, and end it.
+    """Callback that detects a hang, reports which rank blocks which others in which call, and kills that rank.
 
-    Every phase of a run has its own limit, learned from how long it took before; see :class:`HangLimits`. What stands
-    still for longer is looked at: stacks and collective calls of all ranks of the machine. So is at once a rank that a
-    signal has stopped (SIGSTOP) while another one of the machine runs. The report goes to ``logs/hang_1.txt`` in the
-    run directory, its first lines to standard error, and the rank to blame is killed (SIGKILL), so that a launcher that
-    restarts (``torchrun --max-restarts``) can do so, and any other ends the run.
+    Every phase of a run has its own limit, learned from its durations so far; see :class:`HangLimits`. When a phase
+    exceeds its limit, stacks and collective calls of all ranks of the machine are collected; so they are at once when a
+    signal has stopped a rank (SIGSTOP) while another one of the machine runs. The report is written to
+    ``logs/hang_1.txt`` in the run directory, its first lines to standard error, and the rank at fault is killed
+    (SIGKILL), so that a launcher with restarts (``torchrun --max-restarts``) can restart, and any other ends the run.
 
-    The ``trainwright`` command has this callback in every rank, and watches by itself (``launch.hang_timeout``). In a
-    script of your own, under any launcher, give it to the Trainer: local rank 0 of each machine then starts a process
-    that watches, which costs no more than itself. To be made before the process group is, as Trainers do, so that torch
-    remembers the calls; a Trainer of Lightning's own is watched less closely (a step is one phase).
+    The ``trainwright`` command adds this callback to every rank and monitors by itself (``launch.hang_timeout``). In
+    your own script, under any launcher, give it to the Trainer: local rank 0 of each machine then starts a monitoring
+    process with negligible cost. Create it before the process group, as with any Trainer argument, so that torch
+    records the calls. A plain Lightning Trainer is watched in less detail (a step is one phase).
 
-    Costs about a microsecond for each phase of a step, and no communication but one exchange of names at setup.
+    It costs about a microsecond per phase of a step, and one small collective at setup.
 
     Args:
-        hang_timeout: ``"auto"`` = learned; or the seconds that any phase may take; ``None`` = off.
-        safety_factor: how much longer than ever before a phase may take.
-        floor_seconds: least limit.
-        first_timeout: limit in seconds of a phase of which nothing is known yet: setup, the first steps, the first
-            validation, the first checkpoint.
+        hang_timeout: ``"auto"`` = learned; or seconds for any phase; ``None`` = off.
+        safety_factor: how many times longer than ever before a phase may take.
+        floor_seconds: lower bound of the limit.
+        first_timeout: limit in seconds of phases without history: setup, the first steps, the first validation, the
+            first checkpoint.
 
     Raises:
         ValueError: if one of them is out of range.
@@ -65,15 +63,15 @@ class Watchdog(Callback):
         self._end_listening: Callable[[], None] = _nothing
         self._guardian: Any = None
         if self.limits is not None:
-            remember_calls()
+            record_calls()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take this rank's box, and have a process that watches it, where the launching process does not."""
+        """Take this rank's box, and start a monitoring process unless the launching process monitors."""
         global _active
         if self.limits is None or self._box is not None:
             return
         if _active is not None:
-            _active._stop()  # of a run that an error has ended in this process
+            _active._stop()  # of a run in this process that failed
         _active = self
         place = json.loads(os.environ[VARIABLE]) if VARIABLE in os.environ else self._start_guardian(trainer)
         try:
@@ -86,55 +84,56 @@ class Watchdog(Callback):
             ) from error
         self._answerer = Answerer(Path(place["folder"]), place["box"])
         self._answerer.start()
-        keep_traces_in(Path(trainer.default_root_dir) / "logs")
+        set_trace_folder(Path(trainer.default_root_dir) / "logs")
         self._listen(trainer, box)
         self._box = box
 
     def _listen(self, trainer: Trainer, box: ProgressBox) -> None:
-        told: phases.Phases | None = getattr(trainer, "phases", None)
-        if told is None:
-            trainer.callbacks.append(_CoarseMarks(box))  # type: ignore[attr-defined]
+        phase_events: phases.Phases | None = getattr(trainer, "phases", None)
+        if phase_events is None:
+            trainer.callbacks.append(_HookProgress(box))  # type: ignore[attr-defined]
             return
         loop = trainer.fit_loop.epoch_loop
 
         def begin(phase: str) -> None:
             if phase == phases.DATA:
                 box.count(loop._batches_that_stepped)
-                # At the beginning of an epoch workers are started, which takes its own time.
+                # The start of an epoch starts data loader workers, which takes its own time.
                 phase = phases.DATA if box.phase == phases.HOOKS else FIRST_DATA
             box.begin(phase)
 
-        self._end_listening = told.listen(begin)
+        self._end_listening = phase_events.listen(begin)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End being watched."""
+        """Stop being watched."""
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say in which calls this rank was; then cleaning up takes as long as it takes."""
+        """Record this rank's calls; from here on cleaning up has no limit but that of ending."""
         if self._answerer is not None:
-            self._answerer.tell_failure(exception)
+            self._answerer.record_failure(exception)
         self._begin(ENDING)
 
     # ---- outside of training ----------------------------------------------------------------------------------------
 
-    on_sanity_check_start = on_validation_batch_start = _beginning(EVALUATION)
-    on_test_batch_start = on_predict_batch_start = _beginning(EVALUATION)
-    # What metrics do at the end of an evaluation is not a batch of it.
-    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _beginning(EVALUATION_END)
+    on_sanity_check_start = on_validation_batch_start = _starts(EVALUATION)
+    on_test_batch_start = on_predict_batch_start = _starts(EVALUATION)
+    # Metrics at the end of an evaluation take longer than a batch.
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _starts(EVALUATION_END)
 
     def on_fit_end(self, *_: Any) -> None:
-        """Loggers and strategies end their work."""
+        """Start the phase in which loggers and strategies finish."""
         self._begin(ENDING)
 
     def _begin(self, phase: str) -> None:
         if self._box is not None:
             self._box.begin(phase)
 
-    # ---- the process that watches -----------------------------------------------------------------------------------
+    # ---- the monitoring process
+    # -----------------------------------------------------------------------------------------
 
     def _start_guardian(self, trainer: Trainer) -> dict[str, Any]:
-        from trainwright.launch.watchdog.outside import Guardian, agree
+        from trainwright.launch.watchdog.guardian_client import Guardian, agree
 
         assert self.limits is not None
         if trainer.local_rank == 0:
@@ -153,10 +152,10 @@ class Watchdog(Callback):
         self._box = self._answerer = self._guardian = None
 
 
-class _CoarseMarks(Callback):
-    """What a Trainer that tells no phases can be watched by: its hooks."""
+class _HookProgress(Callback):
+    """Progress of a Trainer without phases, from its hooks."""
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # A strategy may still be sending the weights of a step during this callback.
     looks_at_parameters = False
 
     def __init__(self, box: ProgressBox) -> None:

@@ -1,6 +1,4 @@
-"""Collective calls of this process, as torch's flight recorder keeps them."""
-
-from __future__ import annotations
+"""Collective calls of this process, from torch's flight recorder."""
 
 import json
 import math
@@ -11,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Calls that each process remembers; older ones are overwritten.
-_REMEMBERED = 2000
-# Of which an answer holds at most this many, and all that are pending.
-_TOLD = 400
+# Calls recorded by each process; older ones are overwritten.
+_MAX_RECORDED = 2000
+# Calls in an answer, besides all that are pending.
+_MAX_IN_ANSWER = 400
 
 
 @dataclass(frozen=True)
@@ -23,12 +21,12 @@ class Call:
 
     Attributes:
         group: name of the process group.
-        number: how many calls of the group came before it; the same on every rank of the group that is in step.
+        number: earlier calls of the group; the same on every rank that is in step.
         name: such as ``all_reduce``.
         sizes: of its inputs.
         kinds: their types, such as ``float32``.
-        pending: whether it has not been completed.
-        seconds: since it was made.
+        pending: whether it is not complete.
+        seconds: since its start.
     """
 
     group: str
@@ -44,7 +42,7 @@ class Call:
 
     @property
     def what(self) -> str:
-        """What is communicated, such as `` (512 x float32)``; nothing for a barrier."""
+        """Its payload, such as `` (512 x float32)``; empty for a barrier."""
         counts = [math.prod(size) for size in self.sizes]
         if not counts:
             return ""
@@ -59,7 +57,7 @@ class Group:
 
     Attributes:
         name: unique in the run.
-        label: for people.
+        label: for reports.
         ranks: global ranks.
     """
 
@@ -71,29 +69,28 @@ class Group:
         return f"group {self.label!r} {list(self.ranks)}"
 
 
-def remember_calls() -> None:
-    """Have torch remember the calls of this process; without effect once it has made a process group.
-
-    Newer versions do so by themselves. What the user has set counts.
+def record_calls() -> None:
+    """Make torch record the calls of this process, unless the user decided otherwise. Must precede the process group;
+    newer versions of torch do so by default.
     """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name, which the newer one would overrule
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name, which the newer one would override
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_MAX_RECORDED))
 
 
-def keep_traces_in(folder: Path) -> None:
-    """Have NCCL's own watchdog, should it be first, write what it remembers there instead of into ``/tmp``."""
+def set_trace_folder(folder: Path) -> None:
+    """Make NCCL's own watchdog, if it fires first, write its trace into `folder` instead of ``/tmp``."""
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
 
 
 def own_calls() -> list[Call]:
-    """The last calls of this process, oldest first; empty when torch does not remember them."""
+    """Return the last calls of this process, oldest first; empty if torch does not record them."""
     if not _has_groups():
         return []
     from trainwright.core.torch_internals import _distributed_c10d
 
     entries: list[dict[str, Any]] = []
-    # NCCL's calls are kept apart from those of other backends.
+    # NCCL's calls are recorded separately.
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
@@ -101,19 +98,19 @@ def own_calls() -> list[Call]:
     entries.sort(key=lambda entry: entry["time_created_ns"])
     now = time.time_ns()
     calls = [_call(entry, now) for entry in entries]
-    old = max(0, len(calls) - _TOLD)
+    old = max(0, len(calls) - _MAX_IN_ANSWER)
     return [call for call in calls[:old] if call.pending] + calls[old:]
 
 
 def own_groups() -> list[Group]:
-    """The process groups that this process belongs to."""
+    """Return the process groups of this process."""
     if not _has_groups():
         return []
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
     found = []
-    # A copy: the main thread may be making a group.
+    # A copy, because the main thread may be creating a group.
     for group, name in list(world.pg_names.items()):
         ranks = tuple(sorted(world.pg_group_ranks.get(group, {})))
         found.append(Group(name, _label(name, getattr(group, "group_desc", "")), ranks))
@@ -145,14 +142,6 @@ def _label(name: str, description: str) -> str:
 
 
 _DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-}
+    "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16",
+    "Char": "int8", "Byte": "uint8",
+}  # fmt: skip

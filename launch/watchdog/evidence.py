@@ -1,6 +1,4 @@
-"""What is known of one rank when it is suspected to hang."""
-
-from __future__ import annotations
+"""Evidence about one rank that may hang."""
 
 from dataclasses import dataclass, field
 
@@ -12,19 +10,19 @@ from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame, Thread
 from trainwright.launch.watchdog.report.waits import Wait
 
-# Beyond what a stack can tell, see trainwright.launch.watchdog.report.waits.
+# Kinds of waits that no stack shows, beside those of trainwright.launch.watchdog.report.waits.
 HALTED, KERNEL, SILENT = "halted", "kernel", "silent"
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process that the rank has started, such as a worker of its data loader.
+    """A process started by the rank, such as a data loader worker.
 
     Attributes:
         process: its id.
-        name: as it has named itself.
-        state: of the kernel.
-        stacks: what Python's C handler has written of it; ``""`` = nothing.
+        name: that it has set.
+        state: in the kernel.
+        stacks: written by Python's C handler; ``""`` = none.
     """
 
     process: int
@@ -35,18 +33,18 @@ class Child:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of one rank.
+    """Evidence about one rank.
 
     Attributes:
         progress: its box.
-        stalled: seconds since anything changed in it.
-        limit: seconds that its phase may take.
-        slow_limit: seconds that anything may take that is seen to be slow for good reason.
-        answer: what it says of itself; ``None`` = it did not answer.
-        asked: whether there was somebody to ask; before its run, and after it, there is not.
+        stalled: seconds since its last change.
+        limit: time limit of its phase in seconds.
+        slow_limit: time limit in seconds of work that is known to be slow.
+        answer: its report; ``None`` = it did not answer.
+        asked: whether it listened to questions, as it does only within its run.
         state: of its process.
-        stacks: what Python's C handler has written of a rank that did not answer; ``""`` = nothing.
-        children: asked after where data is waited for.
+        stacks: written by Python's C handler for a rank that did not answer; ``""`` = none.
+        children: collected while it waits for data.
         halted: whether a signal has kept its process stopped for too long.
     """
 
@@ -73,7 +71,7 @@ class Evidence:
 
     @property
     def wait(self) -> Wait:
-        """What it waits for."""
+        """The cause of its wait."""
         if self.state == STOPPED:
             return Wait(HALTED, "stopped by a signal (SIGSTOP)")
         if self.answer is None and self.state == TRACED:
@@ -88,12 +86,12 @@ class Evidence:
 
     @property
     def pending(self) -> tuple[Call, ...]:
-        """Collective calls that it has begun and that are not complete, oldest first."""
+        """Its collective calls that are not complete, oldest first."""
         return () if self.answer is None else tuple(call for call in self.answer.calls if call.pending)
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has stood still for longer than it may."""
+    def exceeds_limit(self) -> bool:
+        """Whether it has exceeded its limit."""
         kind = self.wait.kind
         if kind == HALTED:
             return self.progress.running and self.halted
@@ -101,7 +99,7 @@ class Evidence:
 
     @property
     def place(self) -> Frame | None:
-        """The innermost line of the user's code; of a library's where there is none."""
+        """The innermost line of the user's code, or of a library's if there is none."""
         thread = self.thread
         if thread is None or not thread.frames:
             return None
@@ -112,7 +110,7 @@ class Evidence:
         wait = waits.wait_of(thread)
         for_others = Wait(waits.COMMUNICATION, "waiting for other ranks")
         if self.pending and (
-            # torch waits below Python: autograd for the gradients that DDP sends, the accelerator for any result.
+            # torch waits below Python: autograd for the gradients that DDP sends, or for results of the accelerator.
             (wait.kind == waits.TORCH and thread.state != "R")
             or (answer.on_accelerator and wait.kind in (waits.TORCH, waits.COMPUTING, waits.NATIVE))
         ):

@@ -1,9 +1,7 @@
-"""The program of the process that watches the ranks of one machine; see :mod:`trainwright.launch.watchdog.outside`.
+"""Program that monitors the ranks of one machine; see :mod:`trainwright.launch.watchdog.guardian_client`.
 
-It imports neither torch nor Lightning, sleeps between two looks, and lives as long as the process that started it.
+It imports neither torch nor Lightning, sleeps between two checks, and lives as long as its parent.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -22,8 +20,8 @@ _INTERVAL = 0.5
 
 
 def main() -> None:
-    """Watch until told to stop, or until the parent is gone."""
-    # A signal for the whole job is for the ranks, which may want to save; this process is watching them then, too.
+    """Monitor until asked to stop, or until the parent is gone."""
+    # Signals to the whole job are for the ranks, which may save first; they are monitored until then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
@@ -31,7 +29,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="watch-", dir=scratch()))
     monitor = HangMonitor(task["count"], folder, Path(task["run_dir"]), HangLimits(**task["limits"]), node=task["node"])
     print(json.dumps([json.loads(monitor.environment(rank)[VARIABLE]) for rank in range(task["count"])]), flush=True)
-    while os.getppid() == parent and not _told_to_stop():
+    # Input, or its end, is the parent's request to stop.
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], _INTERVAL)[0]:
         hang = monitor.check()
         if hang is not None:
             _end(hang, monitor)
@@ -39,12 +38,6 @@ def main() -> None:
     if explanation is not None:
         print(f"trainwright: {explanation}", file=sys.stderr, flush=True)
     monitor.close()
-
-
-def _told_to_stop() -> bool:
-    """Wait for a while; whether the parent has said that this is enough, or closed the pipe."""
-    ready, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
-    return bool(ready)
 
 
 def _end(hang: DiagnosedHang, monitor: HangMonitor) -> None:

@@ -1,6 +1,4 @@
-"""Asks every rank of a machine what it is doing, without waiting for anybody."""
-
-from __future__ import annotations
+"""Questions to all ranks of a machine, without blocking."""
 
 import os
 import time
@@ -15,22 +13,22 @@ from trainwright.launch.watchdog.boxes import FIRST_DATA
 from trainwright.launch.watchdog.evidence import Child, Evidence
 from trainwright.launch.watchdog.report import waits
 
-# A rank that is well answers in milliseconds; on a machine that is busy to the last core, in a second.
+# A healthy rank answers within milliseconds, on a fully loaded machine within a second.
 ANSWER_SECONDS = 3.0
-# For the interpreter's C handler to write.
+# Time for the interpreter's C handler to write.
 _STACK_SECONDS = 0.5
 
 
 @dataclass
-class _Asked:
-    """A process that was sent the signal, and where in the file its stacks begin."""
+class _SignalledProcess:
+    """A process that was sent the signal, and the offset of its stacks in the file."""
 
     process: int
     path: Path
     begin: int
 
     def text(self) -> str:
-        """What it has written."""
+        """Return the stacks it has written."""
         with suppress(OSError), self.path.open("rb") as file:
             file.seek(self.begin)
             return file.read().decode("utf-8", "replace")
@@ -38,12 +36,12 @@ class _Asked:
 
 
 class Inquiry:
-    """One question to all ranks of a machine. It is begun when made, and asked now and then whether it has ended.
+    """One question to all ranks of a machine. It is sent on creation; :meth:`advance` polls for the answers.
 
     Args:
-        folder: where questions and answers lie.
-        number: of the question; no other of the run has it.
-        ranks: what is known already, by the number of the box.
+        folder: for questions and answers.
+        number: of the question, unique in the run.
+        ranks: evidence so far, by number of the box.
     """
 
     def __init__(self, folder: Path, number: int, ranks: dict[int, Evidence]) -> None:
@@ -54,13 +52,14 @@ class Inquiry:
         for box in ranks:
             self._ranks[box] = replace(ranks[box], asked=box in self._open)
         self._end = time.monotonic() + ANSWER_SECONDS
-        self._signals: dict[tuple[int, int], _Asked] | None = None
+        self._signals: dict[tuple[int, int], _SignalledProcess] | None = None
 
     def advance(self) -> list[Evidence] | None:
-        """All that is known, by the number of the box; ``None`` = not all have answered yet."""
+        """Return all evidence ordered by box; ``None`` = answers are outstanding."""
         if self._signals is None:
             self._read()
-            if self._open and time.monotonic() < self._end and not self._only_halted():
+            only_halted = all(state_of(self._ranks[box].progress.process) == STOPPED for box in self._open)
+            if not only_halted and time.monotonic() < self._end:
                 return None
             self._signals = self._send_signals()
             self._end = time.monotonic() + _STACK_SECONDS
@@ -75,12 +74,9 @@ class Inquiry:
                 self._open.discard(box)
                 self._ranks[box] = replace(self._ranks[box], answer=answer)
 
-    def _only_halted(self) -> bool:
-        return all(state_of(self._ranks[box].progress.process) == STOPPED for box in self._open)
-
-    def _send_signals(self) -> dict[tuple[int, int], _Asked]:
-        """Ask the interpreters of silent ranks, and the worker processes of those that wait for data."""
-        found: dict[tuple[int, int], _Asked] = {}
+    def _send_signals(self) -> dict[tuple[int, int], _SignalledProcess]:
+        """Signal the interpreters of silent ranks, and the worker processes of ranks that wait for data."""
+        found: dict[tuple[int, int], _SignalledProcess] = {}
         for box, one in self._ranks.items():
             process = one.progress.process
             silent = one.answer is None and one.asked and one.progress.running
@@ -93,26 +89,26 @@ class Inquiry:
                     found[box, each] = sent
         return found
 
-    def _signal(self, box: int, process: int) -> _Asked | None:
-        # Without a handler the signal would end it; a stopped process would get it when it goes on.
+    def _signal(self, box: int, process: int) -> _SignalledProcess | None:
+        # Without a handler the signal would kill it; a stopped process would get it when it continues.
         if SIGNAL is None or not catches(process, SIGNAL) or state_of(process) == STOPPED:
             return None
         path = stacks_file(self._folder, box)
         begin = path.stat().st_size if path.is_file() else 0
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process, SIGNAL)
-        # One after the other, or their lines would mix: it writes within a millisecond, if it can.
+        # One after the other, so that their lines do not mix: a process writes within a millisecond, if it can.
         end = time.monotonic() + 0.05
         while time.monotonic() < end and path.is_file() and path.stat().st_size == begin:
             time.sleep(0.002)
-        return _Asked(process, path, begin)
+        return _SignalledProcess(process, path, begin)
 
     def _complete(self, box: int) -> Evidence:
         one = self._ranks[box]
         signals = self._signals or {}
         own = signals.get((box, one.progress.process))
         children = tuple(
-            Child(each, name_of(each), state_of(each), _until_next(signals, box, each))
+            Child(each, name_of(each), state_of(each), _stacks_of(signals, box, each))
             for each in (children_of(one.progress.process) if self._waits_for_data(one) else ())
         )
         return replace(one, stacks=own.text() if own is not None else "", children=children)
@@ -121,8 +117,8 @@ class Inquiry:
         return one.progress.phase in (phases.DATA, FIRST_DATA) or one.wait.kind == waits.DATA
 
 
-def _until_next(signals: dict[tuple[int, int], _Asked], box: int, process: int) -> str:
-    """What a process has written into the file that it shares, up to where the next one began."""
+def _stacks_of(signals: dict[tuple[int, int], _SignalledProcess], box: int, process: int) -> str:
+    """Return the stacks of one process from the shared file, up to the start of the next one's."""
     asked = signals.get((box, process))
     if asked is None:
         return ""

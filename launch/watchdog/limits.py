@@ -1,4 +1,4 @@
-"""How long a phase may take before it counts as hanging."""
+"""Time limits of phases."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainwright.launch.watchdog.boxes import Progress
 
 @dataclass(frozen=True)
 class HangLimits:
-    """Seconds without progress that are too many.
+    """Seconds without progress after which a rank counts as hanging.
 
     Each phase of a run (reading data, forward, backward, the optimizer, hooks, a validation batch, saving, ...) has its
-    own limit, ``safety_factor`` times the longest that any rank of the machine has taken for it so far, and at least
-    ``floor_seconds``. The factor and the floor follow from what they protect: a false alarm costs a restart.
+    own limit: ``safety_factor`` times its longest duration on any rank of the machine so far, and at least
+    ``floor_seconds``. Both are generous, because a false alarm costs a restart.
 
     Attributes:
-        fixed: the same limit for every phase, learned or not; ``None`` = learned.
-        safety_factor: how much longer than ever before a phase may take, 1 or more.
-        floor_seconds: least limit.
-        first_timeout: limit of a phase of which nothing is known yet.
+        fixed: the same limit for every phase; ``None`` = learned.
+        safety_factor: at least 1.
+        floor_seconds: lower bound of the limit.
+        first_timeout: limit of phases without history.
     """
 
     fixed: float | None = None
@@ -35,7 +35,7 @@ class HangLimits:
     def of(
         cls, hang_timeout: str | float, safety_factor: float, floor_seconds: float, first_timeout: float
     ) -> HangLimits:
-        """From what a user gives, where ``hang_timeout`` is ``"auto"`` or a number of seconds.
+        """Return the limits for the user's options, where ``hang_timeout`` is ``"auto"`` or a number of seconds.
 
         Raises:
             ValueError: with what is out of range.
@@ -47,11 +47,11 @@ class HangLimits:
         return cls(fixed, safety_factor, floor_seconds, first_timeout)
 
     def limit(self, phase: str, ranks: Iterable[Progress]) -> float:
-        """Longest time in seconds that ``phase`` may take now.
+        """Return the current limit of ``phase`` in seconds.
 
         Args:
             phase: a name of :data:`~trainwright.launch.watchdog.boxes.PHASES`.
-            ranks: what is known of all ranks of this machine.
+            ranks: progress of all ranks of this machine.
         """
         if self.fixed is not None:
             return self.fixed
@@ -59,11 +59,11 @@ class HangLimits:
         return max(self.floor_seconds, self.safety_factor * max(seen)) if seen else self.first_timeout
 
     def slow_limit(self) -> float:
-        """Limit of work that is seen to be slow for good reason, such as compilation."""
+        """Return the limit of work that is known to be slow, such as compilation."""
         return self.first_timeout if self.fixed is None else self.fixed
 
     def pause(self) -> float:
-        """Seconds between two questions to ranks that were found to have a reason for standing still."""
+        """Return the seconds between questions to ranks that had a reason for being slow."""
         return min(self.floor_seconds, self.fixed or self.floor_seconds)
 
 
@@ -72,7 +72,7 @@ def limit_problems(timeout: object, safety_factor: float, floor_seconds: float, 
 
     Args:
         timeout: ``"auto"`` or a number of seconds.
-        safety_factor: as of :class:`HangLimits`, like the rest.
+        safety_factor: as in :class:`HangLimits`, like the rest.
     """
     if timeout != "auto" and not is_positive(timeout):
         yield f"hang_timeout={timeout}: must be auto (learned), a number of seconds above 0, or null (None) for off"
@@ -90,7 +90,7 @@ AUTO = "auto"
 
 
 def hang_problems(cfg: DictConfig) -> list[str]:
-    """What speaks against what `launch` says of hangs.
+    """Return the problems of the hang options of `launch`.
 
     Args:
         cfg: the resolved configuration.

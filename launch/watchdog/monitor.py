@@ -1,6 +1,4 @@
-"""Watches the ranks of one machine: by their progress, not by whether they live."""
-
-from __future__ import annotations
+"""Monitor of the ranks of one machine, by their progress rather than their liveness."""
 
 import json
 import os
@@ -19,23 +17,24 @@ from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import crash_in, place_of
 from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge, last_call
-from trainwright.launch.watchdog.report.watched import Watched, any_gets_on, are_suspended
+from trainwright.launch.watchdog.report.watched import Watched, all_stopped, any_runs
 
-# How a rank learns where its box is and where it is asked.
+# Variable with a rank's box and folder.
 VARIABLE = "TRAINWRIGHT_WATCHDOG"
-# Of the time between two looks this much counts, so that a machine or a job that was put to sleep is no hang.
+# Upper bound of the time counted between two checks, so that a suspended machine or job is no hang.
 _LONGEST_LOOK = 2.0
 
 
 @dataclass(frozen=True)
 class DiagnosedHang:
-    """A rank that keeps the others waiting.
+    """A rank that blocks the others.
 
     Attributes:
-        rank: which to end, by the number that the monitor knows it by.
-        reason: in one line, the same each time that this hang comes again.
-        report: what a terminal shows: who keeps whom waiting in what, a line for each rank, where the rest is.
-        path: of the whole report; ``None`` = it could not be written.
+        rank: to kill, by the number that the monitor knows it by.
+        reason: in one line, equal for repetitions of the same hang.
+        report: for a terminal: which rank blocks which others in what, a line per rank, and the path of the full
+            report.
+        path: of the full report; ``None`` = it could not be written.
     """
 
     rank: int
@@ -45,21 +44,20 @@ class DiagnosedHang:
 
 
 class HangMonitor:
-    """Finds a hang among the ranks of this machine.
+    """Detector of hangs among the ranks of this machine.
 
-    Each rank says in its box (:mod:`trainwright.launch.watchdog.boxes`) which phase it has begun, and when. One that
-    stays in a phase for too long raises a suspicion, and so does one that a signal has stopped while others of the
-    machine run, whatever the limits are; then all ranks are asked what they are doing, and the one to blame is found
-    (``verdict``). Nobody waits in here: a question is put in one call of :meth:`check`,
-    its answers are read in later ones.
+    Each rank records its current phase and its start in a box (:mod:`trainwright.launch.watchdog.boxes`). A rank that
+    exceeds the limit of its phase raises a suspicion, and so does one that a signal has stopped while others of the
+    machine run; then all ranks are asked what they are doing, and ``verdict`` determines the one at fault. Nothing here
+    blocks: a question is sent in one call of :meth:`check`, and its answers are read in later ones.
 
-    Processes are known by numbers, which may be ranks or anything else that tells them apart.
+    Processes are identified by numbers, which may be ranks or any other unique numbers.
 
     Args:
         count: processes that may live at the same time.
-        folder: of this machine, private to this process and its ranks; what lies there is whoever made it's to remove.
-        run_dir: reports are written to ``logs/`` in it.
-        limits: how long is too long.
+        folder: on this machine, private to this process and its ranks; removed by its creator.
+        run_dir: reports are written to its ``logs/``.
+        limits: time limits of phases.
         node: number of this machine; ``None`` = there is only one, and reports do not name it.
     """
 
@@ -71,15 +69,15 @@ class HangMonitor:
         self._count = count
         self._boxes = Boxes(count, folder)
         self._watched: dict[int, Watched] = {}
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
         self._questions = 0
         self._inquiry: Inquiry | None = None
-        self._not_before = 0.0
+        self._next_inquiry_at = 0.0
         self._suspects: frozenset[int] = frozenset()
-        self._asked_stops: frozenset[tuple[int, int | None]] = frozenset()
+        self._known_stops: frozenset[tuple[int, int | None]] = frozenset()
 
     def environment(self, number: int) -> dict[str, str]:
-        """Variables that a process must have to be watched; they name its box, which is free from then on.
+        """Return the variables of a process to be watched; they name its box, which is cleared.
 
         Raises:
             RuntimeError: if more processes live than there are boxes.
@@ -101,40 +99,44 @@ class HangMonitor:
         return gone.box
 
     def watch(self, number: int, process: int) -> None:
-        """Hear that a process has been started as ``number``, with its :meth:`environment`."""
+        """Register a process that was started as ``number``, with its :meth:`environment`."""
         self._watched[number].process = process
-        self._forget()
+        self._reset()
 
     def process_of(self, number: int) -> int:
-        """Process id of a number; 0 = it has not said so yet."""
+        """Return the process id of a number; 0 = not reported yet."""
         one = self._watched[number]
         return one.process or one.progress.process
 
     def check(self) -> DiagnosedHang | None:
-        """The process to end, if any. To be asked about twice a second; it answers at once."""
+        """Return the process to kill, if any. To be called about twice a second; never blocks."""
         now = time.monotonic()
-        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
-        self._looked_at = now
+        passed = 0.0 if self._checked_at is None else min(now - self._checked_at, _LONGEST_LOOK)
+        self._checked_at = now
         same = [one for one in self._watched.values() if not one.look(self._boxes.read(one.box))]
         running = self._running()
-        self._count_stops(running, passed)
-        if are_suspended(running):
+        # After the monitor itself was suspended, stops are timed anew.
+        counts = passed < _LONGEST_LOOK and any_runs(running)
+        for one in running:
+            one.count_stop(passed if counts else None)
+        if all_stopped(running):
             self._inquiry = None
             return None
         for one in same:
             one.stalled += passed
         if self._inquiry is not None:
-            return self._go_on()
+            return self._advance_inquiry()
         if self._is_suspicious(running, now):
             self._questions += 1
             self._inquiry = Inquiry(self._folder, self._questions, self._known())
         return None
 
     def explain(self) -> str | None:
-        """What is known of the calls of ranks that an error or a crash has ended, when that tells something.
+        """Return a comparison of the calls of ranks that failed or crashed; None if it shows nothing.
 
-        All processes may be gone: each rank has written down what it was doing when the error came, and Python what it
-        was doing when native code ended it, as gloo does where a rank receives more than it asked for.
+        All processes may be gone: each rank has recorded its state at the error, and Python's fault handler its stacks
+            when
+        native code ended it, as gloo does where a rank receives more than it asked for.
         """
         slow = self._limits.slow_limit()
         failed, crashed, crashes = [], [], []
@@ -157,41 +159,35 @@ class HangMonitor:
         return "; ".join(filter(None, [*crashed, *map(last_call, failed)])) + stacks
 
     def close(self) -> None:
-        """Give the boxes back."""
+        """Release the boxes."""
         self._boxes.close()
 
     def _running(self) -> list[Watched]:
         return [one for one in self._watched.values() if one.runs]
 
-    def _count_stops(self, running: Sequence[Watched], passed: float) -> None:
-        """See who is stopped while others are not; a monitor that was put to sleep begins anew."""
-        counts = passed < _LONGEST_LOOK and any_gets_on(running)
-        for one in running:
-            one.count_stop(passed if counts else None)
-
     def _is_suspicious(self, running: Sequence[Watched], now: float) -> bool:
-        """Whether somebody is stopped alone, or still, for too long, and has not been asked about just now."""
+        """Return whether a rank is stopped alone, or exceeds its limit, and was not asked about recently."""
         stops = frozenset((one.progress.process, one.stop) for one in running if one.stopped_alone)
-        if now >= self._not_before:
+        if now >= self._next_inquiry_at:
             found = bool(stops) or any(one.stalled > self._limit(one.progress) for one in running)
         else:
-            # The pause is for those who were seen to have a reason; a stop that came since was not seen.
-            found = bool(stops - self._asked_stops)
+            # The pause is for ranks that had a reason; a later stop was not covered.
+            found = bool(stops - self._known_stops)
             if found:
-                self._suspects = frozenset()  # too short a time ago to count as seen before
+                self._suspects = frozenset()  # too recent to count as seen before
         if found:
-            self._asked_stops = stops
+            self._known_stops = stops
         return found
 
     def _is_halted(self, one: Watched) -> bool:
-        """Whether a stop has lasted for too long; where nobody else runs, its own limit tells."""
+        """Return whether a stop lasts too long; for a single running process, its own limit applies."""
         return one.stopped_alone or (len(self._running()) == 1 and one.stalled > self._limit(one.progress))
 
     def _known(self) -> dict[int, Evidence]:
-        """What the boxes tell of every rank that has begun, by box."""
+        """Return the evidence in the boxes of all ranks that have started, by box."""
         slow = self._limits.slow_limit()
         running = self._running()
-        # Who has left the others may have had a number that another one has now.
+        # A rank of a process that left may belong to another one now.
         taken = {one.progress.rank for one in running}
         ended = [
             one
@@ -205,43 +201,43 @@ class HangMonitor:
     def _limit(self, progress: Progress) -> float:
         return self._limits.limit(progress.phase, [one.progress for one in self._watched.values()])
 
-    def _go_on(self) -> DiagnosedHang | None:
+    def _advance_inquiry(self) -> DiagnosedHang | None:
         assert self._inquiry is not None
         found = self._inquiry.advance()
         if found is None:
             return None
         self._inquiry = None
-        ranks = [one for one in map(self._still_there, found) if one is not None]
-        suspects = frozenset(one.rank for one in ranks if one.is_over)
+        ranks = [one for one in map(self._current, found) if one is not None]
+        suspects = frozenset(one.rank for one in ranks if one.exceeds_limit)
         verdict = judge(ranks, seen_before=bool(suspects) and suspects == self._suspects)
         self._suspects = suspects
-        self._not_before = time.monotonic() + self._limits.pause()
-        return None if verdict is None else self._tell(verdict, ranks)
+        self._next_inquiry_at = time.monotonic() + self._limits.pause()
+        return None if verdict is None else self._report_hang(verdict, ranks)
 
-    def _still_there(self, one: Evidence) -> Evidence | None:
-        """What was found, unless the rank has got on or gone meanwhile."""
+    def _current(self, one: Evidence) -> Evidence | None:
+        """Return the evidence with current times, or None if the rank is gone."""
         now = next((each for each in self._watched.values() if each.progress.process == one.progress.process), None)
         if now is None or not is_alive(one.progress.process):
             return None
         stalled = now.stalled if now.progress.changes == one.progress.changes else 0.0
         return replace(one, stalled=stalled, halted=self._is_halted(now))
 
-    def _tell(self, verdict: HangVerdict, ranks: Sequence[Evidence]) -> DiagnosedHang:
+    def _report_hang(self, verdict: HangVerdict, ranks: Sequence[Evidence]) -> DiagnosedHang:
         report = report_of(verdict, ranks)
         path = _written(self._run_dir / "logs", "hang", self._node, report)
         where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
         process = next(one.progress.process for one in ranks if one.rank == verdict.ends)
         number = next(one.number for one in self._watched.values() if one.progress.process == process)
-        self._forget()
+        self._reset()
         return DiagnosedHang(number, verdict.reason, first_lines(report) + where, path)
 
-    def _forget(self) -> None:
-        self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0
-        self._asked_stops = frozenset()
+    def _reset(self) -> None:
+        self._inquiry, self._suspects, self._next_inquiry_at = None, frozenset(), 0.0
+        self._known_stops = frozenset()
 
 
 def _written(folder: Path, kind: str, node: int | None, report: str) -> Path | None:
-    """Write a report under the next free name; ``None`` where that is not possible."""
+    """Write a report under the next free name; return None where that is impossible."""
     suffix = "" if node is None else f"_node_{node}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A user's own project: a module written for plain Lightning beside its configuration, outside the package."""
+"""A user's project outside the package: a plain Lightning module and its configuration."""
 
 import os
 import subprocess
@@ -94,7 +94,7 @@ data:
 
 
 def write_project(folder: Path) -> Path:
-    """Write the project into a folder; returns its configuration directory."""
+    """Write the project into a folder; return its configuration directory."""
     (folder / "my_module.py").write_text(MODULE, encoding="utf-8")
     recipes = folder / "my_conf" / "recipe"
     recipes.mkdir(parents=True)
@@ -103,17 +103,27 @@ def write_project(folder: Path) -> Path:
 
 
 def command(*words: str) -> list[str]:
-    """The command line, in this Python."""
+    """Return the command line for this Python."""
     return [sys.executable, "-m", "trainwright", *words]
 
 
 def environment() -> dict[str, str]:
-    """Of a person's shell: no launcher, and no thread setting of the test suite."""
+    """Return the environment of a user's shell: no launcher and no thread settings of the tests."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end; its output is text, standard error included in it."""
+    """Run the command to its end, with standard error in its text output."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment()} | options
     return warm_run(command(*words), timeout=120, **options)
+
+
+def problems_of(*words: str, conf: Path | None = None, verb: str = "fit", launcher: Any = None) -> list[str]:
+    """Return all problems reported for a command line before anything is started."""
+    from trainwright.command.run import plan
+    from trainwright.command.schema.compose import compose_checked
+
+    result = compose_checked(words, conf)
+    checked = result.cfg is not None and result.guessed
+    return [*result.problems, *(plan(result.cfg, verb, launcher)[1] if checked else [])]

@@ -1,4 +1,4 @@
-"""`strategy=auto` and `micro_batch_size=auto`: what they stand for, by value."""
+"""Choices of `strategy=auto` and `micro_batch_size=auto`."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from trainwright.command import auto
 from trainwright.command.run import choose, plan, prepare
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
-from trainwright.launch.ranks.forkserver import call_apart
+from trainwright.launch.ranks.forkserver import call_in_subprocess
 from trainwright.launch.recovery.sizes import feasible
 
 TINY = [
@@ -35,8 +35,8 @@ def composed(*words: str) -> DictConfig:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan in this process, which has imported everything already."""
-    monkeypatch.setattr(auto, "call_apart", lambda function, *arguments: function(*arguments))
+    """Plan in this process, which has all imports."""
+    monkeypatch.setattr(auto, "call_in_subprocess", lambda function, *arguments: function(*arguments))
 
 
 def decided(cfg: DictConfig) -> DictConfig:
@@ -58,14 +58,14 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def weights(run_dir: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint, by name."""
+    """Return the weights of the last checkpoint by name."""
     [checkpoint] = (run_dir / "checkpoints").iterdir()
     file = tmp_path / f"{run_dir.name}.safetensors"
     export(str(checkpoint), file, "safetensors")
     return load_file(file)
 
 
-def test_four_devices_train_as_the_explicit_configuration_that_was_printed(tmp_path: Path) -> None:
+def test_auto_equals_its_explicit_overrides(tmp_path: Path) -> None:
     words = ["devices=4", "max_steps=4", "trainer.log_every_n_steps=1"]
     chosen = run(composed(*words, "strategy=auto", f"run_dir={tmp_path / 'auto'}")).run_dir
     document = json.loads((chosen / "plan.json").read_text())
@@ -91,7 +91,7 @@ def test_four_devices_train_as_the_explicit_configuration_that_was_printed(tmp_p
 
 
 @pytest.mark.usefixtures("here")
-def test_what_is_typed_stays(tmp_path: Path) -> None:
+def test_typed_options_are_kept(tmp_path: Path) -> None:
     free = decided(composed("strategy=auto", "devices=4", f"run_dir={tmp_path}"))
     assert free.micro_batch_size != 2  # that of the recipe is no wish
     assert free.global_batch_size == 32
@@ -108,7 +108,7 @@ def test_what_is_typed_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_buckets_fit_the_links_of_the_profile(tmp_path: Path) -> None:
+def test_bucket_size_is_optimal_for_the_links(tmp_path: Path) -> None:
     links = ["device=cpu", "device.devices_per_node=2", "device.within.latency=1e-2", "device.within.bandwidth=1e6"]
     words = ["strategy=auto", "devices=2", "strategy.stage=0", "strategy.replicate=2", *links, f"run_dir={tmp_path}"]
     cfg = decided(composed(*words, "module.config.dim=256"))
@@ -120,7 +120,7 @@ def test_buckets_fit_the_links_of_the_profile(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_choice_can_go_on_with_fewer_devices(tmp_path: Path) -> None:
+def test_chosen_layout_can_shrink(tmp_path: Path) -> None:
     words = ["strategy=auto", "strategy.shard=2", "devices=4", "launch.min_devices=2", f"run_dir={tmp_path}"]
     cfg = decided(composed(*words, "launch.max_restarts=1"))
     assert feasible(cfg, "fit", (3, 2), None) == 2
@@ -128,7 +128,7 @@ def test_a_choice_can_go_on_with_fewer_devices(tmp_path: Path) -> None:
 
 @pytest.fixture
 def searches(here: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the planner was asked, each time."""
+    """Record the queries of the planner."""
     found: list[dict[str, Any]] = []
     search = auto._search
 
@@ -140,8 +140,8 @@ def searches(here: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
     return found
 
 
-def test_a_job_of_a_sweep_is_planned_once(searches: list[dict[str, Any]], tmp_path: Path) -> None:
-    """A sweep checks all jobs before it runs the first; what is chosen then is what is run."""
+def test_sweep_job_is_planned_once(searches: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The choice made when a sweep checks all jobs is the one that runs."""
     cfg = composed("strategy=auto", "devices=2", f"run_dir={tmp_path / 'job'}")
     choice, problems = choose(cfg, "fit")
     assert not problems
@@ -153,7 +153,7 @@ def test_a_job_of_a_sweep_is_planned_once(searches: list[dict[str, Any]], tmp_pa
     assert without_directory(prepare(explicit, "fit")) == without_directory(prepared)
 
 
-def test_machines_of_a_launcher_are_no_single_one(searches: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_planner_gets_the_nodes_of_the_launcher(searches: list[dict[str, Any]], tmp_path: Path) -> None:
     words = ["strategy=auto", "launch=torchrun", "devices=auto", "device=h100", f"run_dir={tmp_path}"]
     cfg, problems = plan(composed(*words), "fit", Launcher("torchrun", rank=0, world_size=4, local_world_size=2))
     assert not problems
@@ -161,8 +161,8 @@ def test_machines_of_a_launcher_are_no_single_one(searches: list[dict[str, Any]]
     assert [(asked["devices"], asked["nodes"]) for asked in searches] == [(2, 2)]
 
 
-def test_another_layout_is_chosen_for_a_run_that_goes_on(tmp_path: Path) -> None:
-    """What was chosen for one process is left for shards of two; training goes on as if nothing had changed."""
+def test_resumed_run_may_get_another_layout(tmp_path: Path) -> None:
+    """From one process to two shards, with the same training result."""
     words = ["trainer.log_every_n_steps=1", "strategy=auto", "global_batch_size=8"]
     whole = run(composed(*words, "max_steps=4", f"run_dir={tmp_path / 'whole'}")).run_dir
     fresh = [*words, "max_steps=2", "resume=auto", f"run_dir={tmp_path / 'run'}"]
@@ -183,7 +183,7 @@ def test_another_layout_is_chosen_for_a_run_that_goes_on(tmp_path: Path) -> None
 
 
 REFUSED: list[tuple[Sequence[str], str]] = [
-    (["strategy=auto", "devices=4", "strategy.tensor=3"], "3 is no divisor of 4 ranks"),
+    (["strategy=auto", "devices=4", "strategy.tensor=3"], "3 does not divide 4 ranks"),
     (["strategy=auto", "strategy.stage=7"], "strategy.stage=7 with strategy=auto: allowed: 0, 1, 2, 3"),
     (["strategy=auto", "strategy.activation_checkpointing=selective"], "allowed: none, full"),
     (["strategy=auto", "strategy.shard=-1"], "type a size of at least 1"),
@@ -193,7 +193,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["strategy=auto", "devices=0", "max_steps=-1"], "devices=0: must be a whole number of at least 1"),
     (["strategy=auto", "module._target_=nowhere.Module"], "nowhere"),
     (["micro_batch_size=most"], "must be a whole number of at least 1, auto or null"),
-    (["micro_batch_size=auto", "strategy=local_sgd", "devices=2"], "what its ranks hold is not predicted"),
+    (["micro_batch_size=auto", "strategy=local_sgd", "devices=2"], "the memory of its ranks cannot be predicted"),
     (["micro_batch_size=auto", "global_batch_size=null"], "type global_batch_size=32"),
     (["micro_batch_size=auto", "device=cpu", "device.memory_bytes=100000"], "even 1 sample(s) at a time need"),
 ]
@@ -210,7 +210,7 @@ def test_refused(words: Sequence[str], reason: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["strategy=zero2", "devices=2"], ["strategy=pipeline", "devices=2"]])
 @pytest.mark.usefixtures("here")
-def test_the_largest_micro_batch_that_fits(words: Sequence[str], tmp_path: Path) -> None:
+def test_largest_fitting_micro_batch(words: Sequence[str], tmp_path: Path) -> None:
     device = ["device=cpu", "device.memory_bytes=4000000"]
     given = ["micro_batch_size=auto", "global_batch_size=64", *words, f"run_dir={tmp_path}"]
     cfg = prepare(composed(*given, *device), "fit")
@@ -232,7 +232,7 @@ def candidate(strategy: str, seconds: float, **layout: int) -> dict[str, Any]:
     }
 
 
-def test_the_simplest_of_those_that_are_alike() -> None:
+def test_simplest_of_equally_fast_layouts() -> None:
     fastest, alike, slow = (
         candidate("zero3", 1.0, shard=4),
         candidate("ddp", 1.02, replicate=4),
@@ -253,7 +253,7 @@ def _fail() -> None:
 @pytest.mark.parametrize(
     ("function", "problems"), [(_refuse, ("one", "two")), (_fail, ("_fail failed: KeyError: 'gone'",))]
 )
-def test_what_goes_wrong_in_another_process_is_told_here(function, problems):
+def test_subprocess_errors_are_raised(function, problems):
     with pytest.raises(ConfigError) as error:
-        call_apart(function)
+        call_in_subprocess(function)
     assert error.value.problems == problems

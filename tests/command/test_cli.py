@@ -1,4 +1,4 @@
-"""The command `trainwright` as a person types it."""
+"""The command line of `trainwright`."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def test_refused(words: list[str], parts: list[str], conf: Path, capfd: pytest.C
 
 def test_help_and_version(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "validate          measure" in capsys.readouterr().out
+    assert "validate          evaluate" in capsys.readouterr().out
     assert main(["fit", "--help", "--config-dir", str(conf)]) == 0
     assert "A recipe of my own." in capsys.readouterr().out
     assert main(["--version"]) == 0
@@ -57,7 +57,7 @@ def test_print_config(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config-dir", str(conf), "recipe=mine", "devices=2", "--print-config"]) == 2
 
 
-def test_every_verb_with_one_process(conf: Path) -> None:
+def test_all_verbs_in_one_process(conf: Path) -> None:
     script = Path("verbs.py")
     script.write_text(
         "import json\n"
@@ -81,7 +81,7 @@ def test_every_verb_with_one_process(conf: Path) -> None:
     assert "trainwright: the run failed with ValueError: boom in rank 0\n" in done.stderr
     assert 'raise ValueError(f"boom in rank {self.global_rank}")' in done.stderr
     assert "Traceback" not in done.stderr
-    assert "going on from first/checkpoints/step=4" in done.stdout
+    assert "resuming from first/checkpoints/step=4" in done.stdout
     _check_first_run()
     assert "test_loss" in Path("test/metrics.csv").read_text()
     import torch  # here, so that the other tests of this file stay light
@@ -91,7 +91,7 @@ def test_every_verb_with_one_process(conf: Path) -> None:
 
 
 def _check_first_run() -> None:
-    """The first run, and the one that went on from it in the same directory."""
+    """Check the first run and its continuation in the same directory."""
     names = {path.name for path in Path("first").iterdir()}
     assert {"config.yaml", "config.1.yaml", "metrics.csv", "metrics.1.csv", "checkpoints", "logs"} <= names
     assert OmegaConf.load("first/config.1.yaml").max_steps == 4  # type: ignore[union-attr]
@@ -100,7 +100,7 @@ def _check_first_run() -> None:
     assert "max_steps=6" in Path("first/logs/rank_0.log").read_text()
 
 
-def test_multirun_gives_one_directory_per_job_and_nothing_else(conf: Path, tmp_path: Path) -> None:
+def test_multirun_directories(conf: Path, tmp_path: Path) -> None:
     before = {path.name for path in tmp_path.iterdir()}
     words = ("--config-dir", str(conf), "recipe=mine", "devices=2", "trainer.log_every_n_steps=1")
     done = run_command("fit", "-m", *words, "strategy=ddp,zero3", "module.fail_rank=-1")
@@ -119,7 +119,7 @@ def test_multirun_gives_one_directory_per_job_and_nothing_else(conf: Path, tmp_p
             assert [row["step"] for row in csv.DictReader(file)][-1] == "3"
 
 
-def test_multirun_goes_on_after_a_failing_job(conf: Path) -> None:
+def test_multirun_continues_after_a_failure(conf: Path) -> None:
     words = ("--config-dir", str(conf), "recipe=mine", *QUIET)
     done = run_command("fit", "-m", *words, "module.fail_rank=0,-1")
     assert done.returncode == 1, done.stdout

@@ -1,4 +1,4 @@
-"""docs/keys.md and docs/configuration.md against the configuration that they tell of."""
+"""docs/keys.md and docs/configuration.md match the configuration."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -11,12 +11,12 @@ from trainwright.launch.schema import RunConfig
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_of_keys_is_up_to_date() -> None:
+def test_keys_page_is_current() -> None:
     how = "python -m benchmarks.keys_page docs/keys.md"
     assert (DOCS / "keys.md").read_text(encoding="utf-8") == keys.document(), f"type {how}"
 
 
-def test_it_has_every_key_and_every_choice() -> None:
+def test_keys_page_is_complete() -> None:
     text = keys.document()
     for item in fields(RunConfig):
         assert f"| `{item.name}` |" in text or f"\n### {item.name}\n" in text, item.name
@@ -27,7 +27,7 @@ def test_it_has_every_key_and_every_choice() -> None:
             assert f"\n| `{choice}`" in section, (group, choice)
 
 
-def test_its_links_lead_to_headings() -> None:
+def test_keys_page_links() -> None:
     text = keys.document()
     headings = {keys._anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
     assert set(re.findall(r"\(#([^)]+)\)", text)) <= headings
@@ -35,7 +35,7 @@ def test_its_links_lead_to_headings() -> None:
 
 @dataclass
 class Above:
-    """What is built on."""
+    """Base type."""
 
     # Of all.
     first: int = 1
@@ -49,24 +49,24 @@ class Inner:
 
 @dataclass
 class Type(Above):
-    """`kind=one|two`: what it is."""
+    """`kind=one|two`: a type."""
 
     # A list | of them.
     second: list[str] = field(default_factory=lambda: ["a"])
     inner: Inner = field(default_factory=Inner)
 
 
-def test_a_type_is_told() -> None:
+def test_schema_section() -> None:
     text = "\n".join(keys._keys_of_schema(Type, "kind"))
-    assert text.startswith("\n#### `kind=one|two`\n\nWhat it is.")
-    assert "[What is built on](#what-is-built-on)" in text
+    assert text.startswith("\n#### `kind=one|two`\n\nA type.")
+    assert "[Base type](#base-type)" in text
     assert r"| `kind.second` | `[a]` | list | A list \| of them. |" in text
     meaning = r"Marked \*so\* and &lt;so>, see [planning.md](planning.md)."
     assert f"| `kind.inner.deep` | `null` | text or null | {meaning} |" in text
     assert "kind.first" not in text
 
 
-def test_the_table_of_groups_is_whole() -> None:
+def test_table_of_groups_is_complete() -> None:
     text = (DOCS / "configuration.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| \[`(\w+)`\]\(keys\.md#(\w+)\)", text, flags=re.MULTILINE)
     assert sorted(group for group, _ in told) == group_names(config_loader())

@@ -1,4 +1,4 @@
-"""`micro_batch_size=auto` is tried before training: what is found, what follows, and that nothing of it is left."""
+"""Probing of `micro_batch_size=auto` before training."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ TINY = [
 
 
 class Greedy(GPTModule):
-    """A GPT for which the second rank has memory for four samples at a time."""
+    """GPT whose second rank runs out of memory with more than four samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         samples = len(batch[0] if isinstance(batch, (list, tuple)) else batch)
@@ -42,31 +42,31 @@ def composed(*words: str) -> DictConfig:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan in this process, which has imported everything already."""
-    monkeypatch.setattr(auto, "call_apart", lambda function, *arguments: function(*arguments))
+    """Plan in this process, which has all imports."""
+    monkeypatch.setattr(auto, "call_in_subprocess", lambda function, *arguments: function(*arguments))
 
 
 def record(host: int, device: int = 0, there: int = 0, retries: int = 0) -> dict[str, int]:
     return {"host": host, "device": device, "device_there": there, "retries": retries}
 
 
-def test_what_is_held_is_held_against_what_there_is() -> None:
+def test_peak_memory_verdict() -> None:
     fits = probe.judge(8, [record(10), record(30)], 100)
     assert (fits.fits, fits.needed, fits.there) == (True, 40, 100)
     assert not probe.judge(8, [record(60), record(36)], 100).fits
     device = probe.judge(8, [record(1, 10, 100), record(1, 99, 100)], 100)
     assert not device.fits
     assert "rank 1 held" in device.text
-    assert "rank 1 went on only after" in probe.judge(8, [record(1, 10, 100), record(1, 10, 100, 2)], 100).text
+    assert "rank 1 continued only after" in probe.judge(8, [record(1, 10, 100), record(1, 10, 100, 2)], 100).text
 
 
-def test_sizes_that_cannot_fit_are_not_tried() -> None:
+def test_next_size_to_try() -> None:
     smaller = (4, 8, 16, 32)
-    assert probe.Probed(64, False).next_of(smaller) == 32
+    assert probe.ProbeResult(64, False).next_of(smaller) == 32
     # At least a quarter of 400 is held with a quarter of the samples.
-    assert probe.Probed(64, False, "", 400, 120).next_of(smaller) == 16
-    assert probe.Probed(64, False, "", 400, 4).next_of(smaller) is None
-    assert probe.Probed(1, False).next_of(()) is None
+    assert probe.ProbeResult(64, False, "", 400, 120).next_of(smaller) == 16
+    assert probe.ProbeResult(64, False, "", 400, 4).next_of(smaller) is None
+    assert probe.ProbeResult(1, False).next_of(()) is None
 
 
 @pytest.mark.parametrize(("failure", "exit_code", "fits"), [
@@ -77,12 +77,12 @@ def test_sizes_that_cannot_fit_are_not_tried() -> None:
     (("ValueError", "boom"), 1, None),
     (None, -11, None),
 ])  # fmt: skip
-def test_why_a_rank_ended(failure: tuple[str, str] | None, exit_code: int, fits: bool | None) -> None:
+def test_out_of_memory_detection(failure: tuple[str, str] | None, exit_code: int, fits: bool | None) -> None:
     said = None if failure is None else Failure(1, *failure, time_ns=0)
     assert probe._failed(8, RankError("", 1, exit_code, said)).fits is fits
 
 
-def test_the_peak_of_a_process() -> None:
+def test_host_peak() -> None:
     held = torch.ones(64 * MIB)
     assert 256 * MIB <= host_peak() < 64 * 256 * MIB
     del held
@@ -90,8 +90,8 @@ def test_the_peak_of_a_process() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_the_run_is_that_of_the_size_that_fits_to_the_bit(tmp_path: Path) -> None:
-    """One of two ranks is out of memory with what was predicted: the other does not wait, and nothing is left of it."""
+def test_probed_run_equals_the_explicit_one(tmp_path: Path) -> None:
+    """One of two ranks runs out of memory with the predicted size, which must leave no trace."""
     words = ["strategy=zero2", "devices=2", f"module._target_={__name__}.Greedy"]
     tried = run(composed(*words, "micro_batch_size=auto", f"run_dir={tmp_path / 'auto'}")).run_dir
     document = json.loads((tried / "plan.json").read_text())
@@ -119,7 +119,7 @@ def test_the_run_is_that_of_the_size_that_fits_to_the_bit(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "words", [["strategy=tensor", "devices=2"], ["strategy=pipeline", "devices=2"]], ids=["tensor", "pipeline"]
 )
-def test_too_little_memory_under_layouts_that_cut(words, tmp_path, monkeypatch):
+def test_no_size_fits(words, tmp_path, monkeypatch):
     class Little:
         available = 100 * MIB  # less than a rank takes that computes nothing
 
@@ -130,10 +130,10 @@ def test_too_little_memory_under_layouts_that_cut(words, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("here")
-def test_ranks_of_a_launcher_say_that_nothing_was_tried(tmp_path: Path) -> None:
+def test_no_probe_under_a_launcher(tmp_path: Path) -> None:
     cfg = composed("micro_batch_size=auto", f"run_dir={tmp_path}")
     planned, problems = plan(cfg, "fit")
     assert not problems
-    found = probe.try_out(planned, Launcher("torchrun", 0, 2, 2))
+    found = probe.probe(planned, Launcher("torchrun", 0, 2, 2))
     assert found.fits is None
-    assert found.text.startswith("not tried: under torchrun the ranks are there already")
+    assert found.text.startswith("not tried: under torchrun the ranks are running already")

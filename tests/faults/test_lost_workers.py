@@ -76,7 +76,7 @@ def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(
     words = [f"strategy.consistency={consistency}", *more]
     run_dir = train(conf, *words, "launch.recovery=rejoin", f"+inject=[kill(rank=1, at_step={step})]")
     assert "rank 1 was ended by SIGKILL" in told(run_dir)
-    assert "the others go on; rank 1 is started anew and joins them" in told(run_dir)
+    assert "the others continue; rank 1 is restarted and rejoins them" in told(run_dir)
     assert " restart " not in told(run_dir)
     # The first rank is the process that it was; the second trained on as another.
     assert [processes(run_dir, rank) for rank in (0, 1)] == [1, 2]
@@ -101,7 +101,7 @@ def test_a_lost_server_is_a_restart_from_the_newest_checkpoint(conf: Path, rank:
     words = ("strategy.consistency=async", "checkpoint.last.every_n_steps=4", "module.seconds=0.0")
     run_dir = train(conf, *words, "launch.recovery=rejoin", *how)
     assert f"rank {rank} was ended by SIGKILL" in told(run_dir)
-    assert "going on from" in told(run_dir)
+    assert "continuing from" in told(run_dir)
     assert "step=8" in told(run_dir)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step={STEPS}"]
 

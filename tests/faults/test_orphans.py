@@ -132,17 +132,17 @@ def test_no_worker_of_a_loader_outlives_a_rank_that_was_killed_while_it_started_
 THREADS = """
 import os, sys, threading, time
 from multiprocessing import forkserver
-from trainwright.launch.ranks.forkserver import call_apart
+from trainwright.launch.ranks.forkserver import call_in_subprocess
 
 parents = []
 for _ in range(2):
-    thread = threading.Thread(target=lambda: parents.append(call_apart(os.getppid)))
+    thread = threading.Thread(target=lambda: parents.append(call_in_subprocess(os.getppid)))
     thread.start()
     thread.join()
 time.sleep(0.2)
-parents.append(call_apart(os.getppid))
+parents.append(call_in_subprocess(os.getppid))
 assert parents == [forkserver._forkserver._forkserver_pid] * 3, parents
-threading.Thread(target=call_apart, args=(time.sleep, 1000.0), daemon=True).start()
+threading.Thread(target=call_in_subprocess, args=(time.sleep, 1000.0), daemon=True).start()
 print("ready", flush=True)
 time.sleep(1000)
 """

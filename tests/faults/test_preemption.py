@@ -499,7 +499,7 @@ def test_a_command_saves_ends_and_goes_on(conf: Path, who: str) -> None:
     assert "Traceback" not in run.said()
     assert run.left() == {}
     if who == "one rank":
-        assert "going on from run/checkpoints/step=" in goes_on(conf)
+        assert "resuming from run/checkpoints/step=" in goes_on(conf)
 
 
 def test_a_run_is_saved_though_nobody_reads_what_it_says(conf: Path) -> None:

@@ -199,7 +199,7 @@ def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.Capture
 
 
 def test_a_mistake_is_told_at_once(conf: Path) -> None:
-    with pytest.raises(RankError, match="before its first step; correct that first"):
+    with pytest.raises(RankError, match="before its first step; fix the error first"):
         _train(conf, "mistake", "strategy=ddp", "devices=2", "launch=resilient", "module.fail_at=0")
     assert _restarts(conf.parent / "mistake") == 0
 
@@ -213,7 +213,7 @@ def test_a_mistake_is_told_at_once(conf: Path) -> None:
         ),
         (
             ("launch.max_restarts=3", "checkpoint=none"),
-            "every restart would begin from the start; type checkpoint=last",
+            "every restart would start from scratch; type checkpoint=last",
         ),
         (("launch.min_devices=1",), "launch.min_devices=1 with launch.max_restarts=0: .* type launch=resilient"),
         (("launch=resilient", "launch.min_devices=2"), "launch.min_devices=2 with devices=2: .* launch.min_devices=1"),
@@ -223,7 +223,7 @@ def test_a_mistake_is_told_at_once(conf: Path) -> None:
         ),
         (
             ("launch=resilient", "launch.min_devices=1", *PIPELINE),
-            "possible with none of 1 to 1 devices, .*type -1 for an axis",
+            "not possible with 1 to 1 devices .*type -1 for an axis",
         ),
     ],
     ids=["negative", "no checkpoint", "no restarts", "not fewer", "limit", "layout"],
@@ -278,7 +278,7 @@ def test_a_lost_device_is_done_without_until_it_answers_again(conf: Path, undist
     told = _told(run_dir)
     assert "with 1 rank(s)" in told
     assert "device 1 answers again" in told
-    assert "devices: 2 in place of 1" in told
+    assert "devices: 2 instead of 1" in told
     _close(run_dir, undisturbed)
 
 
@@ -294,6 +294,6 @@ def test_a_number_in_a_file_says_how_many_devices_may_be_used(conf: Path, undist
     with _beside(limit):
         _train(conf, "limited", *SLOW, "launch=resilient", "launch.min_devices=1")
     told = _told(run_dir)
-    assert told.index("devices: 1 in place of 2") < told.index("devices: 2 in place of 1")
+    assert told.index("devices: 1 instead of 2") < told.index("devices: 2 instead of 1")
     assert "ended by" not in told
     _close(run_dir, undisturbed)

@@ -1,4 +1,4 @@
-"""What a run goes on from, as the launching process decides and checks it: before a process starts, without torch."""
+"""Choosing and checking the checkpoint to resume, in the launching process and without torch."""
 
 import json
 import os
@@ -31,20 +31,20 @@ def planned(conf: Path, *overrides: str, verb: str = "fit") -> tuple[DictConfig,
 
 
 def decided(conf: Path, *overrides: str, verb: str = "fit") -> str | None:
-    """The checkpoint that is gone on from; nothing may speak against it."""
+    """Return the checkpoint to resume from; there must be no problems."""
     cfg, problems = planned(conf, *overrides, verb=verb)
     assert problems == []
     return None if cfg.ckpt_path is None else os.path.relpath(cfg.ckpt_path)
 
 
 def refusal(conf: Path, *overrides: str, verb: str = "fit") -> str:
-    """The only thing that is said against it."""
+    """Return the only problem."""
     [problem] = planned(conf, *overrides, verb=verb)[1]
     return problem
 
 
 @pytest.mark.parametrize("word", ["ckpt_path=last", "resume=auto"])
-def test_the_newest_good_one(conf: Path, word: str) -> None:
+def test_newest_good_checkpoint(conf: Path, word: str) -> None:
     for step in (1, 2, 10, 3):
         write_checkpoint(f"{RUN}/step={step}", step)
     (Path(RUN) / ".step=11.partial-x").mkdir()
@@ -61,18 +61,18 @@ def test_the_newest_good_one(conf: Path, word: str) -> None:
     assert list(cfg.resume_folders) == ["runs/mine/2026-01-02/checkpoints", RUN]
 
 
-def test_weights_alone_are_no_run_to_go_on_with(conf: Path) -> None:
+def test_weights_cannot_be_resumed(conf: Path) -> None:
     write_checkpoint(f"{RUN}/step=1", 1)
     weights = write_checkpoint(f"{RUN}/step=2", 2, kind="weights")
     assert decided(conf, "ckpt_path=last") == f"{RUN}/step=1"
     assert decided(conf, "ckpt_path=last", verb="test") == f"{RUN}/step=2"
     problem = refusal(conf, f"ckpt_path={weights}")
-    assert "holds weights alone" in problem
+    assert "contains only weights" in problem
     assert f"type init_from={weights}" in problem
     assert decided(conf, f"init_from={weights}") is None
 
 
-def test_without_a_good_one(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_good_checkpoint(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert decided(conf, "resume=auto") is None
     path = write_checkpoint(f"{RUN}/step=1", 1)
     cut_short(path)
@@ -87,13 +87,13 @@ def test_without_a_good_one(conf: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (cfg.ckpt_path, list(cfg.resume_folders)) == (None, [RUN])
 
 
-def test_auto_begins_in_a_directory_whose_run_never_saved(conf: Path) -> None:
+def test_auto_starts_in_a_run_dir_without_checkpoints(conf: Path) -> None:
     run.prepare(compose("mine", ["run_dir=here"], config_dir=conf), "fit")
     assert "resume=auto" in refusal(conf, "run_dir=here")
     assert decided(conf, "run_dir=here", "resume=auto") is None
 
 
-def test_folders_that_the_configuration_names(conf: Path) -> None:
+def test_configured_checkpoint_folders(conf: Path) -> None:
     write_checkpoint("elsewhere/step=5", 5)
     write_checkpoint(f"{RUN}/step=1", 1)
     for more in ((), ("run_dir=new",)):
@@ -103,7 +103,7 @@ def test_folders_that_the_configuration_names(conf: Path) -> None:
     assert (cfg.ckpt_path, problems) == ("memory://planned/step=3", [])
 
 
-def test_paths_may_have_equals_signs(conf: Path) -> None:
+def test_paths_with_equals_signs(conf: Path) -> None:
     write_checkpoint("a b/epoch=1-step=2", 2)
     assert decided(conf, "ckpt_path=a b/epoch=1-step=2") == "a b/epoch=1-step=2"
     assert decided(conf, "ckpt_path='a b/epoch=1-step=2'") == "a b/epoch=1-step=2"
@@ -131,28 +131,28 @@ def test_contradictions(conf: Path, overrides: list[str], parts: list[str]) -> N
         assert part in problem
 
 
-def test_only_fit_starts_afresh(conf: Path) -> None:
+def test_resume_auto_needs_fit(conf: Path) -> None:
     assert "type ckpt_path=last" in refusal(conf, "resume=auto", verb="test")
 
 
-def test_auto_may_begin_from_weights(conf: Path) -> None:
+def test_resume_auto_with_init_from(conf: Path) -> None:
     weights = write_checkpoint("weights", 1)
     assert decided(conf, "resume=auto", f"init_from={weights}", "strict=false") is None
 
 
-def test_partitions_are_those_of_the_trainer() -> None:
+def test_data_partition_choices() -> None:
     [field] = [each for each in fields(config.TrainerConfig) if each.name == "data_partition"]
     assert field.metadata["words"] == partition.PARTITIONS
 
 
-def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
+def test_paths_without_a_checkpoint(conf: Path, tmp_path: Path) -> None:
     path = write_checkpoint(f"{RUN}/step=1", 1)
     said = {
         "nowhere": ["no such file or folder", "the newest of mine: ckpt_path=", "step=1"],
         f"{path}/{RANK_FILE}": ["one file of a checkpoint", f"ckpt_path={path}"],
-        RUN: ["holds checkpoints, but is none", "step=1"],
-        "runs/mine/2026-01-01": ["holds checkpoints, but is none", "step=1"],
-        "link": ["is a link to gone, which is not there"],
+        RUN: ["contains checkpoints, but is not one", "step=1"],
+        "runs/mine/2026-01-01": ["contains checkpoints, but is not one", "step=1"],
+        "link": ["is a link to gone, which does not exist"],
         "empty": ["has no manifest.json"],
         "deepspeed": ["DeepSpeed", "checkpoint import deepspeed", "ckpt_path=imported"],
         "torch": [".metadata is a pickle", "trust=true"],
@@ -171,7 +171,7 @@ def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
     assert decided(conf, "ckpt_path=torch", "trust=true") == "torch"
 
 
-def test_half_written_damaged_and_newer(conf: Path) -> None:
+def test_damaged_checkpoints(conf: Path) -> None:
     path = Path(write_checkpoint("c", 1))
     cut_short(path)
     problem = refusal(conf, "ckpt_path=c")
@@ -191,7 +191,7 @@ def test_permissions(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be read by this user" in refusal(conf, "init_from=c")
 
 
-def test_a_file_is_taken_as_it_is(conf: Path) -> None:
+def test_checkpoint_files(conf: Path) -> None:
     torch.save({}, "a.ckpt")
     assert decided(conf, "ckpt_path=a.ckpt") == "a.ckpt"
     assert decided(conf, "ckpt_path=a.ckpt", "trust=true") == "a.ckpt"
@@ -202,7 +202,7 @@ def test_a_file_is_taken_as_it_is(conf: Path) -> None:
     assert "cannot connect to 127.0.0.1" in problem
 
 
-def test_another_global_batch(conf: Path) -> None:
+def test_changed_global_batch(conf: Path) -> None:
     write_checkpoint("c", 1, global_batch_size=8)
     assert decided(conf, "ckpt_path=c", "global_batch_size=8") == "c"
     problem = refusal(conf, "ckpt_path=c", "global_batch_size=16")
@@ -212,7 +212,7 @@ def test_another_global_batch(conf: Path) -> None:
     assert decided(conf, "ckpt_path=c", "global_batch_size=16", verb="validate") == "c"
 
 
-def test_a_disk_without_room(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_disk_space(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint("c", 1)
     monkeypatch.setattr(check_resume, "free_bytes", lambda path: 10)
     problem = refusal(conf, "ckpt_path=c")
@@ -223,7 +223,7 @@ def test_a_disk_without_room(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert write_errors.free_bytes(".") > 10
 
 
-def test_the_launching_process_needs_no_torch(conf: Path) -> None:
+def test_resume_checks_do_not_import_torch(conf: Path) -> None:
     write_checkpoint(f"{RUN}/step=1", 1)
     script = (
         "import sys\n"
@@ -239,13 +239,13 @@ def test_the_launching_process_needs_no_torch(conf: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_job_that_is_started_again_and_again(conf: Path) -> None:
-    """Two ranks; the newest checkpoint is damaged in between, where sizes do not show it."""
+def test_resuming_past_a_damaged_checkpoint(conf: Path) -> None:
+    """Two ranks; the contents of the newest checkpoint are damaged in between, at the same size."""
     words = ("fit", "--config-dir", str(conf), "recipe=mine", "run_dir=job", "resume=auto", "strategy=ddp", "devices=2")
     quiet = ("monitor=none", "logger=csv", "checkpoint.last.every_n_steps=1", "checkpoint.last.keep_last=3")
     first = run_command(*words, *quiet, "max_steps=3")
     assert first.returncode == 0, first.stdout
-    assert "there is no checkpoint yet; starting afresh" in first.stdout
+    assert "there is no checkpoint yet; starting from scratch" in first.stdout
     flip_bit("job/checkpoints/step=3")
     second = run_command(*words, *quiet, "max_steps=5")
     assert second.returncode == 0, second.stdout
@@ -255,15 +255,15 @@ def test_a_job_that_is_started_again_and_again(conf: Path) -> None:
     assert [(row["step"], row["state"]) for row in found][:3] == [(5, "good"), (4, "good"), (3, "good")]
 
 
-def test_what_is_said(conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_messages(conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr("trainwright.command.verbs.launch", lambda cfg, *_: started.append(cfg.ckpt_path))
     words = ["fit", "--config-dir", str(conf), "recipe=mine", "resume=auto"]
     assert main(words) == 0
-    assert "resume=auto: there is no checkpoint yet; starting afresh" in capsys.readouterr().out
+    assert "resume=auto: there is no checkpoint yet; starting from scratch" in capsys.readouterr().out
     path = write_checkpoint("runs/mine/2026-01-01/checkpoints/step=1", 1)
     assert main(words) == 0
-    assert f"going on from {path}" in capsys.readouterr().out
+    assert f"resuming from {path}" in capsys.readouterr().out
     flip_bit(path, "manifest.json", at=9)
     assert main(words) == 0
     assert "no good checkpoint among those in runs/mine/2026-01-01/checkpoints" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Which devices a run may use, and with how many it can go on."""
+"""Choice of usable devices, and of the number to continue with."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.command.project import write_project
 from trainwright.command.schema.compose import compose
-from trainwright.launch.local.devices import Devices, Probe, probe_environment, speaks_of_device
-from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.local.devices import Devices, Probe, is_device_failure, probe_environment
+from trainwright.launch.recovery.restarts import AttemptFailure
 from trainwright.launch.recovery.sizes import feasible, global_batch, resized
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Clock set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,8 +22,10 @@ class Clock:
         return self.now
 
 
-def _died(rank: int, kind: str = "SIGKILL", message: str = "", raised: bool = False, trained: bool = False) -> Setback:
-    return Setback(rank, kind, message, step=5, begun=4 if trained else 5, raised=raised)
+def _died(
+    rank: int, kind: str = "SIGKILL", message: str = "", raised: bool = False, trained: bool = False
+) -> AttemptFailure:
+    return AttemptFailure(rank, kind, message, step=5, start_step=4 if trained else 5, raised=raised)
 
 
 @pytest.fixture
@@ -36,13 +38,13 @@ def devices(tmp_path: Path, clock: Clock) -> Devices:
     return Devices(4, fewest=2, limit_file=tmp_path / "devices", probe_seconds=60.0, clock=clock)
 
 
-def test_a_device_whose_rank_dies_twice_in_a_row_without_a_step_is_lost(devices: Devices) -> None:
-    assert not devices.strike(2, _died(2))
-    assert not devices.strike(1, _died(1))  # another one: the count begins anew
-    assert not devices.strike(2, _died(2))
-    assert not devices.strike(2, _died(2, trained=True))  # it works
-    assert not devices.strike(2, _died(2))
-    assert devices.strike(2, _died(2))
+def test_device_is_lost_after_two_failures_without_progress(devices: Devices) -> None:
+    assert not devices.count_failure(2, _died(2))
+    assert not devices.count_failure(1, _died(1))  # another one: the count begins anew
+    assert not devices.count_failure(2, _died(2))
+    assert not devices.count_failure(2, _died(2, trained=True))  # it works
+    assert not devices.count_failure(2, _died(2))
+    assert devices.count_failure(2, _died(2))
 
 
 @pytest.mark.parametrize(("setback", "of_device"), [
@@ -54,12 +56,12 @@ def test_a_device_whose_rank_dies_twice_in_a_row_without_a_step_is_lost(devices:
     (_died(0, "ValueError", "shapes do not fit", raised=True), False),
     (_died(0, "exit code 7", raised=True), False),
 ])  # fmt: skip
-def test_only_some_failures_speak_of_the_device(setback: Setback, of_device: bool) -> None:
-    assert speaks_of_device(setback) == of_device
+def test_device_failures(setback: AttemptFailure, of_device: bool) -> None:
+    assert is_device_failure(setback) == of_device
 
 
-def test_a_lost_device_is_asked_again_less_and_less_often(devices: Devices, clock: Clock) -> None:
-    devices.lose(2)
+def test_probe_interval_doubles(devices: Devices, clock: Clock) -> None:
+    devices.mark_lost(2)
     assert devices.usable() == [0, 1, 3]
     assert devices.due() == []
     clock.now = 60.0
@@ -67,9 +69,9 @@ def test_a_lost_device_is_asked_again_less_and_less_often(devices: Devices, cloc
     assert devices.due() == []  # it has been told
     clock.now = 120.0
     assert devices.due() == [2]
-    devices.found(2)
+    devices.mark_working(2)
     assert devices.usable() == [0, 1, 2, 3]
-    devices.lose(2)  # it had answered, but does not work
+    devices.mark_lost(2)  # it had answered, but does not work
     clock.now = 239.0
     assert devices.due() == []
     clock.now = 240.0
@@ -79,12 +81,12 @@ def test_a_lost_device_is_asked_again_less_and_less_often(devices: Devices, cloc
 @pytest.mark.parametrize(("text", "usable"), [
     ("3\n", [0, 1, 2]), ("1", [0, 1]), ("100", [0, 1, 2, 3]), ("three", [0, 1, 2, 3]), ("", [0, 1, 2, 3]),
 ])  # fmt: skip
-def test_a_file_limits_the_devices_but_not_below_the_fewest(devices, tmp_path, text, usable):
+def test_limit_file(devices, tmp_path, text, usable):
     (tmp_path / "devices").write_text(text)
     assert devices.usable() == usable
 
 
-def test_ranks_take_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Devices(4, 1, tmp_path / "devices", 60.0, on_gpu=True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus.environment([0, 1]) == {}
@@ -94,7 +96,7 @@ def test_ranks_take_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.M
     assert probe_environment(2, 4, on_gpu=True)["CUDA_VISIBLE_DEVICES"] == "GPU-6"
 
 
-def test_a_probe_asks_each_device_in_a_process_of_its_own(ranks: object) -> None:
+def test_probe_processes(ranks: object) -> None:
     probe = Probe([0, 3], on_gpu=False, environment=lambda device: probe_environment(device, 4, on_gpu=False))
     assert probe.answers(wait=True) == {0: True, 3: True}
     # There is no GPU here, or none of that name.
@@ -118,7 +120,7 @@ def compose_mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     return composed
 
 
-def test_the_samples_of_a_step_stay_the_same(compose_mine) -> None:  # type: ignore[no-untyped-def]
+def test_resizing_keeps_the_global_batch(compose_mine) -> None:  # type: ignore[no-untyped-def]
     cfg = compose_mine("strategy=ddp", "devices=4", "accumulation=fixed", "accumulation.steps=3")
     assert global_batch(cfg) == 48
     assert resized(cfg, 4, None) == cfg
@@ -130,7 +132,7 @@ def test_the_samples_of_a_step_stay_the_same(compose_mine) -> None:  # type: ign
     assert resized(cfg, 3, samples=48).global_batch_size == 48
 
 
-def test_the_largest_possible_number_is_found(compose_mine) -> None:  # type: ignore[no-untyped-def]
+def test_largest_feasible_size(compose_mine) -> None:  # type: ignore[no-untyped-def]
     ddp = compose_mine("strategy=ddp", "devices=4")
     assert feasible(ddp, "fit", range(3, 0, -1), None) == 3
     pipeline = compose_mine("strategy=hybrid", "strategy.pipeline=2", "strategy.stage=1", "devices=4")

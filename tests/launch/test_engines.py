@@ -1,4 +1,4 @@
-"""Engines that start ranks elsewhere: how they are chosen, and what a rank does that one has started."""
+"""Engines: selection, refusals, and the ranks that they start."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from tests.command.project import write_project
 from trainwright import compose, run
 from trainwright.core.problems import ConfigError
 from trainwright.launch.engines import engines
-from trainwright.launch.outcome.ends import empty_ends, ends_folder, forget_end
+from trainwright.launch.outcome.rank_records import empty_ends, ends_folder, forget_rank
 
 MODULE = "engine_of_a_test"
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """An engine that remembers what it was asked for."""
+    """Register an engine that records its calls."""
     asked: list[tuple[str, str]] = []
     module = ModuleType(MODULE)
 
@@ -49,14 +49,14 @@ def _importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_an_engine_runs_what_was_prepared(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_engine_runs_the_prepared_configuration(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     result = run(configured(tmp_path, "nodes=2"), "test")
     assert result.metrics == {"loss": 0.5}
     assert calls == [(str(tmp_path / "run"), "test")]
     assert (tmp_path / "run/config.yaml").is_file()
 
 
-def test_an_engine_that_is_refused_leaves_the_run_directory_free(tmp_path, calls, monkeypatch):
+def test_refusing_engine_frees_the_run_directory(tmp_path, calls, monkeypatch):
     def refuse(cfg: DictConfig, verb: str) -> None:
         raise ConfigError(["no host answers"])
 
@@ -75,26 +75,26 @@ def test_an_engine_that_is_refused_leaves_the_run_directory_free(tmp_path, calls
     ("launch.min_devices=1", "launch.min_devices=1 with launch=ray"),
     ("launch.port=1234", "only launch=local reads it"),
 ])  # fmt: skip
-def test_what_an_engine_cannot_do_is_refused(tmp_path, calls, override, said):
+def test_unsupported_engine_options(tmp_path, calls, override, said):
     with pytest.raises(ConfigError, match=said):
         run(configured(tmp_path, override))
     assert not calls
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines._ENGINES, "ray", engines._Entry(MODULE, ("no_such_package",), "mine"))
     with pytest.raises(ConfigError, match=r"needs no_such_package.*pip install 'trainwright\[mine\]'"):
         run(configured(tmp_path))
 
 
-def test_a_rank_makes_room_for_its_end_and_rank_0_for_those_that_are_gone(tmp_path: Path) -> None:
+def test_old_rank_records_are_deleted(tmp_path: Path) -> None:
     folder = empty_ends(tmp_path)
     for rank in range(4):
         (folder / f"{rank}.json").write_text(json.dumps({"rank": rank}))
-    forget_end(tmp_path, 1, 2)
+    forget_rank(tmp_path, 1, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["0.json", "2.json", "3.json"]
-    forget_end(tmp_path, 0, 2)
+    forget_rank(tmp_path, 0, 2)
     assert list(folder.iterdir()) == []
     (folder / "result").write_text("{}")
     assert list(empty_ends(tmp_path).iterdir()) == []
@@ -116,7 +116,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no process of the end of its parent")
-def test_a_rank_ends_with_its_agent(tmp_path: Path) -> None:
+def test_rank_exits_with_its_agent(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(ORPHAN)
     agent = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

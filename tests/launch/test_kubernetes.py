@@ -1,7 +1,5 @@
 """`launch=kubernetes`: manifests against the published models, pods as processes, a small server as the cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -63,7 +61,7 @@ EVERYTHING = (
 
 
 def pod_of(job: dict[str, Any]) -> dict[str, Any]:
-    """The template of the pods, as the job patches that of its runtime."""
+    """Return the pod template in the job's patch of its runtime."""
     [patch] = job["spec"]["runtimePatches"]
     [group] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert group["name"] == "node"
@@ -72,12 +70,12 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def known(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a published model takes these values, and has a field for each: it drops those that it does not know."""
+    """Return whether a published model has a field for each value; models drop unknown ones."""
     return bool(json.loads(json.dumps(model.from_dict(given).to_dict(), default=str)) == given)
 
 
 @pytest.mark.parametrize("more", [(), EVERYTHING], ids=["least", "everything"])
-def test_manifests_are_of_the_published_kind(conf: Path, more: tuple[str, ...]) -> None:
+def test_manifests_match_the_published_models(conf: Path, more: tuple[str, ...]) -> None:
     config_map, job = rendered(conf, *more)
     assert known(models.TrainerV1alpha1TrainJob, job)
     assert job["metadata"]["name"] == config_map["metadata"]["name"] == name_of(configured(conf))
@@ -85,7 +83,7 @@ def test_manifests_are_of_the_published_kind(conf: Path, more: tuple[str, ...]) 
     assert not known(models.TrainerV1alpha1TrainJob, job)
 
 
-def test_a_trainjob_has_what_was_asked_for(conf: Path) -> None:
+def test_trainjob_contents(conf: Path) -> None:
     config_map, job = rendered(conf, *EVERYTHING, "preemption.deadline_seconds=300")
     trainer, pod, name = job["spec"]["trainer"], pod_of(job), job["metadata"]["name"]
     assert config_map["data"] == {"config.yaml": "name: mine\n"}
@@ -124,7 +122,7 @@ def test_a_trainjob_has_what_was_asked_for(conf: Path) -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] == 315  # ranks may save before
 
 
-def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
+def test_job_names(conf: Path) -> None:
     cfg = configured(conf)
     assert name_of(cfg).startswith("mine-mine-")
     other = configured(conf)
@@ -139,28 +137,28 @@ def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be small letters"),
+        (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be lower-case letters"),
         (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
         (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
         (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
         (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
         (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be a finite number of at least 1"),
         (["launch.runtime_kind=Runtime"], "launch.runtime_kind=Runtime: unknown"),
-        (["run_dir=/elsewhere/run"], "does not lie under launch.mount=/workspace"),
-        (["run_dir=../run"], "does not lie under launch.mount=/workspace"),
+        (["run_dir=/elsewhere/run"], "is not below launch.mount=/workspace"),
+        (["run_dir=../run"], "is not below launch.mount=/workspace"),
         (["launch.mount=here"], "launch.mount=here: must be a path from the root"),
         (["launch.volumes={data:data}"], "launch.volumes.data=data: must be a path from the root"),
-        (["launch.env={PET_NNODES:3}"], "launch.env.PET_NNODES: is set by who starts the pods"),
+        (["launch.env={PET_NNODES:3}"], "launch.env.PET_NNODES: is set by the launcher of the pods"),
         (["launch.secret_env={KEY:secret}"], "launch.secret_env.KEY=secret: must be secret/key"),
         (["launch.on_interrupt=stop"], "launch.on_interrupt=stop: unknown"),
     ],
 )
-def test_what_cannot_be_is_refused(conf: Path, more: list[str], said: str) -> None:
+def test_refused_options(conf: Path, more: list[str], said: str) -> None:
     cfg = configured(conf, *more)
     assert said in "\n".join([*bound_problems(cfg).values(), *problems(cfg, "fit")])
 
 
-def test_what_is_needed_is_asked_for(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_options(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = compose("mine", ["strategy=ddp", "devices=2", "nodes=2", "launch=kubernetes"], conf)
     found = "\n".join(plan(cfg, "fit")[1])
     assert "launch.image has no value" in found
@@ -170,9 +168,7 @@ def test_what_is_needed_is_asked_for(conf: Path, monkeypatch: pytest.MonkeyPatch
     assert "pip install 'trainwright[kubernetes]'" in "\n".join(problems(configured(conf, "launch.submit=true"), "fit"))
 
 
-def test_without_submit_the_manifest_is_written_and_what_to_type_is_said(
-    conf: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_manifest_without_submit(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = prepare(configured(conf), "fit")
     assert launch(cfg, "fit") is None
     config_map, job = yaml.safe_load_all(Path("runs/mine/kubernetes.yaml").read_text())
@@ -183,7 +179,7 @@ def test_without_submit_the_manifest_is_written_and_what_to_type_is_said(
     assert f"-l trainwright/run={job['metadata']['name']}" in said
 
 
-def test_every_run_of_a_sweep_has_a_manifest(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_manifests(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [word for word in WORDS if not word.startswith("run_dir=")]
     assert run_sweep("fit", ["recipe=mine", *given, "seed=1,2", "run_dir=runs/sweep"], conf) == 0
     files = sorted(Path("runs/sweep").glob("*/kubernetes.yaml"))
@@ -196,17 +192,17 @@ def test_every_run_of_a_sweep_has_a_manifest(conf: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pod_finds_the_first_one(rank: int) -> None:
+def test_place_of_a_pod(rank: int) -> None:
     variables = {"PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": str(rank)}
     assert place_of(variables) == PodPlace("a-node-0-0.a", 29500, is_first=rank == 0)
 
 
-def test_what_is_no_pod_is_told_so() -> None:
-    with pytest.raises(ValueError, match="PET_MASTER_ADDR does not say .* this runs in the pods of"):
+def test_not_a_pod() -> None:
+    with pytest.raises(ValueError, match="PET_MASTER_ADDR is not set: this program runs in the pods of"):
         place_of({})
 
 
-def test_the_first_pod_makes_the_run_directory_and_goes_into_no_other_run(conf: Path) -> None:
+def test_first_pod_creates_the_run_directory(conf: Path) -> None:
     cfg = prepare(configured(conf), "fit")
     text = Path("runs/mine/config.yaml").read_text()
     assert settle(cfg, text) is None  # the volume is the one that the command has written to
@@ -219,7 +215,7 @@ def test_the_first_pod_makes_the_run_directory_and_goes_into_no_other_run(conf: 
     assert Path("runs/new/config.yaml").is_file()
 
 
-def test_a_pod_that_fails_leaves_nothing_behind(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_pod_cleans_up(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise TimeoutError("the first pod has not answered")
 
@@ -235,8 +231,8 @@ def test_a_pod_that_fails_leaves_nothing_behind(conf: Path, tmp_path: Path, monk
     assert not list(temporary.iterdir())
 
 
-def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path) -> None:
-    """As pods of a TrainJob, on two addresses of this machine; the volume is a folder beside."""
+def test_two_pods_train(conf: Path, tmp_path: Path) -> None:
+    """Pods of a TrainJob on two addresses of this machine; the volume is a folder."""
     prepare(configured(conf, "devices=1", "strategy=ddp"), "fit")
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
@@ -279,7 +275,7 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
 
 
 class FakeCluster:
-    """The few addresses of an API server that a submitted job needs."""
+    """The endpoints of an API server that a submitted job needs."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -387,9 +383,7 @@ def submitted(conf: Path, *more: str) -> DictConfig:
     return prepare(configured(conf, "launch.submit=true", "launch.poll_seconds=0.1", *more), "fit")
 
 
-def test_a_submitted_job_is_followed_to_its_end(
-    conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submitted_job(conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.add_pod("mine-node-0-0", "hello", "[rank 0] step 1", metrics_line({"loss": 0.5}))
     cluster.add_pod("mine-node-0-1", "[rank 1] step 1")
     cluster.conditions = [{"type": "Complete", "status": "True"}]
@@ -412,7 +406,7 @@ def test_a_submitted_job_is_followed_to_its_end(
 
 
 class EndlessLogs:
-    """Logs of pods, which go on until they are ended."""
+    """Logs of pods that end on request."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -424,7 +418,7 @@ class EndlessLogs:
         assert self.ended.wait(60)
 
 
-def test_logs_of_many_pods_are_shown_some_at_a_time() -> None:
+def test_concurrent_pod_logs_are_limited() -> None:
     def pods(failed: int = -1) -> list[dict[str, Any]]:
         return [
             {"metadata": {"name": f"a-{at}", "uid": at}, "status": {"phase": "Failed" if at == failed else "Running"}}
@@ -443,7 +437,7 @@ def test_logs_of_many_pods_are_shown_some_at_a_time() -> None:
     logs.close()
 
 
-def test_a_failed_job_says_which_pod_and_what_it_said(conf: Path, cluster: FakeCluster) -> None:
+def test_failed_job(conf: Path, cluster: FakeCluster) -> None:
     cluster.add_pod("mine-node-0-0", exit_code=143)
     cluster.add_pod("mine-node-0-1", "trainwright: rank 1 of 4 failed with ValueError: boom", exit_code=1)
     cluster.conditions = [{"type": "Failed", "status": "True", "reason": "JobFailed", "message": "pods failed"}]
@@ -453,7 +447,7 @@ def test_a_failed_job_says_which_pod_and_what_it_said(conf: Path, cluster: FakeC
     assert "rank 1 of 4 failed with ValueError: boom" in str(failed.value)
 
 
-def test_pods_that_were_told_to_end_are_no_failure(conf: Path, cluster: FakeCluster) -> None:
+def test_interrupted_pods(conf: Path, cluster: FakeCluster) -> None:
     cluster.add_pod("mine-node-0-0", exit_code=143)
     cluster.conditions = [{"type": "Failed", "status": "True"}]
     with pytest.raises(Interrupted) as ended:
@@ -462,7 +456,7 @@ def test_pods_that_were_told_to_end_are_no_failure(conf: Path, cluster: FakeClus
 
 
 @pytest.mark.parametrize("how", ["delete", "leave"])
-def test_ctrl_c_deletes_the_job_or_leaves_it(how: str, conf: Path, cluster: FakeCluster) -> None:
+def test_ctrl_c(how: str, conf: Path, cluster: FakeCluster) -> None:
     cluster.add_pod("mine-node-0-0", "[rank 0] step 1")
     cluster.when_asked = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(Interrupted) as ended:
@@ -471,21 +465,19 @@ def test_ctrl_c_deletes_the_job_or_leaves_it(how: str, conf: Path, cluster: Fake
     assert (cluster.deleted is not None) == (how == "delete")
 
 
-def test_a_cluster_that_does_not_answer_is_asked_again(
-    conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_cluster(conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.add_pod("mine-node-0-0", metrics_line({"loss": 0.5}))
     cluster.conditions = [{"type": "Complete", "status": "True"}]
     cluster.silent = 2
     assert launch(submitted(conf), "fit") == {"loss": 0.5}
     monkeypatch.setattr("trainwright.launch.engines.kubernetes.submit._SILENCE_SECONDS", 0.0)
     cluster.silent = 2
-    with pytest.raises(RankError, match="the cluster has not answered for 0 s, and TrainJob .* may go on"):
+    with pytest.raises(RankError, match="the cluster has not responded for 0 s, and TrainJob .* may still be running"):
         launch(submitted(conf, "run_dir=runs/other"), "fit")
 
 
 @pytest.mark.parametrize(("status", "goes_on"), [(403, True), (404, False)])
-def test_a_job_that_cannot_be_deleted_is_told(
+def test_failed_deletion(
     status: int, goes_on: bool, conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt() -> None:
@@ -504,17 +496,17 @@ def test_a_job_that_cannot_be_deleted_is_told(
     ("status", "said"),
     [
         (404, "the cluster knows no trainer.kubeflow.org/v1alpha1 trainjobs"),
-        (409, "one of that name is there already"),
+        (409, "an object of that name exists already"),
         (422, "the cluster refuses it (422 Unprocessable Entity): spec.x is wrong"),
     ],
 )
-def test_what_the_cluster_refuses_is_told(conf: Path, cluster: FakeCluster, status: int, said: str) -> None:
+def test_refused_job(conf: Path, cluster: FakeCluster, status: int, said: str) -> None:
     cluster.refuse = (status, "spec.x is wrong")
     with pytest.raises(ConfigError) as refused:
         launch(submitted(conf), "fit")
     assert said in str(refused.value)
 
 
-def test_a_context_that_is_not_there_is_told(conf: Path, cluster: FakeCluster) -> None:
+def test_unknown_context(conf: Path, cluster: FakeCluster) -> None:
     with pytest.raises(ConfigError, match=r"launch\.context=elsewhere: is not in the kubeconfig; contexts: here"):
         launch(submitted(conf, "launch.context=elsewhere"), "fit")

@@ -1,13 +1,13 @@
-"""Members, ranks and replicas of a run whose replicas come and go."""
+"""Members, ranks and replicas of elastic runs."""
 
 import pytest
 
 from trainwright.core.layout import Layout
-from trainwright.launch.members.generations import Membership, Parted
-from trainwright.launch.members.mailbox import Left
+from trainwright.launch.members.generations import EndedGeneration, Membership
+from trainwright.launch.members.mailbox import LeaveReport
 
 
-def test_a_lost_rank_of_ddp_is_a_lost_replica():
+def test_ddp_replica_has_one_rank():
     first = Membership(0, Layout(replicate=3), (0, 1, 2))
     second = first.next({1})
     assert second == Membership(1, Layout(replicate=2), (0, 2))
@@ -18,7 +18,7 @@ def test_a_lost_rank_of_ddp_is_a_lost_replica():
     assert third.sources(second) == {3: 0}
 
 
-def test_what_is_left_of_a_replica_goes_with_it():
+def test_broken_replica_is_dropped():
     layout = Layout(pipeline=2, replicate=2, shard=2)
     first = Membership(0, layout, tuple(range(10, 18)))
     # Ranks are counted along the last axis first: stage 0 has ranks 0 to 3, of which 0 and 1 are the first replica.
@@ -28,7 +28,7 @@ def test_what_is_left_of_a_replica_goes_with_it():
     assert second.members == (12, 13, 16, 17)
 
 
-def test_new_replicas_are_whole_and_get_their_places_contents():
+def test_new_replicas_get_state_from_the_same_place():
     layout = Layout(pipeline=2, replicate=2)
     before = Membership(4, layout, (1, 2, 3, 4))
     after = before.next({2}, (7, 8, 9))
@@ -37,28 +37,29 @@ def test_new_replicas_are_whole_and_get_their_places_contents():
     assert after.sources(before) == {7: 1, 8: 3}
 
 
-def test_nobody_is_left_who_has_the_state():
+def test_state_is_lost_without_a_whole_replica():
     assert Membership(0, Layout(replicate=2), (0, 1)).next({0, 1}, (2, 3)) is None
     assert Membership(0, Layout(replicate=2, shard=2), (0, 1, 2, 3)).next({0, 3}, (4, 5, 6, 7)) is None
 
 
-def test_members_and_layout_must_agree():
+def test_members_must_match_the_layout():
     with pytest.raises(ValueError, match="has 3 ranks, but the members are"):
         Membership(0, Layout(replicate=3), (0, 1))
 
 
-def test_members_go_on_from_the_newest_step_that_all_have():
+def test_newest_common_snapshot():
     before = Membership(3, Layout(replicate=3), (4, 5, 6))
-    parted = Parted(before, frozenset({5}), (Left(4, (30, 20), None), Left(6, (20, 10), "gone")))
+    parted = EndedGeneration(before, frozenset({5}), (LeaveReport(4, (30, 20), None), LeaveReport(6, (20, 10), "gone")))
     assert parted.common_step == 20
-    other = Parted(before, frozenset({5}), (Left(4, (30, 20), None), Left(6, (), None)))
+    other = EndedGeneration(before, frozenset({5}), (LeaveReport(4, (30, 20), None), LeaveReport(6, (), None)))
     assert other.common_step is None
-    assert other.why_not == (
-        "without rank(s) 1 there is no step of which all others have a copy in memory (rank 0: [30, 20]; rank 2: [])"
+    assert other.reason == (
+        "without rank(s) 1 there is no step of which all others have an in-memory snapshot "
+        "(rank 0: [30, 20]; rank 2: [])"
     )
 
 
-def test_without_a_whole_replica_there_is_no_going_on():
-    parted = Parted(Membership(0, Layout(replicate=2), (0, 1)), frozenset({0, 1}), ())
+def test_reason_without_a_whole_replica():
+    parted = EndedGeneration(Membership(0, Layout(replicate=2), (0, 1)), frozenset({0, 1}), ())
     assert parted.common_step is None
-    assert parted.why_not == "no replica is whole without rank(s) 0, 1"
+    assert parted.reason == "no replica is whole without rank(s) 0, 1"

@@ -1,4 +1,4 @@
-"""`launch=ray`: what is asked of the cluster and what ranks are told; and a real cluster, where Ray is installed."""
+"""`launch=ray`: requested resources, environment of ranks, and a real cluster where Ray is installed."""
 
 import importlib.util
 import os
@@ -21,12 +21,12 @@ from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.checks.check_bounds import bound_problems
-from trainwright.launch.engines.ray import room as ray_room
+from trainwright.launch.engines.ray import placement
 from trainwright.launch.engines.ray.actors import RankActors
-from trainwright.launch.engines.ray.places import Place, actor_options, bundles, environment_of, resources_of, total
+from trainwright.launch.engines.ray.placement import Placement
 from trainwright.launch.engines.ray.ray import problems
-from trainwright.launch.engines.ray.room import Room
-from trainwright.launch.recovery.restart_log import RestartLog
+from trainwright.launch.engines.ray.resources import Place, actor_options, bundles, rank_variables, resources_of, total
+from trainwright.launch.recovery.restarts import RestartLog
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None
 
@@ -35,7 +35,7 @@ def configured(conf: Path, *overrides: str) -> DictConfig:
     return compose("mine", ["strategy=ddp", "devices=2", "launch=ray", *overrides], conf)
 
 
-def test_a_bundle_holds_the_ranks_of_a_machine(conf: Path) -> None:
+def test_bundles(conf: Path) -> None:
     cfg = configured(
         conf,
         "nodes=2",
@@ -63,11 +63,11 @@ def test_a_bundle_holds_the_ranks_of_a_machine(conf: Path) -> None:
     }
 
 
-def test_ranks_know_each_other_and_see_the_gpus_of_their_machine(conf: Path) -> None:
+def test_rank_variables(conf: Path) -> None:
     cfg = configured(conf, "nodes=2", "accelerator=gpu", "launch.cpus_per_rank=3")
     places = [Place("a", "10.0.0.1", ("4",)), Place("a", "10.0.0.1", ("1",)), Place("b", "10.0.0.2", ("0",))]
     places.append(Place("b", "10.0.0.2", ("1",)))
-    told = [environment_of(cfg, rank, places, ("10.0.0.1", 99), 1, None) for rank in range(4)]
+    told = [rank_variables(cfg, rank, places, ("10.0.0.1", 99), 1, None) for rank in range(4)]
     named = [(each["RANK"], each["LOCAL_RANK"], each["GROUP_RANK"], each["CUDA_VISIBLE_DEVICES"]) for each in told]
     assert named == [("0", "0", "0", "4,1"), ("1", "1", "0", "4,1"), ("2", "0", "1", "0,1"), ("3", "1", "1", "0,1")]
     shared = {name: told[0][name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
@@ -76,10 +76,10 @@ def test_ranks_know_each_other_and_see_the_gpus_of_their_machine(conf: Path) -> 
     assert "GLOO_SOCKET_IFNAME" not in told[0]
 
 
-def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path) -> None:
+def test_local_cluster_uses_loopback(conf: Path) -> None:
     cfg = configured(conf, "launch.threads=2")
     assert not problems(cfg, "fit")
-    told = environment_of(cfg, 1, [Place("a", "127.0.0.1")] * 2, ("127.0.0.1", 99), 0, "5")
+    told = rank_variables(cfg, 1, [Place("a", "127.0.0.1")] * 2, ("127.0.0.1", 99), 0, "5")
     assert told["GLOO_SOCKET_IFNAME"] == "lo"
     assert told["OMP_NUM_THREADS"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in told
@@ -98,7 +98,7 @@ def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path)
     (["nodes=2", "launch.min_devices=1"], "launch.min_devices=1 with launch=ray on nodes=2"),
     (["preemption.requeue=true"], "Ray has no queue"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(conf: Path, overrides: list[str], said: str) -> None:
+def test_refused_options(conf: Path, overrides: list[str], said: str) -> None:
     cfg = configured(conf, *overrides)
     [found] = [*bound_problems(cfg).values(), *problems(cfg, "fit")]
     assert said in found
@@ -113,7 +113,7 @@ class _Group:
 
 
 class _Cluster:
-    """As much of Ray as the choice of a size asks: a cluster of so many cores, which may change."""
+    """The part of Ray that placement uses: a cluster with a variable number of cores."""
 
     def __init__(self, cores: int) -> None:
         self.cores = cores
@@ -130,7 +130,7 @@ class _Cluster:
         return [{"Alive": True, "Resources": {"CPU": float(self.cores)}}]
 
 
-def test_a_run_shrinks_to_the_room_there_is_and_grows_again(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_shrinks_and_grows(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = _Cluster(4)
     monkeypatch.setitem(sys.modules, "ray", there)
     words = (
@@ -141,9 +141,9 @@ def test_a_run_shrinks_to_the_room_there_is_and_grows_again(conf: Path, monkeypa
         "launch.max_restarts=null",
         "run_dir=run",
     )
-    monkeypatch.setattr(ray_room, "_SMALLER_SECONDS", 0.0)
+    monkeypatch.setattr(placement, "_SMALLER_SECONDS", 0.0)
     log = RestartLog(Path("run"))
-    room = Room(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, HeldSignals())
+    room = Placement(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, HeldSignals())
     assert room.size == 4
     there.cores = 3
     assert (room.size, room.look(16)) == (3, False)
@@ -155,11 +155,11 @@ def test_a_run_shrinks_to_the_room_there_is_and_grows_again(conf: Path, monkeypa
     with pytest.raises(RankError, match=r"no room for \{CPU: 4\}.*the machines of the cluster have \{CPU: 1\}"):
         room.size  # noqa: B018
     with pytest.raises(ConfigError, match="no room for"):
-        Room(configured(conf, *words), "fit", log, HeldSignals()).place()
+        Placement(configured(conf, *words), "fit", log, HeldSignals()).place()
 
 
 class _Method:
-    """Of an actor: called at once."""
+    """Method of an actor, called at once."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -174,7 +174,7 @@ class _Answer:
 
 
 class _Actor:
-    """Whose rank ends as soon as it has started; that of rank 1 badly."""
+    """Actor whose rank exits at once; rank 1 fails."""
 
     def __init__(self, rank: int, *_: Any) -> None:
         self.place = _Method(lambda: Place("a", "127.0.0.1"))
@@ -184,7 +184,7 @@ class _Actor:
 
 
 class _Ray:
-    """As much of Ray as actors need that answer at once."""
+    """The part of Ray that such actors need."""
 
     class exceptions:
         RayError = RuntimeError
@@ -211,20 +211,20 @@ class _Ray:
         """Not looked at."""
 
 
-def test_ranks_that_have_answered_are_heard_together(conf, tmp_path, monkeypatch):
+def test_results_are_collected_together(conf, tmp_path, monkeypatch):
     ray = _Ray()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)
     actors = RankActors(configured(conf, "devices=40", "run_dir=run"), 0, None, HeldSignals())
     assert actors.start("fit", tmp_path) is None
     ray.waits = 0
-    assert actors.hear(1.0)
+    assert actors.collect(1.0)
     assert actors.codes == {rank: int(rank == 1) for rank in range(40)}
     assert not actors.has_ranks
     assert ray.waits == 2
 
 
-def test_signals_that_come_within_a_call_are_raised_after_it() -> None:
+def test_held_signals() -> None:
     done: list[str] = []
 
     def call(signals: HeldSignals) -> None:
@@ -244,7 +244,7 @@ def test_signals_that_come_within_a_call_are_raised_after_it() -> None:
 
 
 @pytest.mark.skipif(WITHOUT_RAY, reason="needs Ray, which `make install` leaves out: pip install 'trainwright[ray]'")
-def test_a_lost_rank_is_started_again_on_a_real_cluster(conf: Path) -> None:
+def test_restart_on_a_real_cluster(conf: Path) -> None:
     words = ("recipe=mine", "strategy=ddp", "devices=2", "launch=ray", "monitor=none", "logger=csv", "run_dir=run")
     lasting = ("launch.max_restarts=1", "checkpoint.last.every_n_steps=2", "max_steps=20", "max_epochs=100")
     run = Command(command("fit", "--config-dir", str(conf), *words, *lasting, "module.sleep=0.1"), started="")

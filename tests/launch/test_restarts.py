@@ -1,62 +1,64 @@
-"""When a failure is followed by a restart, and when a run is given up: pure decisions."""
+"""Decisions of the restart policy, and the log of restarts."""
+
+from pathlib import Path
 
 import pytest
 
-from trainwright.launch.recovery.restarts import Restart, RestartPolicy, Setback, StopRestarting
+from trainwright.launch.recovery.restarts import AttemptFailure, Restart, RestartLog, RestartPolicy, StopRestarting
 
 
-def _killed(step: int | None, begun: int | None = 0, rank: int = 1) -> Setback:
-    return Setback(rank, "SIGKILL", step=step, begun=begun)
+def _killed(step: int | None, start_step: int | None = 0, rank: int = 1) -> AttemptFailure:
+    return AttemptFailure(rank, "SIGKILL", step=step, start_step=start_step)
 
 
-def _raised(step: int | None, begun: int | None = 0, rank: int = 0, message: str = "boom") -> Setback:
-    return Setback(rank, "ValueError", message, step, begun, raised=True)
+def _raised(step: int | None, start_step: int | None = 0, rank: int = 0, message: str = "boom") -> AttemptFailure:
+    return AttemptFailure(rank, "ValueError", message, step, start_step, raised=True)
 
 
-def test_a_run_that_gets_on_is_restarted_for_ever_and_at_once() -> None:
+def test_progress_restarts_without_limit_or_wait() -> None:
     policy = RestartPolicy(max_restarts=None)
-    decisions = [policy.decide(_killed(step, begun=step - 3)) for step in range(5, 2000, 5)]
+    decisions = [policy.decide(_killed(step, start_step=step - 3)) for step in range(5, 2000, 5)]
     assert decisions == [Restart(number, 0.0) for number in range(1, len(decisions) + 1)]
 
 
-def test_the_wait_doubles_without_progress_to_a_minute_and_is_gone_after_it() -> None:
+def test_backoff() -> None:
     policy = RestartPolicy(max_restarts=None, backoff_seconds=1.0, same_failure_limit=100)
     waits = []
     for rank in range(10):  # another rank each time: not the same failure
-        decision = policy.decide(_killed(7, begun=7, rank=rank))
+        decision = policy.decide(_killed(7, start_step=7, rank=rank))
         assert isinstance(decision, Restart)
         waits.append(decision.seconds)
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0]
-    assert policy.decide(_killed(9, begun=7)) == Restart(11, 0.0)
-    assert policy.decide(_killed(8, begun=7)) == Restart(12, 1.0)  # trained, but no further than before
+    assert policy.decide(_killed(9, start_step=7)) == Restart(11, 0.0)
+    assert policy.decide(_killed(8, start_step=7)) == Restart(12, 1.0)  # trained, but no further than before
 
 
-def test_a_crash_loop_ends_the_run() -> None:
+def test_crash_loop() -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=3)
     texts = [f"bad value at 0x7f{n}3 in /tmp/x{n}/part {n}" for n in range(3)]
     decisions = [policy.decide(_raised(12, 10, rank, text)) for rank, text in enumerate(texts)]
     assert [type(each) for each in decisions] == [Restart, Restart, StopRestarting]
     assert isinstance(decisions[-1], StopRestarting)
-    assert "crash loop: the same failure (ValueError at step 12) came 3 times in a row" in decisions[-1].reason
+    assert "crash loop: the same failure (ValueError at step 12) occurred 3 times in a row" in decisions[-1].reason
 
 
 @pytest.mark.parametrize(
     "other", [_raised(13, 10), _raised(12, 10, message="another"), _killed(12, 10)], ids=["step", "message", "kind"]
 )
-def test_another_failure_between_is_no_loop(other: Setback) -> None:
+def test_different_failures_are_no_crash_loop(other: AttemptFailure) -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=2)
     for setback in (_raised(12, 10), other, _raised(12, 10)):
         assert isinstance(policy.decide(setback), Restart)
 
 
-def test_processes_killed_on_different_ranks_are_different_failures() -> None:
+def test_kills_of_different_ranks_differ() -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=2)
     assert isinstance(policy.decide(_killed(5, rank=0)), Restart)
     assert isinstance(policy.decide(_killed(5, rank=1)), Restart)
     assert isinstance(policy.decide(_killed(5, rank=1)), StopRestarting)
 
 
-def test_a_mistake_before_the_first_step_is_told_at_once() -> None:
+def test_error_before_the_first_step_is_final() -> None:
     for setback in (_raised(None, None), _raised(100, 100)):
         decision = RestartPolicy(max_restarts=None).decide(setback)
         assert isinstance(decision, StopRestarting)
@@ -64,14 +66,14 @@ def test_a_mistake_before_the_first_step_is_told_at_once() -> None:
     assert isinstance(RestartPolicy(max_restarts=None).decide(_killed(None, None)), Restart)
 
 
-def test_an_exception_at_the_start_of_a_restart_may_pass() -> None:
+def test_error_at_the_start_of_a_restart_is_retried() -> None:
     policy = RestartPolicy(max_restarts=None)
     policy.decide(_killed(5))
     decision = policy.decide(_raised(None, None, message="Connection refused"))
     assert decision == Restart(2, 1.0)
 
 
-def test_restarts_are_counted() -> None:
+def test_max_restarts() -> None:
     policy = RestartPolicy(max_restarts=2)
     decisions = [policy.decide(_killed(step)) for step in (1, 2, 3)]
     assert decisions[:2] == [Restart(1, 0.0), Restart(2, 0.0)]
@@ -81,14 +83,32 @@ def test_restarts_are_counted() -> None:
     assert not RestartPolicy(max_restarts=None).is_off
 
 
-def test_what_was_caused_by_a_device_that_is_gone_is_forgiven() -> None:
+def test_forgiven_failures() -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=2)
     policy.decide(_killed(None, None))
     policy.forgive()
     assert policy.decide(_killed(None, None)) == Restart(2, 1.0)
 
 
-def test_a_run_that_its_guard_has_ended_is_not_restarted() -> None:
-    decision = RestartPolicy(max_restarts=None).decide(Setback(0, "DivergedError", "", 12, 3, raised=True))
+def test_loss_guard_stop_is_final() -> None:
+    decision = RestartPolicy(max_restarts=None).decide(AttemptFailure(0, "DivergedError", "", 12, 3, raised=True))
     assert isinstance(decision, StopRestarting)
-    assert "ended it on purpose" in decision.reason
+    assert "the loss guard ended it" in decision.reason
+
+
+def test_restart_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RestartLog(tmp_path)
+    log.write("rank 1 failed", "Traceback: boom")
+    log.write("restart 1")
+    assert capsys.readouterr().err == "trainwright: rank 1 failed\ntrainwright: restart 1\n"
+    written = log.path.read_text()
+    assert [word in written for word in ("rank 1 failed\n    Traceback: boom\n", "restart 1\n")] == [True, True]
+
+
+def test_unwritable_restart_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    RestartLog(tmp_path).write("rank 1 failed", "Traceback: boom")
+    said = capsys.readouterr().err
+    assert said.startswith("trainwright: rank 1 failed\n")
+    assert "restarts.log cannot be written" in said
+    assert "Traceback: boom" in said

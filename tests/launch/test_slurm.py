@@ -1,4 +1,4 @@
-"""`launch=slurm`: what is asked of sbatch and refused, how a job's end is told, and real jobs on this machine."""
+"""`launch=slurm`: options of sbatch, refusals, outcomes of jobs, and real local jobs."""
 
 import os
 import re
@@ -21,13 +21,13 @@ from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.messages import RUN_TOKEN, run_token
 from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.engines.slurm import job as slurm_job
-from trainwright.launch.engines.slurm.job import meeting_of
+from trainwright.launch.engines.slurm.job import rendezvous_of
 from trainwright.launch.engines.slurm.options import sbatch_options
 from trainwright.launch.engines.slurm.slurm import alike, problems
 from trainwright.launch.engines.slurm.submit import SubmittedJob, cancel, submit
-from trainwright.launch.outcome.ending import preemption_refusals
-from trainwright.launch.outcome.ends import begins_again, empty_ends, ends_folder
-from trainwright.launch.outcome.job_end import NodeEnd, metrics_of, read_node, write_node
+from trainwright.launch.outcome.interruption import preemption_refusals
+from trainwright.launch.outcome.node_outcome import NodeOutcome, metrics_of, read_node, write_node
+from trainwright.launch.outcome.rank_records import empty_ends, ends_folder, is_restart
 from trainwright.launch.ranks.follow import Follower
 from trainwright.launch.schema import RunConfig
 
@@ -40,13 +40,13 @@ def configured(conf: Path, *overrides: str) -> DictConfig:
 
 
 def script(cfg: DictConfig) -> list[str]:
-    """The lines of the batch script, as submitit writes it."""
+    """Return the lines of submitit's batch script."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     return _make_sbatch_string("RUN", "/logs", **sbatch_options(cfg)).splitlines()
 
 
-def test_one_task_on_each_machine_with_what_launch_says(conf: Path) -> None:
+def test_sbatch_script(conf: Path) -> None:
     lines = script(
         configured(
             conf,
@@ -80,7 +80,7 @@ def test_one_task_on_each_machine_with_what_launch_says(conf: Path) -> None:
     assert "--wait=110 --container-image=/images/a.sqsh --container-mounts=/data:/data,/home:/home RUN" in run
 
 
-def test_nothing_is_asked_that_nobody_has_said(conf: Path) -> None:
+def test_sbatch_defaults(conf: Path) -> None:
     names = {line.split("=")[0] for line in script(configured(conf)) if line.startswith("#SBATCH")}
     given = {"job-name", "nodes", "ntasks-per-node", "open-mode", "output", "signal", "wckey"}
     assert names == {f"#SBATCH --{name}" for name in given}  # not submitit's five minutes
@@ -93,21 +93,21 @@ def test_nothing_is_asked_that_nobody_has_said(conf: Path) -> None:
     (["launch.cluster=lokal"], "launch.cluster=lokal: unknown"),
     (["launch.cluster=local"], "launch.cluster=local with nodes=2"),
     (["launch.cluster=local", "nodes=1", "preemption.requeue=true"], "there is no queue"),
-    (["launch.sbatch.nodes=3"], "launch.sbatch.nodes: nodes says that"),
-    (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node says that"),
+    (["launch.sbatch.nodes=3"], "launch.sbatch.nodes: nodes sets that"),
+    (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node sets that"),
     (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be a whole number of at least 1, or null"),
     (["launch.container_mounts=[/a:/a]"], "without launch.container_image"),
     (["launch.recovery=replicas"], "launch.recovery=replicas with launch=slurm on nodes=2"),
     (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(conf, monkeypatch, overrides, said):
+def test_refused_options(conf, monkeypatch, overrides, said):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     cfg = configured(conf, *overrides)
     [found] = [*bound_problems(cfg).values(), *problems(cfg, "fit")]
     assert said in found
 
 
-def test_without_sbatch_it_says_what_to_type(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sbatch(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     cfg = configured(conf)
     [found] = problems(cfg, "fit")
@@ -117,30 +117,30 @@ def test_without_sbatch_it_says_what_to_type(conf: Path, monkeypatch: pytest.Mon
     assert not problems(cfg, "fit")
 
 
-def test_a_job_of_its_own_may_be_requeued_from_anywhere(conf: Path) -> None:
+def test_requeue_option(conf: Path) -> None:
     cfg = configured(conf, "preemption.requeue=true", "run_dir=run")
     assert not preemption_refusals(cfg, "fit", {})
     cfg.launch.kind = "local"
     assert len(preemption_refusals(cfg, "fit", {})) == 2  # no job, and nothing that would go on
 
 
-def test_the_agents_of_a_job_meet_on_its_first_machine() -> None:
-    first, second = meeting_of("123456", ["a", "b"], 0), meeting_of("123456", ["a", "b"], 1)
+def test_rendezvous() -> None:
+    first, second = rendezvous_of("123456", ["a", "b"], 0), rendezvous_of("123456", ["a", "b"], 1)
     assert (first.host, first.port, first.run_id) == (second.host, second.port, second.run_id)
     assert (first.is_host, second.is_host) == (True, False)
-    assert first.port != meeting_of("123457", ["a", "b"], 0).port
+    assert first.port != rendezvous_of("123457", ["a", "b"], 0).port
 
 
 def _fails(folder: Path, rank: int, text: str) -> None:
-    """Record an error that torch has raised on a rank."""
+    """Record an error raised by torch on a rank."""
     try:
         exec("raise RuntimeError(text)", {"__name__": "torch.distributed", "text": text})
     except RuntimeError as error:
         FailureRecorder(folder, rank).record(error)
 
 
-def ended(run_dir: Path, *ends: NodeEnd | None) -> dict[str, float]:
-    """What the command makes of the ends of machines with a rank each."""
+def ended(run_dir: Path, *ends: NodeOutcome | None) -> dict[str, float]:
+    """Return the command's result for the outcomes of machines with one rank each."""
     cfg = OmegaConf.structured(RunConfig(name="mine", devices=1, nodes=len(ends), run_dir=str(run_dir)))
     folder = ends_folder(run_dir)
     for node, end in enumerate(ends):
@@ -149,48 +149,48 @@ def ended(run_dir: Path, *ends: NodeEnd | None) -> dict[str, float]:
     return metrics_of(folder, cfg, [read_node(folder, node) for node in range(len(ends))], "silence")
 
 
-def test_the_first_failure_of_all_machines_is_told(tmp_path: Path) -> None:
+def test_first_failure_of_all_nodes(tmp_path: Path) -> None:
     _fails(empty_ends(tmp_path), 0, "Connection closed by peer")
     with pytest.raises(RankError, match="rank 1 of 2 was ended by SIGKILL"):
-        ended(tmp_path, NodeEnd(1, codes={0: 1}), NodeEnd(1, codes={1: -signal.SIGKILL}))
+        ended(tmp_path, NodeOutcome(1, codes={0: 1}), NodeOutcome(1, codes={1: -signal.SIGKILL}))
 
 
-def test_a_machines_own_words_come_first(tmp_path: Path) -> None:
+def test_error_recorded_by_a_node(tmp_path: Path) -> None:
     folder = empty_ends(tmp_path)
     _fails(folder, 1, "boom")
     error = first_failure(folder, {0: 1, 1: 7}, tmp_path)
     with pytest.raises(RankError, match="boom") as raised:
-        ended(tmp_path, NodeEnd.of_error(error))
+        ended(tmp_path, NodeOutcome.of_error(error))
     assert (raised.value.rank, raised.value.failure) == (1, error.failure)
 
 
 @pytest.mark.parametrize("ends", [
-    (NodeEnd(138, int(signal.SIGUSR1)), NodeEnd(138, int(signal.SIGUSR1))),
-    (NodeEnd(1, codes={0: 138}), NodeEnd(1, codes={1: 138})),  # one rank was told, and told the others
+    (NodeOutcome(138, int(signal.SIGUSR1)), NodeOutcome(138, int(signal.SIGUSR1))),
+    (NodeOutcome(1, codes={0: 138}), NodeOutcome(1, codes={1: 138})),  # one rank was told, and told the others
 ])  # fmt: skip
-def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path, ends: tuple[NodeEnd, ...]) -> None:
+def test_interrupted_nodes(tmp_path: Path, ends: tuple[NodeOutcome, ...]) -> None:
     empty_ends(tmp_path)
     with pytest.raises(Interrupted) as told:
         ended(tmp_path, *ends)
     assert (told.value.number, told.value.exit_code) == (signal.SIGUSR1, 138)
 
 
-def test_ends_without_a_failure(tmp_path: Path) -> None:
+def test_nodes_without_failure(tmp_path: Path) -> None:
     folder = empty_ends(tmp_path)
     with pytest.raises(RankError, match="silence"):
-        ended(tmp_path, NodeEnd(0), None)
+        ended(tmp_path, NodeOutcome(0), None)
     write_result(folder, {"loss": 1.0})
-    assert ended(tmp_path, NodeEnd(0), NodeEnd(0)) == {"loss": 1.0}
+    assert ended(tmp_path, NodeOutcome(0), NodeOutcome(0)) == {"loss": 1.0}
 
 
-def test_ranks_know_whether_they_begin_again(tmp_path: Path) -> None:
+def test_is_restart(tmp_path: Path) -> None:
     empty_ends(tmp_path)
-    assert [begins_again(tmp_path), begins_again(tmp_path)] == [False, True]
+    assert [is_restart(tmp_path), is_restart(tmp_path)] == [False, True]
     empty_ends(tmp_path)
-    assert not begins_again(tmp_path)
+    assert not is_restart(tmp_path)
 
 
-def test_lines_of_all_ranks_are_shown_with_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_follower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "rank_1.log").write_text("of an earlier run\n")
@@ -210,7 +210,7 @@ def test_lines_of_all_ranks_are_shown_with_their_names(tmp_path: Path, capsys: p
     assert said == ["[rank 1] one", "[rank 1] bar 2%", "[rank 1] half", "[rank 2] two", "[rank 1] last"]
 
 
-def test_a_cancelled_job_is_not_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeue_of_a_cancelled_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tmp_path / "asked"
     for name, text in (("squeue", "echo $STATE"), ("scontrol", f"echo $@ >> {asked}")):
         program = tmp_path / name
@@ -224,7 +224,7 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked.read_text() == "requeue 12\n"
 
 
-def test_a_job_that_cannot_be_cancelled_is_told(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_cancellation(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Job:
         job_id = "12"
 
@@ -235,11 +235,11 @@ def test_a_job_that_cannot_be_cancelled_is_told(conf: Path, capsys: pytest.Captu
     assert "SLURM job 12 could not be cancelled (no scancel); type scancel 12" in capsys.readouterr().err
 
 
-def test_a_job_that_loses_a_rank_goes_on_and_ctrl_c_leaves_nothing(conf: Path) -> None:
+def test_restart_and_cancellation(conf: Path) -> None:
     killed = ("launch.max_restarts=1", "checkpoint.last.every_n_steps=2", "+inject=[kill(rank=1, at_step=3)]")
     endless = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000", "run_dir=run")
     words = command("fit", "--config-dir", str(conf), *WORDS, LOCAL, *killed, *endless)
-    run = Command(words, "[rank 0] trainwright: going on from")
+    run = Command(words, "[rank 0] trainwright: continuing from")
     before = time.monotonic()
     while "step=6" not in str(list(Path("run/checkpoints").glob("*"))):
         assert run.process.poll() is None, run.said()
@@ -257,8 +257,8 @@ def test_a_job_that_loses_a_rank_goes_on_and_ctrl_c_leaves_nothing(conf: Path) -
     assert run.session() == {}
 
 
-def test_a_job_gets_the_secret_of_the_run(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 attempts: a new secret, and the one that the user has exported."""
+def test_job_gets_the_run_token(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: a new token, and the one exported by the user."""
     monkeypatch.setattr(slurm_job, "run_node", lambda run_dir, verb: os.environ["TRAINWRIGHT_RUN_TOKEN"])
     cfg = configured(conf, "nodes=1", LOCAL, f"run_dir={tmp_path / 'run'}")
     Path(cfg.run_dir).mkdir()
@@ -269,7 +269,7 @@ def test_a_job_gets_the_secret_of_the_run(conf: Path, tmp_path: Path, monkeypatc
         assert job.job.result() == run_token()
 
 
-def test_a_failure_comes_back_with_its_traceback(conf: Path) -> None:
+def test_failure_with_traceback(conf: Path) -> None:
     failing = ("devices=1", "strategy=single", "module.fail_rank=0", "run_dir=run")
     done = run_command("fit", "--config-dir", str(conf), *WORDS, LOCAL, *failing)
     assert done.returncode == 1, done.stdout
@@ -277,7 +277,7 @@ def test_a_failure_comes_back_with_its_traceback(conf: Path) -> None:
     assert 'raise ValueError(f"boom in rank {self.global_rank}")' in done.stdout
 
 
-def test_runs_that_ask_for_the_same_are_one_array(conf: Path) -> None:
+def test_arrays(conf: Path) -> None:
     cfgs = [configured(conf, f"seed={seed}", f"nodes={nodes}") for seed, nodes in ((0, 2), (1, 2), (2, 4))]
     assert alike(cfgs) == [[0, 1], [2]]
     for cfg in cfgs:

@@ -1,4 +1,4 @@
-"""Processes of ranks: one ends, is ended or started anew, and the others live."""
+"""Supervision of rank processes, each independent of the others."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.pool import RankPool
-from trainwright.launch.ranks.supervisor import Ended, Supervisor
+from trainwright.launch.ranks.supervisor import RankExit, Supervisor
 
 # Longest time that anything here may take, in seconds; nothing does unless it hangs.
 LIMIT = 60.0
 
 
 def live(environment: Mapping[str, str], folder: Path) -> None:
-    """What a rank of these tests does: say that it is there, then what its environment tells it."""
+    """Entry point of a test rank: report its start, then behave as HOW says."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN if environment["HOW"] == "deaf" else signal.SIG_DFL)
     (folder / f"{environment['RANK']}.{os.getpid()}").touch()
     if environment["HOW"] == "fail":
@@ -47,12 +47,12 @@ def _start(ranks: Supervisor, how: str, rank: int) -> None:
     ranks.start_rank(rank, {"RANK": str(rank), "HOW": how})
 
 
-def test_one_rank_is_replaced_while_the_others_live(ranks: Supervisor, tmp_path: Path) -> None:
+def test_replacing_one_rank(ranks: Supervisor, tmp_path: Path) -> None:
     for rank in range(3):
         _start(ranks, "live", rank)
     first = [ranks.pid(rank) for rank in range(3)]
     os.kill(first[1], signal.SIGKILL)
-    assert ranks.wait(LIMIT) == [Ended(1, -signal.SIGKILL)]
+    assert ranks.wait(LIMIT) == [RankExit(1, -signal.SIGKILL)]
     assert ranks.living == (0, 2)
     _start(ranks, "live", 1)
     assert ranks.living == (0, 1, 2)
@@ -62,29 +62,29 @@ def test_one_rank_is_replaced_while_the_others_live(ranks: Supervisor, tmp_path:
         _start(ranks, "live", 0)
 
 
-def test_a_rank_that_is_told_to_end_has_not_failed(ranks: Supervisor, tmp_path: Path) -> None:
+def test_ending_ranks(ranks: Supervisor, tmp_path: Path) -> None:
     for rank, how in enumerate(("live", "deaf", "deaf")):
         _start(ranks, how, rank)
         _there(tmp_path, rank, ranks.pid(rank))
-    assert ranks.end((2,), grace=0.0) == [Ended(2, -signal.SIGKILL, asked=True)]
+    assert ranks.end((2,), grace=0.0) == [RankExit(2, -signal.SIGKILL, asked=True)]
     ended = ranks.end(ranks.living, grace=0.2)
-    assert ended == [Ended(0, -signal.SIGTERM, asked=True), Ended(1, -signal.SIGKILL, asked=True)]
+    assert ended == [RankExit(0, -signal.SIGTERM, asked=True), RankExit(1, -signal.SIGKILL, asked=True)]
     assert not any(each.failed for each in ended)
 
 
-def test_ends_are_told_as_they_come(ranks: Supervisor) -> None:
+def test_waiting_for_exits(ranks: Supervisor) -> None:
     assert ranks.wait() == []  # nobody to wait for
     _start(ranks, "end", 0)
-    assert ranks.wait(LIMIT) == [Ended(0, 0)]
+    assert ranks.wait(LIMIT) == [RankExit(0, 0)]
     _start(ranks, "fail", 0)
     [ended] = ranks.wait(LIMIT)
-    assert ended == Ended(0, 3)
+    assert ended == RankExit(0, 3)
     assert ended.failed
     _start(ranks, "live", 0)
     assert ranks.wait(0.05) == []
 
 
-def test_nothing_lives_after_it(tmp_path: Path) -> None:
+def test_context_manager_kills_ranks(tmp_path: Path) -> None:
     RankPool.warm()
     with Supervisor(live, (tmp_path,)) as supervisor:
         _start(supervisor, "deaf", 0)
@@ -94,7 +94,7 @@ def test_nothing_lives_after_it(tmp_path: Path) -> None:
 
 @dataclass
 class Found:
-    """A rank that hangs."""
+    """Result of a monitor."""
 
     rank: int
     reason: str = "it sleeps"
@@ -102,7 +102,7 @@ class Found:
 
 
 class Watcher:
-    """Finds that a rank hangs as soon as it is asked."""
+    """Monitor that reports a hang at once."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -118,7 +118,7 @@ class Watcher:
         return Found(self.rank)
 
 
-def test_a_rank_that_hangs_is_killed_and_the_reason_is_kept(tmp_path: Path) -> None:
+def test_hanging_rank_is_killed(tmp_path: Path) -> None:
     RankPool.warm()
     watcher = Watcher(rank=1)
     with Supervisor(live, (tmp_path,), monitor=watcher) as ranks:

@@ -1,4 +1,4 @@
-"""What TensorBoard is shown of a run, read back from its event files."""
+"""TensorBoard event files of a run."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ WORDS = [
 ]
 
 
-def test_the_layout_and_what_was_asked_for_stand_beside_the_figures(tmp_path, monkeypatch):
+def test_layout_and_hyperparameters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = compose("linear_regression", [*WORDS, f"run_dir={tmp_path}", "checkpoint=none"])
     module, data = (instantiate(part, _convert_="all") for part in (cfg.module, cfg.data))
@@ -42,7 +42,7 @@ def test_the_layout_and_what_was_asked_for_stand_beside_the_figures(tmp_path, mo
     assert "samples_per_second" in (tmp_path / "metrics.csv").read_text().split("\n")[0].split(",")
 
 
-def test_numbers_of_a_step_are_one_event(tmp_path: Path) -> None:
+def test_one_event_per_step(tmp_path: Path) -> None:
     logger = TensorBoard(str(tmp_path))
     logger.log_metrics({"loss": 1.5, "samples_per_second": 2.0}, 3)
     logger.log_metrics({"val": torch.tensor(4.0)}, 4)
@@ -59,13 +59,13 @@ def test_numbers_of_a_step_are_one_event(tmp_path: Path) -> None:
     assert [events.Scalars(name)[0].value for name in ("loss", "rate/samples_per_second", "val")] == [1.5, 2.0, 4.0]
 
 
-def test_names_that_have_a_group_keep_it() -> None:
+def test_metric_groups() -> None:
     names = ("tokens_per_second", "mfu", "step_seconds", "time/step", "val_loss", "mine/images_per_second")
     expected = ["rate/tokens_per_second", "rate/mfu", "rate/step_seconds", *names[3:]]
     assert [grouped(name) for name in names] == expected
 
 
-def test_the_default_logger_is_this_one() -> None:
+def test_default_logger() -> None:
     cfg = compose("digits", ["strategy.blocks=[a,b]", "run_dir=there"])
     assert cfg.logger.tensorboard._target_ == f"{TensorBoard.__module__}.TensorBoard"
     assert hyper_parameters(cfg)["strategy.blocks"] == "['a', 'b']"

@@ -8,7 +8,7 @@ import pytest
 from tests.security.attacks import hostile
 from trainwright.core.text.bounded import ContentError
 from trainwright.launch.engines.kubernetes.submit import MARK, metrics_in, metrics_line
-from trainwright.launch.members.mailbox import Left, Mailbox
+from trainwright.launch.members.mailbox import LeaveReport, Mailbox
 
 ATTEMPTS = 100
 
@@ -28,7 +28,7 @@ def test_100_malformed_messages_of_members_are_refused(tmp_path: Path) -> None:
     for _ in range(ATTEMPTS):
         (tmp_path / "left_0_1.message").write_bytes(b"[" + hostile(rng))
         with pytest.raises(ContentError):
-            mailbox.left(0, [1])
-    left = Left(1, (5,), None)
-    mailbox.say_left(0, left)
-    assert mailbox.left(0, [1]) == [left]
+            mailbox.reports(0, [1])
+    left = LeaveReport(1, (5,), None)
+    mailbox.report_leave(0, left)
+    assert mailbox.reports(0, [1]) == [left]

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.messages import RUN_TOKEN, run_token, seal
-from trainwright.launch.engines.torchrun import external
+from trainwright.launch.engines.torchrun import agreement
 
 HOSTILE = "module:\n  _target_: os.system\n"
 SECRET = "0123456789abcdef" * 2
@@ -52,15 +52,15 @@ def as_rank(request: Any, monkeypatch: Any, tmp_path: Path) -> Callable[[], None
 
 def test_it_arrives_and_nothing_is_left(as_rank: Callable[[], None], tmp_path: Path) -> None:
     store = Store()
-    external.give(store, "a: 1\n")
+    agreement.give(store, "a: 1\n")
     secret = run_token()
     for _ in range(2):
         as_rank()
-        assert external.take(store, 2) == "a: 1\n"
+        assert agreement.take(store, 2) == "a: 1\n"
         assert run_token() == secret != ""
     assert list(tmp_path.iterdir()) == []
-    external.give(store, None)
-    assert external.take(store, 2) is None
+    agreement.give(store, None)
+    assert agreement.take(store, 2) is None
 
 
 def planted(folder: Path, mode: int = 0o600, secret: str = SECRET) -> Path:
@@ -86,30 +86,30 @@ def test_no_other_takes_its_place(as_rank: Callable[[], None], tmp_path: Path) -
         attempts.append(sealed + bytes(foreign))
     for attempt in attempts:
         store = Store()
-        external.give(store, "a: 1\n")
+        agreement.give(store, "a: 1\n")
         as_rank()
-        store.set(external._KEY, attempt)
-        with pytest.raises(ConfigError, match="not the one of this run's rank 0"):
-            external.take(store, 2)
+        store.set(agreement._KEY, attempt)
+        with pytest.raises(ConfigError, match="not from this run's rank 0"):
+            agreement.take(store, 2)
 
 
 def test_a_file_that_others_name_is_not_removed(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv(RUN_TOKEN, SECRET)
     store, kept = Store(), planted(tmp_path)
-    external.give(store, "a: 1\n")
-    store.set(external._KEY, store.get(external._KEY) + bytes(kept))
-    assert external.take(store, 1) == "a: 1\n"
+    agreement.give(store, "a: 1\n")
+    store.set(agreement._KEY, store.get(agreement._KEY) + bytes(kept))
+    assert agreement.take(store, 1) == "a: 1\n"
     assert kept.exists()
 
 
 def test_several_machines_need_a_secret(monkeypatch: Any) -> None:
     store, launcher = Store(), Launcher("torchrun", 0, 4, 2)
-    monkeypatch.setattr(external, "_meet", lambda launcher: store)
-    monkeypatch.setattr(external, "_wait_for_readers", lambda *_: None)
+    monkeypatch.setattr("trainwright.launch.ranks.torchrun_store.meet", lambda launcher: store)
+    monkeypatch.setattr(agreement, "_wait_for_readers", lambda *_: None)
     monkeypatch.delenv(RUN_TOKEN, raising=False)
     with pytest.raises(ConfigError, match=f"export {RUN_TOKEN}="):
-        external.agree(launcher, lambda _: OmegaConf.create({"run_dir": "x"}))
-    assert external.agree(replace(launcher, rank=3), lambda _: OmegaConf.create()) is None
+        agreement.agree(launcher, lambda _: OmegaConf.create({"run_dir": "x"}))
+    assert agreement.agree(replace(launcher, rank=3), lambda _: OmegaConf.create()) is None
     monkeypatch.setenv(RUN_TOKEN, "shared")
-    external.agree(launcher, lambda _: OmegaConf.create({"run_dir": "x"}))
-    assert external.agree(replace(launcher, rank=3), lambda _: OmegaConf.create()) == {"run_dir": "x"}
+    agreement.agree(launcher, lambda _: OmegaConf.create({"run_dir": "x"}))
+    assert agreement.agree(replace(launcher, rank=3), lambda _: OmegaConf.create()) == {"run_dir": "x"}

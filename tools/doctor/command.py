@@ -12,7 +12,7 @@ from trainwright.command.arguments import Parser
 from trainwright.core.device_profiles import MEASURED
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import Launcher, detect_launcher
-from trainwright.launch.ranks.output import ranks_speak_to_stderr
+from trainwright.launch.ranks.output import ranks_to_stderr
 from trainwright.tools.doctor.finding import ERROR
 from trainwright.tools.doctor.together import Seen, Wish, see_locally, see_with
 
@@ -191,7 +191,7 @@ def _doctor(typed: argparse.Namespace, launcher: Launcher | None) -> int:
 def _see(typed: argparse.Namespace, launcher: Launcher | None) -> Seen | None:
     if launcher is not None:
         return see_with(launcher, typed.wish)
-    with ranks_speak_to_stderr():
+    with ranks_to_stderr():
         return see_locally(typed.wish)
 
 

@@ -95,7 +95,7 @@ def _report(wish: Wish, host: str, demand: Demand, found: Sequence[Finding]) -> 
 
 def _started(wish: Wish, threads: int, on_gpu: bool) -> list[RankResult]:
     from trainwright.launch.ranks.environment import rank_environment
-    from trainwright.launch.ranks.rendezvous import LocalStore
+    from trainwright.launch.ranks.local_store import LocalStore
     from trainwright.launch.ranks.supervisor import Supervisor
     from trainwright.tools.doctor.ranks import StoreBoard
 
@@ -121,9 +121,9 @@ def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, fig
     """
     os.environ.update(environment)
     from trainwright.core.processes.watch import ShutdownWatch
-    from trainwright.launch.ranks.forkserver import become_ordinary
+    from trainwright.launch.ranks.forkserver import restore_defaults
 
-    become_ordinary()
+    restore_defaults()
     ShutdownWatch.start_in_rank(0.0)
 
     import torch
@@ -155,7 +155,7 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
         return Seen({host: HostReport(host, found)}, [], False, local)
     import torch
 
-    from trainwright.launch.ranks.meeting import meet
+    from trainwright.launch.ranks.torchrun_store import meet
     from trainwright.tools.doctor.measure import threads_from_environment
     from trainwright.tools.doctor.ranks import StoreBoard, examine
 

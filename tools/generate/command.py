@@ -28,7 +28,7 @@ from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.run.run_directory import holds_run, read_config
 from trainwright.core.text.printable import printable
-from trainwright.launch.ranks.output import ranks_speak_to_stderr
+from trainwright.launch.ranks.output import ranks_to_stderr
 from trainwright.launch.recovery.check_resume import decide_resume
 from trainwright.launch.schema import RunConfig
 from trainwright.strategies.contract.registry import all_options, target_of
@@ -127,7 +127,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ConfigError([f"{arguments.run_dir}: no run directory, it has no config.yaml; type runs/<name>/<time>"])
     prompts, own = _prompts(arguments.own), {key_of(word): _value(word) for word in arguments.own}
     cfg = _configured(arguments.run_dir, arguments.typed, prompts, own)
-    with ranks_speak_to_stderr() if arguments.json else contextlib.nullcontext():
+    with ranks_to_stderr() if arguments.json else contextlib.nullcontext():
         result = run(cfg, "predict")
     launcher = detect_launcher()
     if launcher is None or launcher.rank == 0:

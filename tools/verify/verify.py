@@ -16,14 +16,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.command.bare_training import only_training, temporary_folder, train_apart
+from trainwright.command.bare_training import only_training, temporary_folder, train_in_subprocesses
 from trainwright.command.run import plan
 from trainwright.command.schema.compose import compose_checked
-from trainwright.command.schema.expansion import tell_import
+from trainwright.command.schema.expansion import report_import
 from trainwright.command.verify_options import VerifyOptions, take_options
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
-from trainwright.launch.ranks.output import ranks_speak_to_stderr
+from trainwright.launch.ranks.output import ranks_to_stderr
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, options_of, world_size_of
 from trainwright.tools.verify.report import VerifyReport
 
@@ -56,10 +56,10 @@ def verify(
         planned = _planned(cfg, options, folder)
         layout = _settled(planned, options, folder / "layout")
         say(f"{options.steps} step(s) on {layout.devices} process(es) with {_class_of(layout.strategy)}")
-        train_apart(layout)
+        train_in_subprocesses(layout)
         reference = _one_process(planned, options, folder)
         say(f"{options.steps} step(s) on one process")
-        train_apart(reference)
+        train_in_subprocesses(reference)
         say("comparing")
         return _compare(layout, folder, options)
 
@@ -221,9 +221,9 @@ def run_verify_command(arguments: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"verify: {text}", file=sys.stderr, flush=True)
 
-    tell_import(composition.import_report, sys.stderr)
+    report_import(composition.import_report, sys.stderr)
 
-    with ranks_speak_to_stderr():
+    with ranks_to_stderr():
         report = verify(composition.cfg, options, on_progress=say)
     print(json.dumps(report.to_dict(), allow_nan=False) if arguments.json else report.to_text().rstrip(), flush=True)
     return OK if report.passed else FAILED

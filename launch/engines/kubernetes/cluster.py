@@ -1,9 +1,7 @@
-"""What `launch=kubernetes` asks of a cluster about a job: made, looked at, deleted.
+"""Calls of `launch=kubernetes` to the API of a cluster: create, query, delete.
 
-Answers of the cluster are read as JSON, so that no version of the client's models stands between.
+Responses are read as JSON, independent of the client's model versions.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -19,17 +17,17 @@ from trainwright.launch.engines.kubernetes.manifest import API_GROUP, API_VERSIO
 
 T = TypeVar("T")
 
-# Plural of the kind in addresses, and the conditions of its two ends.
+# Plural of the kind in URLs, and the conditions that end a job.
 _PLURAL = "trainjobs"
 _ENDS = {"Complete": True, "Failed": False}
 
 
 class Cluster:
-    """What this run has to ask of a cluster.
+    """Client of the cluster of one run.
 
     Args:
         cfg: the resolved configuration.
-        job: the object of the job.
+        job: the job's manifest.
     """
 
     def __init__(self, cfg: DictConfig, job: dict[str, Any]) -> None:
@@ -37,48 +35,43 @@ class Cluster:
 
         api, namespace = _connect(cfg.launch.context)
         self.namespace: str = cfg.launch.namespace or namespace
-        """Of all objects of the run."""
+        """Namespace of all objects of the run."""
         self.name: str = job["metadata"]["name"]
-        """Of the job."""
+        """Name of the job."""
         self.title = f"{KIND} {self.name}"
-        """For a person."""
+        """Title of the job in messages."""
         self._where = {"group": API_GROUP, "version": API_VERSION, "namespace": self.namespace, "plural": _PLURAL}
         self._core: Any = client.CoreV1Api(api)
         self._objects: Any = client.CustomObjectsApi(api)
         self._refused: type[Exception] = client.ApiException
 
     def create(self, objects: list[dict[str, Any]]) -> None:
-        """Create the job, and the ConfigMap that belongs to it and is deleted with it.
+        """Create the job, and its ConfigMap, which is deleted with it.
 
         Args:
             objects: the ConfigMap and the job.
 
         Raises:
-            ConfigError: if the cluster refuses one of them; nothing is left of the other.
+            ConfigError: if the cluster refuses one of them; the other is not left behind.
         """
         config_map, job = objects
-        with self._told(f"{self.title}: "):
+        with self._translated(f"{self.title}: "):
             answer = self._objects.create_namespaced_custom_object(**self._where, body=job, _preload_content=False)
             created = _json(answer)
-        owner = {
-            "apiVersion": job["apiVersion"],
-            "kind": KIND,
-            "name": self.name,
-            "uid": created["metadata"]["uid"],
-        }
+        owner = {"apiVersion": job["apiVersion"], "kind": KIND, "name": self.name, "uid": created["metadata"]["uid"]}
         owned = config_map | {"metadata": config_map["metadata"] | {"ownerReferences": [owner]}}
         try:
-            with self._told(f"the ConfigMap of {self.title}: "):
+            with self._translated(f"the ConfigMap of {self.title}: "):
                 self._core.create_namespaced_config_map(self.namespace, owned, _preload_content=False)
         except BaseException:
             self.delete()
             raise
 
     def state(self) -> tuple[bool | None, str]:
-        """Whether the job has ended well (None: it has not ended), and what the cluster says of it.
+        """Return whether the job succeeded (None = it has not ended), and the cluster's reason.
 
         Raises:
-            RankError: if the job is there no more.
+            RankError: if the job does not exist any more.
         """
         try:
             job = _json(
@@ -86,7 +79,7 @@ class Cluster:
             )
         except self._refused as error:
             if getattr(error, "status", None) == 404:
-                raise RankError(f"{self.title} was deleted by somebody else", 0, None) from None
+                raise RankError(f"{self.title} was deleted externally", 0, None) from None
             raise
         for condition in job.get("status", {}).get("conditions") or []:
             if condition.get("status") != "True":
@@ -97,17 +90,17 @@ class Cluster:
         return None, ""
 
     def pods(self) -> list[dict[str, Any]]:
-        """The pods of the job, in order of their names."""
+        """Return the pods of the job, sorted by name."""
         answer = self._core.list_namespaced_pod(
             self.namespace, label_selector=f"{RUN_LABEL}={self.name}", _preload_content=False
         )
         return sorted(_json(answer)["items"], key=lambda pod: str(pod["metadata"]["name"]))
 
-    def answer_to(self, question: Callable[[], T]) -> T | None:
-        """What the cluster answers to one of the questions of this class; None: it does not answer just now.
+    def query(self, question: Callable[[], T]) -> T | None:
+        """Return the result of one of this class's queries; None = the cluster does not respond at present.
 
         Raises:
-            ApiException: the client's, if the cluster refuses to answer.
+            ApiException: the client's, if the cluster refuses.
         """
         from urllib3.exceptions import HTTPError
 
@@ -115,14 +108,14 @@ class Cluster:
             return question()
         except self._refused as error:
             status = getattr(error, "status", None) or 500
-            if status < 500 and status != 429:  # too many questions
+            if status < 500 and status != 429:  # too many requests
                 raise
         except (HTTPError, OSError):
             pass
         return None
 
     def log(self, pod: str) -> Iterator[str]:
-        """The lines of a pod's log as they come, to its end."""
+        """Yield the lines of a pod's log as they arrive, to its end."""
         answer = self._core.read_namespaced_pod_log(pod, self.namespace, follow=True, _preload_content=False)
         rest = b""
         try:
@@ -135,13 +128,13 @@ class Cluster:
             yield rest.decode("utf-8", "replace")
 
     def delete(self) -> bool:
-        """Delete the job, and with it its pods and its ConfigMap; one that is gone already is no error.
+        """Delete the job with its pods and its ConfigMap; a missing job is no error.
 
         Returns:
-            Whether it goes. Else the job goes on, and a person is told why and what to type.
+            Whether it is being deleted. If not, the job continues, and a message says why and what to type.
         """
         try:
-            with self._told(""):
+            with self._translated(""):
                 self._delete()
         except ConfigError as error:
             words = f"kubectl delete {_PLURAL} {self.name} --namespace={self.namespace}"
@@ -160,8 +153,8 @@ class Cluster:
                 raise
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Say in words what the cluster refuses."""
+    def _translated(self, what: str) -> Iterator[None]:
+        """Turn refusals of the cluster into ConfigError."""
         from urllib3.exceptions import HTTPError
 
         try:
@@ -178,7 +171,9 @@ class Cluster:
                 "Kubeflow Trainer 2.2 or later there, or type another launch.namespace=..."
             )
         if error.status == 409:
-            return "one of that name is there already; delete it, or type another launch.job_name=... or run_dir=..."
+            return (
+                "an object of that name exists already; delete it, or type another launch.job_name=... or run_dir=..."
+            )
         body = error.body if isinstance(error.body, str) else ""
         with contextlib.suppress(ValueError):
             body = str(json.loads(body).get("message", body))
@@ -186,7 +181,7 @@ class Cluster:
 
 
 def _connect(context: str | None) -> tuple[Any, str]:
-    """A client of the cluster that the kubeconfig names, or in a pod of its own cluster, with the namespace to use.
+    """Return a client for the kubeconfig's cluster, or in a pod for its own, and the default namespace.
 
     Raises:
         ConfigError: if there is neither, or no such context.
@@ -205,7 +200,7 @@ def _connect(context: str | None) -> tuple[Any, str]:
             config.load_incluster_config()
             return client.ApiClient(), "default"
         raise ConfigError(
-            [f"launch.submit=true: no cluster is known here ({error}); set KUBECONFIG, or type launch.submit=false"]
+            [f"launch.submit=true: no cluster is configured ({error}); set KUBECONFIG, or type launch.submit=false"]
         ) from error
 
 

@@ -1,10 +1,8 @@
-"""The manifests of `launch=kubernetes`, as plain values: a ConfigMap with the composed configuration, and the job.
+"""Manifests of `launch=kubernetes` as plain values: a ConfigMap with the composed configuration, and the job.
 
-The job is a TrainJob of `trainer.kubeflow.org/v1alpha1` (Kubeflow Trainer from 2.2 on). Each of its pods is one machine
-of the run and starts its ranks (:mod:`trainwright.launch.engines.kubernetes.node`).
+The job is a TrainJob of `trainer.kubeflow.org/v1alpha1` (Kubeflow Trainer 2.2 or later). Each of its pods is one
+machine of the run and starts its ranks (:mod:`trainwright.launch.engines.kubernetes.node`).
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -17,22 +15,22 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.text.messages import RUN_TOKEN, token_environment
-from trainwright.launch.outcome.ending import seconds_to_end
+from trainwright.launch.outcome.interruption import seconds_to_end
 
 API_GROUP, API_VERSION, KIND = "trainer.kubeflow.org", "v1alpha1", "TrainJob"
 RUN_LABEL = "trainwright/run"
 """Label of every pod of a run."""
 CONFIG_FOLDER = "/etc/trainwright"
-"""Where pods find the configuration."""
+"""Mount path of the configuration in pods."""
 NODE_MODULE = "trainwright.launch.engines.kubernetes.node"
 
-# Variables that the pods read, see `kubernetes_node`.
+# Variables for the pods, see `node`.
 JOB_NAME, WORKDIR, POD_IP = "TRAINWRIGHT_JOB", "TRAINWRIGHT_WORKDIR", "TRAINWRIGHT_POD_IP"
-# Name of the group of pods, and of the container, in the runtimes of Kubeflow Trainer.
+# Name of the pod group and its container in Kubeflow Trainer's runtimes.
 _NODE = "node"
 _PATCH_MANAGER = "trainwright/launch"
-_LONGEST_NAME = 40  # what is made of it has at most 63 characters
-# Seconds that the agent and its container need to end after the ranks.
+_LONGEST_NAME = 40  # names derived from it have at most 63 characters
+# Seconds that agent and container need to exit after the ranks.
 _GRACE_MARGIN = 15
 _NO_LIMIT_SECONDS = 86400
 
@@ -49,7 +47,7 @@ def name_of(cfg: DictConfig) -> str:
 
 
 def manifests(cfg: DictConfig, verb: str, config: str) -> list[dict[str, Any]]:
-    """The objects to create, the ConfigMap first and the job last.
+    """Return the objects to create, the ConfigMap first and the job last.
 
     Args:
         cfg: the resolved configuration.
@@ -78,17 +76,14 @@ def _train_job(cfg: DictConfig, verb: str, name: str) -> dict[str, Any]:
             "runtimeRef": runtime,
             "trainer": _trainer(cfg, verb, name),
             "runtimePatches": [
-                {
-                    "manager": _PATCH_MANAGER,
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [group]}}},
-                }
+                {"manager": _PATCH_MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [group]}}}}
             ],
         },
     }
 
 
 def _trainer(cfg: DictConfig, verb: str, name: str) -> dict[str, Any]:
-    """What every pod runs."""
+    """Return the trainer section: command, environment and resources of every pod."""
     resources = _resources(cfg)
     return {
         "image": cfg.launch.image,
@@ -102,7 +97,7 @@ def _trainer(cfg: DictConfig, verb: str, name: str) -> dict[str, Any]:
 
 
 def _pod_patch(cfg: DictConfig, verb: str, name: str) -> dict[str, Any]:
-    """What a job may add to the pods of its runtime, which has the rest."""
+    """Return what the job adds to the pods of its runtime."""
     launch, annotations = cfg.launch, _plain(cfg.launch.annotations)
     spec: dict[str, Any] = {
         "containers": [{"name": _NODE, "volumeMounts": _mounts(cfg)}],
@@ -145,7 +140,7 @@ def _environment(cfg: DictConfig, name: str) -> list[dict[str, Any]]:
 
 
 def gpus_of(cfg: DictConfig) -> int:
-    """GPUs of each pod."""
+    """Return the GPUs per pod."""
     if cfg.launch.gpus is not None:
         return int(cfg.launch.gpus)
     return int(cfg.devices) if cfg.accelerator == "gpu" else 0
@@ -164,7 +159,7 @@ def _resources(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _claims(cfg: DictConfig) -> list[tuple[str, str, str]]:
-    """Name of the volume, claim and path of each claim."""
+    """Return volume name, claim and mount path of each claim."""
     more = [(f"volume-{at}", claim, path) for at, (claim, path) in enumerate(_plain(cfg.launch.volumes).items())]
     return [("run", cfg.launch.claim, cfg.launch.mount), *more]
 
@@ -188,7 +183,7 @@ def _mounts(cfg: DictConfig) -> list[dict[str, Any]]:
 
 
 def _grace(cfg: DictConfig, verb: str) -> int:
-    """Seconds that a pod has to end: its ranks may save before."""
+    """Return the seconds that a pod has to exit, in which its ranks may save."""
     seconds = seconds_to_end(cfg, verb)
     return math.ceil(_NO_LIMIT_SECONDS if seconds is None else seconds) + _GRACE_MARGIN
 
@@ -200,9 +195,9 @@ def _plain(values: Any) -> dict[str, str]:
 
 
 def text_of(objects: list[dict[str, Any]]) -> str:
-    """Manifests as one file for kubectl: JSON is yaml, but people read yaml."""
+    """Return manifests as one yaml file for kubectl."""
     import yaml  # type: ignore[import-untyped]
 
-    # Through JSON, so that no list stands twice as a reference to itself.
+    # Through JSON, because yaml would write repeated lists as references.
     text: str = yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False, width=120)
     return text

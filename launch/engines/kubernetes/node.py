@@ -1,9 +1,9 @@
-"""What each pod of `launch=kubernetes` runs: an agent of torchrun, which starts the ranks of the pod.
+"""Program of each pod of `launch=kubernetes`: a torchrun agent that starts the ranks of the pod.
 
     python -m trainwright.launch.engines.kubernetes.node VERB
 
-The configuration was composed where the job was made, and lies in a folder that the cluster mounts. What the ranks
-print goes to the pod's log, with the rank in front.
+The configuration was composed where the job was submitted, and is mounted by the cluster. The output of the ranks goes
+to the pod's log, prefixed with the rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -31,27 +30,24 @@ from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import CONFIG_FILE, holds_run, read_config, write_config
 from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, JOB_NAME, POD_IP, WORKDIR
 from trainwright.launch.engines.kubernetes.submit import metrics_line
-from trainwright.launch.engines.torchrun.agent import AgentEnd, Meeting, agent_environment, run_agent
-from trainwright.launch.outcome.ending import told_to_end
-from trainwright.launch.outcome.ends import HERE, ends_folder, ranks_here
+from trainwright.launch.engines.torchrun.agent import AgentEnd, Rendezvous, agent_environment, run_agent
+from trainwright.launch.outcome.interruption import interruption_in
+from trainwright.launch.outcome.rank_records import LOCAL_RANKS, ends_folder, local_ranks
 from trainwright.launch.ranks.follow import Follower
 
-if TYPE_CHECKING:
-    from trainwright.launch.ranks.rendezvous import LocalStore
-
-# Seconds between two looks at the logs of the ranks, and at whether the first pod is there.
-_LOOK_SECONDS = 0.5
+# Seconds between two reads of the ranks' logs, and between attempts to connect to the first pod.
+_POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class PodPlace:
-    """Where the agents of a job meet, as the variables of a pod say it.
+    """Rendezvous of a job's agents, from the variables of a pod.
 
     Attributes:
         host: name of the first pod.
-        port: at which its store listens.
-        is_first: whether this pod is that one.
+        port: of its store.
+        is_first: whether this pod is the first.
     """
 
     host: str
@@ -60,18 +56,17 @@ class PodPlace:
 
 
 def place_of(environment: Mapping[str, str]) -> PodPlace:
-    """Return where the agents meet.
+    """Return the rendezvous of the agents.
 
     Args:
-        environment: variables of the pod, as Kubeflow Trainer gives them to the pods of a TrainJob.
+        environment: variables of the pod, set by Kubeflow Trainer for the pods of a TrainJob.
 
     Raises:
-        ValueError: if no variable says it.
+        ValueError: if the variables are missing.
     """
     if "PET_MASTER_ADDR" not in environment:
         raise ValueError(
-            "PET_MASTER_ADDR does not say where the pods meet: this runs in the pods of trainwright fit "
-            "launch=kubernetes"
+            "PET_MASTER_ADDR is not set: this program runs in the pods of trainwright fit launch=kubernetes"
         )
     port = environment.get("PET_MASTER_PORT", "29500")
     return PodPlace(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
@@ -97,22 +92,22 @@ def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="trainwright-here-", ignore_cleanup_errors=True) as here:
         try:
-            with _shown(Path(cfg.run_dir), Path(here)):
+            with _logs_shown(Path(cfg.run_dir), Path(here)):
                 end = _run(cfg, verb, place)
         except Interrupted as interrupted:
             return interrupted.exit_code
-        return _tell(cfg, end, 0 in ranks_here(Path(here)))
+        return _report(cfg, end, 0 in local_ranks(Path(here)))
 
 
 def settle(cfg: DictConfig, text: str) -> str | None:
-    """Make the run directory on the volume, on the first pod, with the configuration in it.
+    """Create the run directory on the volume, with the configuration in it; called on the first pod.
 
     Args:
         cfg: the resolved configuration.
-        text: the same, as it was written where the job was made.
+        text: the same, as submitted.
 
     Returns:
-        Why the run cannot be there; None: it can.
+        Why the run cannot be there; None = it can.
     """
     run_dir = Path(cfg.run_dir)
     if not holds_run(run_dir):
@@ -121,65 +116,61 @@ def settle(cfg: DictConfig, text: str) -> str | None:
         if cfg.resume != AUTO:
             return (
                 f"run_dir={run_dir}: holds another run already, on the volume of launch.claim={cfg.launch.claim}; type "
-                "resume=auto to go on from it, or another run_dir=..."
+                "resume=auto to resume it, or another run_dir=..."
             )
         write_config(cfg)
     return None
 
 
 def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
-    """Be an agent."""
+    """Run the agent of this pod."""
     address = os.environ[POD_IP]
-    store = _open_store(place, address) if place.is_first else None
+    from trainwright.launch.ranks.local_store import LocalStore
+
+    store = LocalStore(place.port, address) if place.is_first else None
     try:
         host = address if store is not None else _wait_for_first(place, cfg.launch.start_timeout)
         threads = {"OMP_NUM_THREADS": threads_of_rank(cfg.launch.threads, cfg.devices)}
         os.environ.update(agent_environment(address, host, place.port) | threads)
-        meeting = Meeting(os.environ[JOB_NAME], host, place.port, False, address)
-        return run_agent(cfg, verb, meeting)
+        rendezvous = Rendezvous(os.environ[JOB_NAME], host, place.port, False, address)
+        return run_agent(cfg, verb, rendezvous)
     finally:
         if store is not None:
             store.close()
 
 
-def _open_store(place: PodPlace, address: str) -> LocalStore:
-    from trainwright.launch.ranks.rendezvous import LocalStore
-
-    return LocalStore(place.port, address)
-
-
 def _wait_for_first(place: PodPlace, seconds: float) -> str:
-    """The name of the first pod, once its store answers: its image may be fetched later than this one's.
+    """Return the name of the first pod once its store responds: its image may be pulled later than this pod's.
 
     Raises:
-        TimeoutError: if it does not within so many seconds.
+        TimeoutError: if it does not respond within `seconds`.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
             socket.create_connection((place.host, place.port), timeout=_CONNECT_SECONDS).close()
             return place.host
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     raise TimeoutError(
         f"the first pod, {place.host}, has not answered at port {place.port} within launch.start_timeout={seconds:g} s"
     )
 
 
 @contextlib.contextmanager
-def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
-    """Print what the ranks of this pod write into their logs, as they do; that they are here, they say in a folder."""
-    os.environ[HERE] = str(folder)
+def _logs_shown(run_dir: Path, folder: Path) -> Iterator[None]:
+    """Print the logs of this pod's ranks as they grow; the ranks register in `folder`."""
+    os.environ[LOCAL_RANKS] = str(folder)
     logs, known, ended = Follower(), set[int](), threading.Event()
 
     def look() -> None:
-        for rank, at in ranks_here(folder).items():
+        for rank, at in local_ranks(folder).items():
             if rank not in known:
                 known.add(rank)
                 logs.add(log_file(run_dir, rank), f"[rank {rank}]", at=at)
         logs.poll()
 
     def show() -> None:
-        while not ended.wait(_LOOK_SECONDS):
+        while not ended.wait(_POLL_SECONDS):
             look()
 
     thread = threading.Thread(target=show, name="trainwright-logs", daemon=True)
@@ -191,11 +182,11 @@ def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
         thread.join()
         look()
         logs.finish()
-        del os.environ[HERE]
+        del os.environ[LOCAL_RANKS]
 
 
-def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
-    """Say how the ranks of this pod ended, for people and for the command that has submitted the job.
+def _report(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
+    """Report the outcome of this pod's ranks to the user and the submitting command; return the exit code.
 
     Args:
         cfg: the resolved configuration.
@@ -206,9 +197,9 @@ def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
     if end.signal is not None:
         return 128 + end.signal
     if end.codes:
-        told = told_to_end(cfg, end.codes)
-        if told is not None:
-            return told.exit_code
+        interruption = interruption_in(cfg, end.codes)
+        if interruption is not None:
+            return interruption.exit_code
         everybody: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
         failure = first_failure(folder, everybody | end.codes, Path(cfg.run_dir))
         print(f"trainwright: {failure}", file=sys.stderr, flush=True)

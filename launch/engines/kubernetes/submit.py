@@ -1,6 +1,4 @@
-"""A job of `launch=kubernetes` on its cluster, from its making to its end: what its pods say is shown meanwhile."""
-
-from __future__ import annotations
+"""Submission of a job of `launch=kubernetes`, and live output of its pods until it ends."""
 
 import contextlib
 import json
@@ -19,19 +17,19 @@ from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.core.text.bounded import parse_json
 from trainwright.core.text.messages import LONGEST
 from trainwright.launch.engines.kubernetes.cluster import Cluster
-from trainwright.launch.outcome.ending import notices, seconds_to_end, told_to_end
+from trainwright.launch.outcome.interruption import handled_signals, interruption_in, seconds_to_end
 
 MARK = "\x1e"
-"""In front of a line that is for the command, and not for people."""
+"""Prefix of lines for the submitting command, which are not shown."""
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
-    """Return the line that says these metrics."""
+    """Return the line that reports these metrics."""
     return MARK + json.dumps({name: str(value) for name, value in metrics.items()})  # JSON has no NaN
 
 
 def metrics_in(line: str) -> dict[str, float] | None:
-    """Return the metrics that a line says; None: it is output of a rank."""
+    """Return the metrics in a line; None = it is output of a rank."""
     if not line.startswith(MARK):
         return None
     try:
@@ -45,15 +43,15 @@ _STARTED = ("Running", "Succeeded", "Failed")
 _LAST_LINES = 20
 # Pods whose logs are shown at a time; each takes a thread and a connection.
 _MOST_SHOWN = 64
-# Seconds that the logs of ended pods may still take, and pods beyond their own time.
+# Seconds for the rest of the logs of ended pods, and for pods beyond their own grace period.
 _MARGIN_SECONDS = 10.0
 _NO_LIMIT_SECONDS = 86400.0
-# Seconds for which a cluster may be silent: one that is updated answers again.
+# Seconds for which a cluster may not respond, as during an update.
 _SILENCE_SECONDS = 600.0
 
 
 def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[str, float]:
-    """Create a job and its configuration, show what its pods say, and wait for its end.
+    """Create a job and its configuration, show the logs of its pods, and wait for its end.
 
     Args:
         cfg: the resolved configuration.
@@ -61,20 +59,20 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
         objects: the ConfigMap and the job.
 
     Returns:
-        The metrics that rank 0 ended with, by name.
+        The final metrics of rank 0 by name.
 
     Raises:
         ConfigError: if the cluster cannot be reached, or refuses the job.
-        RankError: if the job failed, or was deleted by somebody else.
-        Interrupted: if this process was told to end.
+        RankError: if the job failed, or was deleted externally.
+        Interrupted: if this process was interrupted.
     """
     cluster = Cluster(cfg, objects[-1])
-    with HeldSignals(notices(cfg)):
+    with HeldSignals(handled_signals(cfg)):
         logs = _Logs(cluster)
         try:
             cluster.create(objects)
             print(f"trainwright: {cluster.title} was created in the namespace {cluster.namespace}", file=sys.stderr)
-            return _follow(cfg, cluster, logs)
+            return _wait_for_end(cfg, cluster, logs)
         except Interrupted as interrupted:
             _interrupt(cfg, verb, cluster, logs)
             raise interrupted from None
@@ -86,7 +84,7 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
 
 
 class _Waiting(NamedTuple):
-    """A pod whose log is to be shown; those that compare as less come first."""
+    """A pod whose log is to be shown; smaller ones come first."""
 
     goes_on: bool
     numbers: list[int]  # in its name
@@ -94,10 +92,10 @@ class _Waiting(NamedTuple):
 
 
 class _Logs:
-    """Shows the logs of pods, each in a thread of its own, and hears what they say to this command.
+    """Live output of the logs of pods, each in a thread of its own, and the metrics that they report.
 
-    Of more than 64 pods the others wait until one has ended. Those that have ended come first, since they tell why,
-    then those with the lowest numbers.
+    Of more than 64 pods the others wait until one has ended. Ended pods come first, because they show the cause, then
+    those with the lowest numbers.
 
     Args:
         cluster: of the pods.
@@ -110,12 +108,12 @@ class _Logs:
         self._waiting: dict[str, _Waiting] = {}  # by pod
         self._closed = threading.Event()
         self.metrics: dict[str, float] | None = None
-        """That rank 0 ended with, once its pod has said so."""
+        """Final metrics of rank 0, once its pod has reported them."""
         self.last_lines: dict[str, deque[str]] = {}
         """Of each pod."""
 
     def look(self, pods: list[dict[str, Any]]) -> None:
-        """Begin to show those pods that have started, and those that have started again."""
+        """Show the logs of pods that have (re)started."""
         for pod in pods:
             name, status = str(pod["metadata"]["name"]), pod.get("status", {})
             if status.get("phase") not in _STARTED:
@@ -128,7 +126,7 @@ class _Logs:
         self._begin()
 
     def finish(self) -> None:
-        """Wait until the logs of ended pods have been shown to their ends."""
+        """Wait until the logs of ended pods have been shown completely."""
         end = time.monotonic() + _MARGIN_SECONDS
         while time.monotonic() < end:
             self._begin()
@@ -137,11 +135,11 @@ class _Logs:
             self._threads[0].join(0.1)
 
     def close(self) -> None:
-        """Show no more."""
+        """Stop showing."""
         self._closed.set()
 
     def _begin(self) -> None:
-        """Begin to show as many of those that wait as there is room for."""
+        """Start to show waiting pods, as many as allowed."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         room = _MOST_SHOWN - len(self._threads)
         for name in sorted(self._waiting, key=lambda pod: self._waiting[pod])[:room]:
@@ -159,7 +157,7 @@ class _Logs:
                 for at, line in enumerate(self._cluster.log(pod)):
                     if self._closed.is_set():
                         return
-                    if at >= shown:  # a connection that was lost begins anew
+                    if at >= shown:  # a lost connection restarts from the beginning
                         shown = at + 1
                         self._take(pod, line, lines)
                 return
@@ -176,11 +174,11 @@ class _Logs:
         print(line if line.startswith("[rank ") else f"[{pod}] {line}", flush=True)
 
 
-def _follow(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
+def _wait_for_end(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
     answered = time.monotonic()
     while True:
-        pods = cluster.answer_to(cluster.pods)
-        state = None if pods is None else cluster.answer_to(cluster.state)
+        pods = cluster.query(cluster.pods)
+        state = None if pods is None else cluster.query(cluster.state)
         if pods is not None and state is not None:
             answered = time.monotonic()
             logs.look(pods)
@@ -189,8 +187,8 @@ def _follow(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
                 return _end(cfg, cluster, logs, good, said)
         elif time.monotonic() - answered > _SILENCE_SECONDS:
             raise RankError(
-                f"the cluster has not answered for {_SILENCE_SECONDS:g} s, and {cluster.title} may go on; try kubectl "
-                f"get pods --namespace={cluster.namespace}",
+                f"the cluster has not responded for {_SILENCE_SECONDS:g} s, and {cluster.title} may still be running; "
+                f"try kubectl get pods --namespace={cluster.namespace}",
                 0,
                 None,
             )
@@ -198,12 +196,12 @@ def _follow(cfg: DictConfig, cluster: Cluster, logs: _Logs) -> dict[str, float]:
 
 
 def _end(cfg: DictConfig, cluster: Cluster, logs: _Logs, good: bool, said: str) -> dict[str, float]:
-    """The metrics of a job that has ended well.
+    """Return the metrics of a job that has succeeded.
 
     Raises:
         RankError, Interrupted: if it has not.
     """
-    pods = cluster.answer_to(cluster.pods) or []
+    pods = cluster.query(cluster.pods) or []
     logs.look(pods)
     logs.finish()
     if good:
@@ -216,11 +214,11 @@ def _failure(
 ) -> RankError | Interrupted:
     codes = {str(pod["metadata"]["name"]): _exit_code(pod) for pod in pods}
     bad: dict[str, int | None] = {name: code for name, code in codes.items() if code}
-    told = told_to_end(cfg, dict(enumerate(bad.values())))
+    interruption = interruption_in(cfg, dict(enumerate(bad.values())))
     first = next(iter(bad), None)
     own = [code for code in bad.values() if code == 1]
-    if told is not None and not own:
-        return told
+    if interruption is not None and not own:
+        return interruption
     first = next((name for name, code in bad.items() if code == 1), first)
     text = f"{cluster.title} failed" + (f" ({said})" if said else "")
     if first is not None:
@@ -238,15 +236,15 @@ def _exit_code(pod: dict[str, Any]) -> int | None:
 
 
 def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> None:
-    """Delete the job and show its end, or leave it, as was asked for."""
+    """Delete the job and show its end, or leave it, as configured."""
     if cfg.launch.on_interrupt == "leave":
-        print(f"trainwright: {cluster.title} goes on in the namespace {cluster.namespace}", file=sys.stderr)
+        print(f"trainwright: {cluster.title} keeps running in the namespace {cluster.namespace}", file=sys.stderr)
         return
     if not cluster.delete():
         return
     seconds = seconds_to_end(cfg, verb)
     end = time.monotonic() + (_NO_LIMIT_SECONDS if seconds is None else seconds) + 2 * _MARGIN_SECONDS
-    with contextlib.suppress(Interrupted):  # a second signal ends the waiting
-        while cluster.answer_to(cluster.pods) != [] and time.monotonic() < end:
+    with contextlib.suppress(Interrupted):  # a second signal ends the wait
+        while cluster.query(cluster.pods) != [] and time.monotonic() < end:
             time.sleep(cfg.launch.poll_seconds)
     logs.finish()

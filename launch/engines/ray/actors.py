@@ -1,6 +1,4 @@
-"""The actors of Ray that hold the ranks of an attempt: started, heard, ended."""
-
-from __future__ import annotations
+"""Ray actors that hold the ranks of an attempt."""
 
 import contextlib
 import os
@@ -17,20 +15,20 @@ from trainwright.core.failures.failure import RankError, log_file
 from trainwright.core.processes.scratch import scratch
 from trainwright.core.run.interrupt import HeldSignals
 from trainwright.core.run.run_directory import write_config_file
-from trainwright.launch.engines.ray.places import Place, actor_options, environment_of
+from trainwright.launch.engines.ray.resources import Place, actor_options, rank_variables
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 from trainwright.launch.ranks.output import Output
-from trainwright.launch.ranks.supervisor import Ended, Supervisor
+from trainwright.launch.ranks.supervisor import RankExit, Supervisor
 
 
 class RankHolder:
-    """Holds one rank.
+    """Actor that holds one rank.
 
     Args:
         rank: global rank.
-        directory: to work in, where it is there: that of the command.
-        path: where modules are looked for besides.
-        log: file that the rank prints into.
+        directory: working directory of the command, used if it exists.
+        path: additional module search path.
+        log: file for the output of the rank.
     """
 
     def __init__(self, rank: int, directory: str, path: list[str], log: str) -> None:
@@ -39,37 +37,36 @@ class RankHolder:
             os.chdir(directory)
         sys.path.extend(entry for entry in path if entry not in sys.path)
         Output().to(Path(log))
-        start_forkserver()  # its imports go on while the others are placed
+        start_forkserver()  # its imports run while the other actors are placed
         self._supervisor: Supervisor | None = None
         self._code: int | None = None
         self._store: object = None
 
     def place(self) -> Place:
-        """Where it is."""
+        """Return where the actor runs."""
         import ray
 
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), tuple(map(str, gpus)))
 
     def open_store(self, address: str) -> tuple[str, int]:
-        """Open the store in which the ranks meet, for as long as this actor lives; returns address and port.
+        """Open the ranks' store, for as long as this actor lives; return address and port.
 
         Args:
             address: of this machine.
         """
-        from trainwright.launch.ranks.rendezvous import LocalStore
+        from trainwright.launch.ranks.local_store import LocalStore
 
         store = LocalStore(address=address)
         self._store = store
         return store.address, store.port
 
     def start(self, verb: str, records: str, environment: Mapping[str, str]) -> int:
-        """Start the rank; returns its process id.
+        """Start the rank; return its process id.
 
         Args:
             verb: fit, validate, test or predict.
-            records: folder with the configuration of this attempt, and for what the rank writes down; all machines see
-                it.
+            records: folder with the configuration of this attempt, and for the rank's records; visible to all machines.
             environment: its variables besides those of this process.
         """
         from trainwright.launch.rank import rank_main
@@ -79,53 +76,53 @@ class RankHolder:
         return self._supervisor.pid(self._rank)
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the end of the rank; its exit code, None while it lives.
+        """Wait for the rank to exit; return its exit code, None while it lives.
 
         Args:
             seconds: to wait at most.
         """
         if self._supervisor is not None and self._code is None:
-            self._keep(self._supervisor.wait(seconds))
+            self._record_exit(self._supervisor.wait(seconds))
         return self._code
 
     def end(self, number: int, grace: float | None) -> int | None:
-        """End the rank; its exit code, None where it has none.
+        """End the rank; return its exit code, None if it was not started.
 
         Args:
             number: of the signal.
-            grace: seconds that it has after the signal, then it is killed; None = as long as it takes.
+            grace: seconds after the signal before it is killed; None = no limit.
         """
         if self._supervisor is not None and self._code is None:
             seconds = 7 * 86400.0 if grace is None else grace
-            self._keep(self._supervisor.end((self._rank,), seconds, signal.Signals(number)))
+            self._record_exit(self._supervisor.end((self._rank,), seconds, signal.Signals(number)))
         return self._code
 
-    def _keep(self, ended: list[Ended]) -> None:
+    def _record_exit(self, ended: list[RankExit]) -> None:
         for each in ended:
             self._code = each.exit_code
-            # Ray kills this process, which then cannot do so at its exit.
+            # Ray kills this process, which then cannot clean up at exit.
             stop_forkserver()
             shutil.rmtree(scratch(), ignore_errors=True)
 
 
-# Seconds that an actor waits for its rank before it can be told something else.
+# Seconds that an actor waits for its rank before it can take another call.
 _WAIT_SECONDS = 2.0
-# Longest wait for Ray at a time, in seconds: a signal is heard between two.
-_LOOK_SECONDS = 1.0
+# Longest uninterrupted wait for Ray, in seconds; signals are handled in between.
+_POLL_SECONDS = 1.0
 
 
 class RankActors:
-    """An actor for each rank of an attempt.
+    """The actors of an attempt, one per rank.
 
     Args:
         cfg: the resolved configuration of this attempt.
-        number: attempts before this one.
+        number: earlier attempts.
         group: Ray's placement group.
-        signals: held while Ray is asked.
+        signals: held during calls of Ray.
 
     Attributes:
-        codes: exit codes of the ranks that have ended, by rank; None: with their actors.
-        losses: what Ray says of actors that are gone, by rank.
+        codes: exit codes by rank; None = lost with the actor.
+        losses: Ray's messages about lost actors, by rank.
     """
 
     def __init__(self, cfg: DictConfig, number: int, group: Any, signals: HeldSignals) -> None:
@@ -140,15 +137,15 @@ class RankActors:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether a rank is waited for."""
+        """Whether ranks are running."""
         return bool(self._waiting)
 
     def start(self, verb: str, records: Path) -> RankError | None:
-        """Start actors and ranks; what Ray says where it cannot.
+        """Start actors and ranks; return Ray's error if it cannot.
 
         Args:
             verb: fit, validate, test or predict.
-            records: an empty folder for what the ranks write down; all machines see it.
+            records: an empty folder for the ranks' records; visible to all machines.
         """
         import ray
 
@@ -161,12 +158,13 @@ class RankActors:
             self._waiting = {actor.wait.remote(_WAIT_SECONDS): rank for rank, actor in enumerate(self._actors)}
         return None
 
-    def hear(self, seconds: float, of_all: bool = False) -> bool:
-        """Take the answers that come within that time, or that there are once one has come; whether a rank has failed.
+    def collect(self, seconds: float, of_all: bool = False) -> bool:
+        """Process the results that arrive within `seconds`, or are ready once one has arrived; return whether a rank
+        failed.
 
         Args:
             seconds: to wait at most.
-            of_all: wait for the answers of all.
+            of_all: wait for the results of all.
         """
         failed = False
         with self._signals.held():
@@ -181,26 +179,26 @@ class RankActors:
         return failed
 
     def end(self, number: signal.Signals, grace: float, meanwhile: Callable[[], None]) -> None:
-        """End the ranks that live, and learn how they ended.
+        """End the ranks that live, and collect their exit codes.
 
         Args:
             number: of the signal.
-            grace: seconds that they have after it; then they are killed.
-            meanwhile: called every so often.
+            grace: seconds after it before they are killed.
+            meanwhile: called regularly during the wait.
         """
         living = {rank: self._actors[rank] for rank in range(len(self._actors)) if rank not in self.codes}
         with self._signals.held():
             answers = {actor.end.remote(int(number), grace): rank for rank, actor in living.items()}
         while answers:
             with self._signals.held():
-                for answer in _ready(list(answers), _LOOK_SECONDS):
+                for answer in _ready(list(answers), _POLL_SECONDS):
                     rank = answers.pop(answer)
                     self.codes[rank] = self._answer(answer, rank)
             meanwhile()
         self._waiting.clear()
 
     def kill(self) -> None:
-        """End the actors: ranks that still live end with them."""
+        """Kill the actors, and with them ranks that still live."""
         import ray
 
         with self._signals.held():
@@ -224,28 +222,32 @@ class RankActors:
 
     def _start_ranks(self, verb: str, records: Path) -> None:
         actors = self._actors
-        places: list[Place] = self._asked(lambda: [actor.place.remote() for actor in actors])
-        [store] = self._asked(lambda: [actors[0].open_store.remote(places[0].address)])
+        places: list[Place] = self._results(lambda: [actor.place.remote() for actor in actors])
+        [store] = self._results(lambda: [actors[0].open_store.remote(places[0].address)])
         threads = os.environ.get("OMP_NUM_THREADS")
-        told = [environment_of(self._cfg, rank, places, store, self._number, threads) for rank in range(len(places))]
+        environments = [
+            rank_variables(self._cfg, rank, places, store, self._number, threads) for rank in range(len(places))
+        ]
         write_config_file(self._cfg, records)
         words = verb, str(records)
-        self._asked(lambda: [actor.start.remote(*words, each) for actor, each in zip(actors, told, strict=True)])
+        self._results(
+            lambda: [actor.start.remote(*words, each) for actor, each in zip(actors, environments, strict=True)]
+        )
 
-    def _asked(self, ask: Callable[[], list[Any]]) -> list[Any]:
-        """What actors answer who are asked, in order."""
+    def _results(self, ask: Callable[[], list[Any]]) -> list[Any]:
+        """Return the results of calls to actors, in order."""
         import ray
 
         with self._signals.held():
             answers = ask()
         while True:
             with self._signals.held():
-                ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
+                ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_POLL_SECONDS)
                 if len(ready) == len(answers):
                     return list(ray.get(answers))
 
     def _answer(self, answer: Any, rank: int) -> int | None:
-        """The exit code of a rank, if that is what its actor says; None: it lives, or is lost with its actor."""
+        """Return a rank's exit code from its actor's result; None = it lives, or is lost with its actor."""
         import ray
 
         try:
@@ -257,14 +259,14 @@ class RankActors:
 
 
 def _ready(answers: list[Any], seconds: float, of_all: bool = False) -> list[Any]:
-    """Those answers that are there once one of them is, or all; fewer when the time is over."""
+    """Return the ready results once one is ready, or all; fewer after `seconds`."""
     import ray
 
     if not answers:
         return []
     ready, waiting = ray.wait(answers, num_returns=len(answers) if of_all else 1, timeout=seconds)
     if ready and waiting:
-        # `wait` gives no more than it was asked for: thousands of ranks, which answer every other second, would be
-        # heard one by one, each with a look at all others.
+        # `wait` returns no more than requested, so that thousands of ranks with results every other second would be
+        # processed one by one, each with a scan of all others.
         ready += ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
     return list(ready)

@@ -1,10 +1,8 @@
-"""`launch=ray`: a placement group of Ray, with an actor for each rank.
+"""`launch=ray`: a placement group of Ray, with an actor per rank.
 
-This command is Ray's driver: it decides about failures as with `launch=local` (`trainwright.launch.local.attempts`),
-while Ray decides where ranks are. Ray starts no actor again by itself: one rank alone could not go on.
+This command is Ray's driver. It decides about failures as with `launch=local` (`trainwright.launch.local.attempts`),
+while Ray decides where ranks run. Ray itself restarts no actor, because a single rank could not continue.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math
@@ -19,41 +17,41 @@ from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
 from trainwright.core.run.interrupt import HeldSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
-from trainwright.launch.engines.ray.places import total
-from trainwright.launch.engines.ray.room import Room
+from trainwright.launch.engines.ray.placement import Placement
+from trainwright.launch.engines.ray.resources import total
 from trainwright.launch.local.attempts import AttemptedRun
-from trainwright.launch.outcome.ending import notices
+from trainwright.launch.outcome.interruption import handled_signals
 from trainwright.launch.recovery.check_recovery import RESTART
-from trainwright.launch.recovery.restart_log import RestartLog
+from trainwright.launch.recovery.restarts import RestartLog
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What is impossible about `launch`, with what to type instead.
+    """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    return [*_of_recovery(cfg), *_of_resources(cfg), *_of_ranks(cfg)]
+    return [*_recovery_problems(cfg), *_resource_problems(cfg), *_rank_problems(cfg)]
 
 
-def _of_recovery(cfg: DictConfig) -> Iterator[str]:
+def _recovery_problems(cfg: DictConfig) -> Iterator[str]:
     launch = cfg.launch
     if launch.recovery != RESTART:
         yield (
-            f"launch.recovery={launch.recovery} with launch=ray: a failure starts all ranks again; type "
+            f"launch.recovery={launch.recovery} with launch=ray: a failure restarts all ranks; type "
             "launch.recovery=restart"
         )
     if launch.min_devices is not None and cfg.nodes > 1:
         yield (
-            f"launch.min_devices={launch.min_devices} with launch=ray on nodes={cfg.nodes}: only a group of ranks on "
-            "one machine shrinks; type nodes=1, or leave it out"
+            f"launch.min_devices={launch.min_devices} with launch=ray on nodes={cfg.nodes}: only the ranks of one "
+            "machine can shrink; type nodes=1, or leave it out"
         )
     if cfg.preemption.requeue:
         yield "preemption.requeue=true with launch=ray: Ray has no queue; type preemption.requeue=false"
 
 
-def _of_resources(cfg: DictConfig) -> Iterator[str]:
+def _resource_problems(cfg: DictConfig) -> Iterator[str]:
     launch = cfg.launch
     if cfg.accelerator == "gpu" and launch.gpus_per_rank not in (None, 1):
         yield (
@@ -62,7 +60,7 @@ def _of_resources(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def _of_ranks(cfg: DictConfig) -> Iterator[str]:
+def _rank_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.devices == "auto":
         return  # refused for every engine
     world = cfg.devices * cfg.nodes
@@ -83,40 +81,40 @@ def _of_ranks(cfg: DictConfig) -> Iterator[str]:
 
 
 def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
-    """Run the ranks as actors, and start them again where `launch` asks for it.
+    """Run the ranks as actors, and restart them as `launch` says.
 
     Args:
         cfg: the resolved configuration, already written to its run directory.
         verb: fit, validate, test or predict.
 
     Returns:
-        The metrics that rank 0 ended with, by name.
+        The final metrics of rank 0 by name.
 
     Raises:
-        RankError: if a rank failed; all others have ended.
-        Interrupted: if this process was told to end; all ranks have ended.
+        RankError: if a rank failed; all others have exited.
+        Interrupted: if this process was interrupted; all ranks have exited.
         ConfigError: if the cluster cannot be reached, or has no room.
     """
-    with HeldSignals(notices(cfg)) as signals, cluster(cfg, signals):
+    with HeldSignals(handled_signals(cfg)) as signals, cluster(cfg, signals):
         log = RestartLog(Path(cfg.run_dir))
-        room = Room(cfg, verb, log, signals)
+        room = Placement(cfg, verb, log, signals)
         sizes = None if cfg.launch.min_devices is None else room
         return AttemptedRun(cfg, verb, RayAttempts(verb, room, signals), log, sizes).run()
 
 
 _LOCAL = "local"
-# Ray's own: no statistics of use are sent, and a cluster of this machine listens to this machine alone.
+# Ray's variables: send no usage statistics, and let a local cluster listen on this machine only.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @contextlib.contextmanager
 def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
-    """Be connected to the cluster of a run; one of this machine is started before and ended after it.
+    """Connect to the cluster of a run; a local one is started before and stopped after it.
 
     Args:
         cfg: the resolved configuration.
-        signals: held while Ray starts and ends.
+        signals: held while Ray starts and stops.
 
     Raises:
         ConfigError: if the cluster cannot be reached.
@@ -153,7 +151,7 @@ def _connect(address: str, options: Mapping[str, Any]) -> None:
 
 
 def _own_cluster(cfg: DictConfig) -> dict[str, Any]:
-    """A cluster of this machine that has room for all ranks: they share its cores as they would with launch=local."""
+    """Return the options of a local cluster with room for all ranks, which share its cores as with launch=local."""
     needs = total(cfg)
     cpus = max(num_cores(), math.ceil(needs.pop("CPU", 0.0)))
     others = {name: amount for name, amount in needs.items() if name not in ("GPU", "memory")}

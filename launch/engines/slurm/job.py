@@ -1,11 +1,9 @@
-"""What one task of a SLURM job does, of which each machine has one: the ranks of its machine.
+"""Program of a SLURM task, one per machine, that runs the ranks of its machine.
 
-On one machine the ranks are those of `launch=local`, with all that it can do when one of them fails. On several, each
-task is an agent of torchrun, and the agents meet on the first machine of the job. So a rank that fails is started again
-within the job, which keeps its machines; SLURM itself would end a job of one task per rank, and queue it again.
+On one machine the ranks are those of `launch=local`, with all its recovery. On several, each task is a torchrun agent,
+and the agents meet on the first machine of the job. So failed ranks are restarted within the job, which keeps its
+machines; with one task per rank, SLURM would end the job and queue it again.
 """
-
-from __future__ import annotations
 
 import os
 import signal
@@ -20,46 +18,46 @@ from trainwright.core.processes.orphans import AGENT
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import read_config
 from trainwright.core.tools import tool
-from trainwright.launch.engines.torchrun.agent import Meeting, run_agent
-from trainwright.launch.outcome.ends import begins_again, ends_folder
-from trainwright.launch.outcome.job_end import NodeEnd, forget_node, write_node
+from trainwright.launch.engines.torchrun.agent import Rendezvous, run_agent
+from trainwright.launch.outcome.node_outcome import NodeOutcome, forget_node, write_node
+from trainwright.launch.outcome.rank_records import ends_folder, is_restart
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 
-# As Lightning and torch choose a port from the number of a job, which no two jobs of a machine share.
+# Like Lightning and torch, derive the port from the job id, which is unique on a machine.
 _FIRST_PORT, _PORTS = 20000, 20000
 
 
 def run_node(run_dir: str, verb: str) -> None:
-    """Run the ranks of this machine; called by submitit, in every task of the job.
+    """Run the ranks of this machine; called by submitit in every task of the job.
 
     Args:
-        run_dir: with the resolved `config.yaml`; all machines see it.
+        run_dir: with the resolved `config.yaml`; visible to all machines.
         verb: fit, validate, test or predict.
 
     Raises:
-        SystemExit: with the exit code of the task, unless all went well.
+        SystemExit: with the exit code of the task, unless it is 0.
     """
     from submitit import JobEnvironment
 
-    signal.signal(signal.SIGTERM, raise_interrupted)  # submitit's own handler lets it pass
+    signal.signal(signal.SIGTERM, raise_interrupted)  # submitit's own handler ignores it
     place = JobEnvironment()
     folder = ends_folder(Path(run_dir))
     forget_node(folder, place.node)
     cfg = read_config(Path(run_dir))
     try:
         if cfg.nodes == 1:
-            end = _one_machine(cfg, verb, folder)
+            end = _run_local(cfg, verb, folder)
         else:
-            meeting = meeting_of(place.raw_job_id, list(place.hostnames), place.node)
-            end = _one_of_several(cfg, verb, meeting)
+            rendezvous = rendezvous_of(place.raw_job_id, list(place.hostnames), place.node)
+            end = _run_multi_node(cfg, verb, rendezvous)
     except Interrupted as interrupted:
-        end = NodeEnd(interrupted.exit_code, interrupted.number)
+        end = NodeOutcome(interrupted.exit_code, interrupted.number)
     except KeyboardInterrupt:
-        end = NodeEnd(128 + signal.SIGINT, signal.SIGINT)
+        end = NodeOutcome(128 + signal.SIGINT, signal.SIGINT)
     finally:
         stop_forkserver()
     write_node(folder, place.node, end)
-    if place.node == 0 and verb == "fit" and cfg.report and not cfg.launch.wait:  # else the one who waits does it
+    if place.node == 0 and verb == "fit" and cfg.report and not cfg.launch.wait:  # else the waiting command does it
         tool("write_report")(Path(run_dir))
     if end.error is not None:
         print(f"trainwright: {end.error}", file=sys.stderr, flush=True)
@@ -67,40 +65,40 @@ def run_node(run_dir: str, verb: str) -> None:
         raise SystemExit(end.exit_code)
 
 
-def meeting_of(job: str, hosts: list[str], node: int) -> Meeting:
-    """Where the agents of a job meet: on its first machine.
+def rendezvous_of(job: str, hosts: list[str], node: int) -> Rendezvous:
+    """Return the rendezvous of a job's agents, on its first machine.
 
     Args:
-        job: number of the job, of its own task in an array.
+        job: id of the job, in an array that of its own task.
         hosts: names of the machines, in order.
         node: number of this machine.
     """
-    return Meeting(f"slurm-{job}", hosts[0], _FIRST_PORT + int(job) % _PORTS, is_host=node == 0)
+    return Rendezvous(f"slurm-{job}", hosts[0], _FIRST_PORT + int(job) % _PORTS, is_host=node == 0)
 
 
-def _one_machine(cfg: DictConfig, verb: str, folder: Path) -> NodeEnd:
+def _run_local(cfg: DictConfig, verb: str, folder: Path) -> NodeOutcome:
     from trainwright.launch.local.local import launch_local
-    from trainwright.launch.recovery.check_resume import going_on_in_place
+    from trainwright.launch.recovery.check_resume import resume_in_place
 
     start_forkserver()
-    is_requeued = begins_again(Path(cfg.run_dir))
+    is_requeued = is_restart(Path(cfg.run_dir))
     if is_requeued:
-        cfg = going_on_in_place(cfg, verb)
+        cfg = resume_in_place(cfg, verb)
     try:
         metrics = launch_local(cfg, verb, is_written=not is_requeued)
     except RankError as error:
-        return NodeEnd.of_error(error)
+        return NodeOutcome.of_error(error)
     write_result(folder, metrics)
-    return NodeEnd(0)
+    return NodeOutcome(0)
 
 
-def _one_of_several(cfg: DictConfig, verb: str, meeting: Meeting) -> NodeEnd:
+def _run_multi_node(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> NodeOutcome:
     threads = cfg.launch.threads or os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[AGENT] = str(os.getpid())
-    # SLURM tells all processes of the job, agents included: those end with their ranks.
-    end = run_agent(cfg, verb, meeting)
+    # SLURM signals all processes of the job; agents end with their ranks.
+    end = run_agent(cfg, verb, rendezvous)
     if end.signal is not None:
-        return NodeEnd(128 + end.signal, end.signal)
-    return NodeEnd(1 if end.codes else 0, codes=end.codes)
+        return NodeOutcome(128 + end.signal, end.signal)
+    return NodeOutcome(1 if end.codes else 0, codes=end.codes)

@@ -1,22 +1,20 @@
-"""What `launch=slurm` asks of sbatch, as the configuration has it."""
-
-from __future__ import annotations
+"""Options of sbatch for `launch=slurm`."""
 
 import signal
 from typing import Any
 
 from omegaconf import DictConfig
 
-from trainwright.launch.outcome.ending import notices
+from trainwright.launch.outcome.interruption import handled_signals
 
-# Seconds that the tasks of the other machines have to end when one has, besides those that they have to save.
+# Seconds for the tasks of other machines to exit after one has, besides those for saving.
 _WAIT_SECONDS = 60
-# Seconds before the end of the time at which SLURM tells the ranks, besides those that they have to save.
+# Seconds before the time limit at which SLURM signals the ranks, besides those for saving.
 _BEFORE_DEADLINE = 10
 
 
 def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
-    """What submitit is told for the job of a run: a task on each machine, and what `launch` says.
+    """Return submitit's parameters for the job of a run: one task per machine, and the options of `launch`.
 
     Args:
         cfg: the resolved configuration.
@@ -27,7 +25,7 @@ def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
         "nodes": cfg.nodes,
         "ntasks_per_node": 1,
         "partition": launch.partition,
-        "time": launch.time,  # None: the default of the partition, in the place of submitit's five minutes
+        "time": launch.time,  # None = the partition's default instead of submitit's five minutes
         "account": launch.account,
         "qos": launch.qos,
         "constraint": launch.constraint,
@@ -36,7 +34,7 @@ def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
         "cpus_per_task": launch.cpus_per_task,
         "mem": None if launch.mem_gb is None else f"{int(launch.mem_gb * 1024)}M",
         "setup": list(launch.setup) or None,
-        "srun_args": [*_waiting(cfg), *_container(cfg), *launch.srun] or None,
+        "srun_args": [*_srun_wait(cfg), *_container(cfg), *launch.srun] or None,
         "stderr_to_stdout": True,
         "additional_parameters": {
             **({"signal": _signal(cfg)} if _signal(cfg) else {}),
@@ -50,15 +48,15 @@ def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
 
 
 def gpus_per_node(cfg: DictConfig) -> int | None:
-    """GPUs of a machine that the job asks for; None: it does not say."""
+    """Return the GPUs per machine to request; None = unspecified."""
     if cfg.launch.gpus_per_node is not None:
         return int(cfg.launch.gpus_per_node) or None
     return int(cfg.devices) if cfg.accelerator == "gpu" else None
 
 
 def _signal(cfg: DictConfig) -> str | None:
-    """How SLURM tells all processes of the job that its time is nearly over; None: by the end alone."""
-    heard = [number for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM) if number in notices(cfg)]
+    """Return sbatch's option for the signal before the time limit; None = only the signal at the limit."""
+    heard = [number for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM) if number in handled_signals(cfg)]
     if not heard:
         return None
     seconds = cfg.launch.signal_seconds
@@ -68,8 +66,8 @@ def _signal(cfg: DictConfig) -> str | None:
     return f"{heard[0].name.removeprefix('SIG')}@{seconds}"
 
 
-def _waiting(cfg: DictConfig) -> list[str]:
-    """How long srun waits for the other tasks when one has ended: torch's agents would wait for one that was killed."""
+def _srun_wait(cfg: DictConfig) -> list[str]:
+    """Return srun's wait for other tasks after one has exited: torch's agents would wait for a killed one."""
     if cfg.nodes == 1:
         return []
     deadline = cfg.preemption.deadline_seconds
@@ -77,7 +75,7 @@ def _waiting(cfg: DictConfig) -> list[str]:
 
 
 def _container(cfg: DictConfig) -> list[str]:
-    """Options of srun that Pyxis and others read."""
+    """Return srun's container options of Pyxis and similar plugins."""
     launch = cfg.launch
     if launch.container_image is None:
         return []

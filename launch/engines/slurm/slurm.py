@@ -1,10 +1,8 @@
-"""`launch=slurm`: one SLURM job of this run, through submitit; its logs are shown here until it ends.
+"""`launch=slurm`: one SLURM job per run, through submitit; its logs are shown here until it ends.
 
-The configuration is composed and checked here, and the run directory is made; the tasks of the job read it there (see
-`trainwright.launch.engines.slurm.job`). Nothing else is left to a batch script.
+The configuration is composed and checked, and the run directory created, here; the tasks of the job read it there (see
+`trainwright.launch.engines.slurm.job`). The batch script does nothing else.
 """
-
-from __future__ import annotations
 
 import json
 import shutil
@@ -16,40 +14,28 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.engines.slurm.options import sbatch_options
-from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, say, submit
+from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, log_line, submit
 from trainwright.launch.recovery.check_recovery import RESTART
 
-# Options of sbatch that keys of `launch` stand for, and that say what the run says already.
-_TYPED = {
-    "account": "launch.account",
-    "array": "trainwright fit -m",
-    "constraint": "launch.constraint",
-    "cpus-per-task": "launch.cpus_per_task",
-    "exclusive": "launch.exclusive",
-    "gpus-per-node": "launch.gpus_per_node",
-    "job-name": "name",
-    "mem": "launch.mem_gb",
-    "nodes": "nodes",
-    "ntasks": "devices",
-    "ntasks-per-node": "devices",
-    "partition": "launch.partition",
-    "qos": "launch.qos",
-    "signal": "launch.signal_seconds",
-    "time": "launch.time",
-}
+# Options of sbatch that follow from keys of the configuration.
+_SAME_NAME = ("account", "constraint", "cpus-per-task", "exclusive", "gpus-per-node", "partition", "qos", "time")
+_TYPED = {name: f"launch.{name.replace('-', '_')}" for name in _SAME_NAME} | {
+    "job-name": "name", "nodes": "nodes", "ntasks": "devices", "ntasks-per-node": "devices",
+    "array": "trainwright fit -m", "mem": "launch.mem_gb", "signal": "launch.signal_seconds",
+}  # fmt: skip
 
 
 def problems(cfg: DictConfig, verb: str) -> list[str]:
-    """What is impossible about `launch`, with what to type instead.
+    """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    return [*_of_cluster(cfg), *_of_options(cfg), *_of_several_machines(cfg)]
+    return [*_cluster_problems(cfg), *_option_problems(cfg), *_multi_node_problems(cfg)]
 
 
-def _of_cluster(cfg: DictConfig) -> Iterator[str]:
+def _cluster_problems(cfg: DictConfig) -> Iterator[str]:
     cluster = cfg.launch.cluster
     if cluster == "slurm" and shutil.which("sbatch") is None:
         yield (
@@ -57,16 +43,16 @@ def _of_cluster(cfg: DictConfig) -> Iterator[str]:
             "launch.cluster=local to try it without SLURM"
         )
     elif cluster == "local" and cfg.nodes > 1:
-        yield f"launch.cluster=local with nodes={cfg.nodes}: it is this machine alone; type nodes=1"
+        yield f"launch.cluster=local with nodes={cfg.nodes}: it uses only this machine; type nodes=1"
     elif cluster == "local" and cfg.preemption.requeue:
         yield "preemption.requeue=true with launch.cluster=local: there is no queue; type preemption.requeue=false"
 
 
-def _of_options(cfg: DictConfig) -> Iterator[str]:
+def _option_problems(cfg: DictConfig) -> Iterator[str]:
     for name in cfg.launch.sbatch:
         plain = str(name).replace("_", "-").lstrip("-")
         if plain in _TYPED:
-            yield f"launch.sbatch.{name}: {_TYPED[plain]} says that; leave launch.sbatch.{name} out"
+            yield f"launch.sbatch.{name}: {_TYPED[plain]} sets that; leave launch.sbatch.{name} out"
     if cfg.launch.container_mounts and cfg.launch.container_image is None:
         yield (
             "launch.container_mounts without launch.container_image: there is no container to mount them in; type "
@@ -74,13 +60,13 @@ def _of_options(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def _of_several_machines(cfg: DictConfig) -> Iterator[str]:
+def _multi_node_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.nodes == 1:
         return
     if cfg.launch.recovery != RESTART:
         yield (
             f"launch.recovery={cfg.launch.recovery} with launch=slurm on nodes={cfg.nodes}: on several machines "
-            "torchrun's agents start all ranks again; type launch.recovery=restart"
+            "torchrun's agents restart all ranks; type launch.recovery=restart"
         )
     if cfg.launch.min_devices is not None:
         yield (
@@ -100,17 +86,17 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
         verb: fit, validate, test or predict.
 
     Returns:
-        The metrics that rank 0 ended with, by name; None with `launch.wait=false`: the job goes on by itself.
+        The final metrics of rank 0 by name; None with `launch.wait=false`, when the job continues by itself.
 
     Raises:
         RankError: if a rank failed, or the job did.
-        Interrupted: if this process was told to end, and has cancelled the job; or if the ranks were.
+        Interrupted: if this process was interrupted, and has cancelled the job; or if the ranks were.
     """
     [job] = submit([cfg], verb, Path(cfg.run_dir) / "logs" / "slurm")
     if not cfg.launch.wait:
-        say(f"submitted {job.name}, which goes on by itself; {job.how_to_follow}")
+        log_line(f"submitted {job.name}, which continues by itself; {job.follow_command}")
         return None
-    say(f"submitted {job.name}; Ctrl-C cancels it")
+    log_line(f"submitted {job.name}; Ctrl-C cancels it")
     follow([job], cfg.launch.poll_seconds)
     return job.metrics()
 
@@ -118,26 +104,26 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
 def launch_all(
     cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence[str]
 ) -> list[dict[str, float] | Exception | None]:
-    """Submit the jobs of several runs, those that ask for the same as one array, and show the logs of all.
+    """Submit the jobs of several runs, with identical options as one array, and show the logs of all.
 
     Args:
         cfgs: the resolved configurations, each already written to its run directory.
         verb: fit, validate, test or predict.
-        folder: for what submitit writes; all machines see it.
-        titles: of the runs, in front of what their ranks say.
+        folder: for submitit's files; visible to all machines.
+        titles: of the runs, prefixes of their output.
 
     Returns:
-        The end of each: its metrics, what went wrong, or None with `launch.wait=false`.
+        For each run its metrics, its error, or None with `launch.wait=false`.
 
     Raises:
-        Interrupted: if this process was told to end, and has cancelled the jobs.
+        Interrupted: if this process was interrupted, and has cancelled the jobs.
     """
     jobs: list[SubmittedJob] = []
     for group in alike(cfgs):
         found = submit([cfgs[number] for number in group], verb, folder, [titles[number] for number in group])
-        say(f"submitted {', '.join(job.name for job in found)}")
+        log_line(f"submitted {', '.join(job.name for job in found)}")
         if not found[0].on_slurm:
-            follow(found, found[0].cfg.launch.poll_seconds)  # one after the other: nobody else queues them
+            follow(found, found[0].cfg.launch.poll_seconds)  # one after the other, because local jobs have no queue
         jobs += found
     if not cfgs[0].launch.wait:
         return [None] * len(cfgs)
@@ -147,7 +133,7 @@ def launch_all(
 
 
 def alike(cfgs: Sequence[DictConfig]) -> list[list[int]]:
-    """Numbers of the runs, those together that can be one array; without SLURM each alone."""
+    """Return the indices of runs that can form one array, grouped; without SLURM each alone."""
     groups: dict[str, list[int]] = {}
     for number, cfg in enumerate(cfgs):
         key = str(number) if cfg.launch.cluster == "local" else json.dumps(sbatch_options(cfg), sort_keys=True)

@@ -1,6 +1,4 @@
-"""Jobs of `launch=slurm`: submitted through submitit, shown until they end, cancelled."""
-
-from __future__ import annotations
+"""Submission of jobs of `launch=slurm` through submitit, their live output and cancellation."""
 
 import contextlib
 import os
@@ -19,28 +17,21 @@ from trainwright.core.processes.machine import num_gpus
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.messages import token_environment
 from trainwright.launch.engines.slurm.options import gpus_per_node, sbatch_options
-from trainwright.launch.outcome.ends import empty_ends, ends_folder
-from trainwright.launch.outcome.job_end import metrics_of, read_node
+from trainwright.launch.outcome.node_outcome import metrics_of, read_node
+from trainwright.launch.outcome.rank_records import empty_ends, ends_folder
 from trainwright.launch.ranks.follow import Follower
 
-# States that a job does not leave by itself.
+# Final states of a job.
 _ENDED = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     "TIMEOUT",
 )
 _GONE = "gone"
-# Seconds between two looks at the logs.
-_LOOK_SECONDS = 0.5
-# Seconds that a job has to end after it was cancelled, besides what SLURM gives its processes.
+# Seconds between two reads of the logs.
+_POLL_SECONDS = 0.5
+# Seconds that a cancelled job has to end, besides SLURM's grace period.
 _CANCEL_SECONDS = 60.0
-# Nobody gives a local job so long: submitit has no other word for "no limit".
+# A year, because submitit has no "no limit" for local jobs.
 _MINUTES = 60 * 24 * 365
 
 
@@ -51,8 +42,8 @@ class SubmittedJob:
     Attributes:
         cfg: the resolved configuration of the run.
         job: submitit's.
-        title: stands before the ranks in what is shown; empty = the run is the only one.
-        state: as SLURM calls it, when it was last asked.
+        title: prefix of its output; empty = the only run.
+        state: SLURM's, at the last query.
     """
 
     cfg: DictConfig
@@ -62,49 +53,49 @@ class SubmittedJob:
 
     @property
     def on_slurm(self) -> bool:
-        """Whether SLURM has it; else it is a process of this machine."""
+        """Whether it is a job of SLURM; else a process of this machine."""
         return bool(self.cfg.launch.cluster == "slurm")
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Name of the job in messages."""
         return f"{'SLURM job' if self.on_slurm else 'local job'} {self.job.job_id}"
 
     def output(self, node: int = 0) -> Path:
-        """What its task on a machine prints: who starts the ranks, and where there is but one machine, rank 0."""
+        """Return the output file of its task on a machine: the launcher's, and on a single machine also rank 0's."""
         return Path(self.job.task(node).paths.stdout)
 
     @property
-    def how_to_end(self) -> str:
-        """What to type to end it."""
+    def cancel_command(self) -> str:
+        """Command that ends it."""
         return f"scancel {self.job.job_id}" if self.on_slurm else f"kill -INT {self.job.job_id}"
 
     @property
-    def how_to_follow(self) -> str:
-        """What to type to see how it goes, and to end it."""
-        return f"trainwright watch {self.cfg.run_dir}, or tail -F {self.output()}; {self.how_to_end} ends it"
+    def follow_command(self) -> str:
+        """Commands that show its progress and end it."""
+        return f"trainwright watch {self.cfg.run_dir}, or tail -F {self.output()}; {self.cancel_command} ends it"
 
     def metrics(self) -> dict[str, float]:
-        """What rank 0 ended with.
+        """Return the final metrics of rank 0.
 
         Raises:
             RankError: if a rank failed, or the job did.
-            Interrupted: if the ranks were told to end.
+            Interrupted: if the ranks were interrupted.
         """
         run_dir = Path(self.cfg.run_dir)
         folder = ends_folder(run_dir)
         ends = [read_node(folder, node) for node in range(self.cfg.nodes)]
-        silence = f"{self.name} ended ({self.state}) before it could say why; the last it said is in {self.output()}"
+        silence = f"{self.name} ended ({self.state}) without a reason; its last output is in {self.output()}"
         return metrics_of(folder, self.cfg, ends, silence)
 
 
 def submit(cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence[str] = ("",)) -> list[SubmittedJob]:
-    """Submit the jobs of several runs that ask for the same, as one array.
+    """Submit the jobs of several runs with identical options, as one array.
 
     Args:
         cfgs: the resolved configurations, each already written to its run directory.
         verb: fit, validate, test or predict.
-        folder: for what submitit writes, scripts and outputs; all machines see it.
+        folder: for submitit's scripts and outputs; visible to all machines.
         titles: of the runs.
     """
     from submitit.helpers import clean_env
@@ -114,7 +105,7 @@ def submit(cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence
     for cfg in cfgs:
         empty_ends(Path(cfg.run_dir))
     executor = _executor(cfgs[0], folder)
-    os.environ.update(token_environment())  # jobs get the environment
+    os.environ.update(token_environment())  # jobs inherit the environment
     with clean_env():
         if len(cfgs) == 1:
             jobs = [executor.submit(run_node, str(Path(cfgs[0].run_dir).absolute()), verb)]
@@ -132,7 +123,7 @@ def _executor(cfg: DictConfig, folder: Path) -> Any:
         executor.update_parameters(
             timeout_min=_MINUTES,
             tasks_per_node=1,
-            gpus_per_node=_gpus_here(cfg),
+            gpus_per_node=_local_gpus(cfg),
             stderr_to_stdout=True,
             setup=list(cfg.launch.setup),
         )
@@ -144,8 +135,8 @@ def _executor(cfg: DictConfig, folder: Path) -> Any:
     return executor
 
 
-def _gpus_here(cfg: DictConfig) -> int:
-    """GPUs of this machine that a local job shall see; submitit hides all that nobody asks for."""
+def _local_gpus(cfg: DictConfig) -> int:
+    """Return the local GPUs that a local job may see; submitit hides those that are not requested."""
     if cfg.accelerator == "cpu":
         return 0
     asked = gpus_per_node(cfg)
@@ -153,20 +144,20 @@ def _gpus_here(cfg: DictConfig) -> int:
 
 
 def follow(jobs: Sequence[SubmittedJob], poll_seconds: float) -> None:
-    """Show what the ranks of jobs say, until all jobs have ended.
+    """Show the output of jobs until all have ended.
 
     Args:
-        jobs: that were just submitted.
-        poll_seconds: between two questions to SLURM.
+        jobs: just submitted.
+        poll_seconds: between two queries of SLURM.
 
     Raises:
-        Interrupted: if this process was told to end; the jobs were cancelled.
+        Interrupted: if this process was interrupted; the jobs were cancelled.
     """
     logs = Follower()
     for job in jobs:
         ranks, several = range(job.cfg.devices * job.cfg.nodes), job.cfg.nodes > 1
         for node in range(job.cfg.nodes):
-            # On one machine rank 0 prints where its task does.
+            # On one machine rank 0 prints to the output of its task.
             logs.add(job.output(node), f"[{job.title}node {node}]" if several else f"[{job.title}rank 0]")
         logs.add_ranks(Path(job.cfg.run_dir), ranks if several else ranks[1:], job.title)
     try:
@@ -174,7 +165,7 @@ def follow(jobs: Sequence[SubmittedJob], poll_seconds: float) -> None:
     except (Interrupted, KeyboardInterrupt) as interrupted:
         number = interrupted.number if isinstance(interrupted, Interrupted) else signal.SIGINT
         cancel([job for job in jobs if job.state not in (*_ENDED, _GONE)])
-        with contextlib.suppress(Interrupted, KeyboardInterrupt):  # who is impatient leaves the rest to SLURM
+        with contextlib.suppress(Interrupted, KeyboardInterrupt):  # a second signal leaves the rest to SLURM
             _wait(jobs, logs, 1.0, _CANCEL_SECONDS)
         raise Interrupted(number) from None
     finally:
@@ -182,10 +173,10 @@ def follow(jobs: Sequence[SubmittedJob], poll_seconds: float) -> None:
 
 
 def _wait(jobs: Sequence[SubmittedJob], logs: Follower, poll_seconds: float, longest: float | None = None) -> None:
-    """Until all jobs have ended, as two looks in a row say: between them, one may have been requeued."""
+    """Wait until two queries in a row show all jobs ended: in between, one may have been requeued."""
     on_slurm = any(job.on_slurm for job in jobs)
     begin, looked, seen_ended = time.monotonic(), -poll_seconds, 0
-    poll_seconds = poll_seconds if on_slurm else _LOOK_SECONDS
+    poll_seconds = poll_seconds if on_slurm else _POLL_SECONDS
     while longest is None or time.monotonic() - begin < longest:
         logs.poll()
         if time.monotonic() - looked >= poll_seconds:
@@ -194,25 +185,25 @@ def _wait(jobs: Sequence[SubmittedJob], logs: Follower, poll_seconds: float, lon
             seen_ended = seen_ended + 1 if all(job.state in (*_ENDED, _GONE) for job in jobs) else 0
             if seen_ended == (2 if on_slurm else 1):
                 return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _ask(jobs: Sequence[SubmittedJob]) -> None:
-    """Learn in which state the jobs are, and tell of what has changed."""
+    """Query the states of the jobs, and print changes."""
     local = [job for job in jobs if not job.on_slurm]
     states = _states([str(job.job.job_id) for job in jobs if job.on_slurm])
     states |= {str(job.job.job_id): "COMPLETED" if job.job.done() else "RUNNING" for job in local}
     for job in jobs:
         state = states.get(str(job.job.job_id), job.state)
         if state != job.state and state != _GONE and job.on_slurm:
-            say(f"{job.title}{job.name}: {state}")
+            log_line(f"{job.title}{job.name}: {state}")
         job.state = job.state if state == _GONE and job.state in _ENDED else state
 
 
 def _states(ids: Sequence[str]) -> dict[str, str]:
-    """States by number of the job; without those of which SLURM cannot be asked just now.
+    """Return states by job id, without jobs that cannot be queried at present.
 
-    `squeue` knows jobs for some minutes after their end, on clusters without accounting too.
+    `squeue` knows jobs for some minutes after their end, even on clusters without accounting.
     """
     if not ids:
         return {}
@@ -228,15 +219,15 @@ def _states(ids: Sequence[str]) -> dict[str, str]:
 
 
 def cancel(jobs: Sequence[SubmittedJob]) -> None:
-    """End jobs: SLURM tells their ranks by SIGTERM, waits a while and kills them."""
+    """Cancel jobs: SLURM sends SIGTERM to their ranks, waits and kills them."""
     for job in jobs:
-        say(f"cancelling {job.name}")
+        log_line(f"cancelling {job.name}")
         try:
             job.job.cancel(check=False)
-        except Exception as error:  # of one job; the others are to end too
-            say(f"{job.name} could not be cancelled ({error}); type {job.how_to_end}")
+        except Exception as error:  # of one job; the others must be cancelled too
+            log_line(f"{job.name} could not be cancelled ({error}); type {job.cancel_command}")
 
 
-def say(text: str) -> None:
-    """Tell a person, beside what ranks print."""
+def log_line(text: str) -> None:
+    """Print a message beside the output of ranks."""
     print(f"trainwright: {text}", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""Ranks that torchrun starts."""
+"""Ranks started by torchrun."""

@@ -1,6 +1,4 @@
-"""torchrun's agent in this process: starts the ranks of one machine of several, and restarts them together."""
-
-from __future__ import annotations
+"""torchrun's agent in this process: starts the ranks of one of several machines, and restarts them together."""
 
 import json
 import os
@@ -14,26 +12,26 @@ from omegaconf import DictConfig
 
 from trainwright.core.processes.machine import address_of
 from trainwright.core.processes.orphans import AGENT
-from trainwright.launch.outcome.ending import notices, seconds_to_end
+from trainwright.launch.outcome.interruption import handled_signals, seconds_to_end
 
-# Signals that torch's agent passes on to its ranks.
+# Signals that torch's agent forwards to its ranks.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# Agents count restarts and know of no "no limit".
+# Agents need a number for "no limit".
 _NO_LIMIT = 1_000_000
 # Longest wait of an agent for those of the other machines, in seconds.
 _RENDEZVOUS_SECONDS = 900
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the agents of a run meet.
+class Rendezvous:
+    """Rendezvous of a run's agents.
 
     Attributes:
-        run_id: the same for all, and for no other run at that time.
-        host: name or address of the machine that holds the store.
-        port: at which it listens.
+        run_id: shared by the agents, unique among present runs.
+        host: name or address of the machine with the store.
+        port: of the store.
         is_host: whether the agent of this machine opens the store.
-        address: of this machine, by which the others reach it; None = what its name stands for.
+        address: of this machine for the others; None = the one that its name resolves to.
     """
 
     run_id: str
@@ -45,26 +43,26 @@ class Meeting:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How the ranks of one machine ended.
+    """The outcome of one machine's ranks.
 
     Attributes:
-        signal: number of the one that this process was told to end by; None: it was not.
-        codes: exit codes of those that failed, by rank; empty: all went well, or were told to end.
+        signal: number of the signal that interrupted this process; None = none.
+        codes: exit codes of failed ranks, by rank; empty = success, or interrupted.
     """
 
     signal: int | None = None
     codes: dict[int, int] = field(default_factory=dict)
 
 
-def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
-    """Start the ranks of this machine, and wait for their end and that of all others.
+def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> AgentEnd:
+    """Start the ranks of this machine, and wait for their exit and that of all others.
 
-    Signals that the run heeds by saving are passed on to the ranks, who end by them, as SIGTERM and SIGINT are.
+    Signals upon which the run saves are forwarded to the ranks, which end by them, as SIGTERM and SIGINT are.
 
     Args:
-        cfg: the resolved configuration, as it lies in its run directory.
+        cfg: the resolved configuration, as in its run directory.
         verb: fit, validate, test or predict.
-        meeting: where the agents of the other machines are met.
+        rendezvous: rendezvous with the agents of the other machines.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -76,47 +74,47 @@ def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
         min_nodes=cfg.nodes,
         max_nodes=cfg.nodes,
         nproc_per_node=cfg.devices,
-        run_id=meeting.run_id,
+        run_id=rendezvous.run_id,
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{meeting.host}:{meeting.port}",
-        rdzv_configs={"is_host": str(meeting.is_host).lower(), "timeout": _RENDEZVOUS_SECONDS},
+        rdzv_endpoint=f"{rendezvous.host}:{rendezvous.port}",
+        rdzv_configs={"is_host": str(rendezvous.is_host).lower(), "timeout": _RENDEZVOUS_SECONDS},
         max_restarts=_NO_LIMIT if limit is None else limit,
         monitor_interval=0.5,
-        local_addr=meeting.address,
-        signals_to_handle=",".join(number.name for number in {*_PASSED_ON, *notices(cfg)}),
+        local_addr=rendezvous.address,
+        signals_to_handle=",".join(number.name for number in {*_PASSED_ON, *handled_signals(cfg)}),
         shutdown_timeout=86400 if seconds is None else int(seconds) + 2,
     )
-    words = ("-m", "trainwright.command.started", str(Path(cfg.run_dir)), verb)
+    words = ("-m", "trainwright.command.engine_rank", str(Path(cfg.run_dir)), verb)
     try:
         elastic_launch(config, sys.executable)(*words)
     except ChildFailedError as error:
         return AgentEnd(codes={rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as told:
-        return AgentEnd(signal=int(told.sigval))
+    except SignalException as error:
+        return AgentEnd(signal=int(error.sigval))
     return AgentEnd()
 
 
 def agent_environment(address: str, host: str, port: int) -> dict[str, str]:
-    """Variables by which ranks meet where this agent says, over the network of its address, and end with it.
+    """Return variables that make ranks use the agent's rendezvous and network interface, and exit with the agent.
 
     Args:
-        address: of this machine, by which the others reach it.
+        address: of this machine for the others.
         host: address of the store of the run.
-        port: of the same.
+        port: of the store.
     """
     from trainwright.core.processes.rendezvous import INTERFACES  # imports torch, as the next
-    from trainwright.launch.ranks.meeting import HOST_ADDRESS, STORE
+    from trainwright.launch.ranks.torchrun_store import HOST_ADDRESS, STORE
 
     interface = _interface_of(address)
-    # Otherwise the backends listen on what the name of the machine stands for, which may be no address of a network.
+    # Otherwise the backends listen on the address of the host name, which may not be reachable.
     found = {} if interface is None else {name: os.environ.get(name, interface) for name in INTERFACES}
     return {
         **found,
         AGENT: str(os.getpid()),
         STORE: json.dumps([host, port]),
         HOST_ADDRESS: address,
-        # torch's agent would open a store of its own, on every interface, and hand it to the ranks; with it, agents
-        # that come back after a loss do not meet.
+        # torch's agent would open a store on every interface and pass it to the ranks; with it, agents that rejoin
+        # after a loss do not meet.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 

@@ -1,1 +1,1 @@
-"""Report a hang: who keeps the others waiting, and why."""
+"""Report of a hang and its cause."""

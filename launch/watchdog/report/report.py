@@ -1,6 +1,4 @@
-"""The report of a hang, for people: who and why on top, then every rank, the user's own lines first."""
-
-from __future__ import annotations
+"""Text of a hang report: the cause first, then every rank, the user's lines first."""
 
 import time
 from collections.abc import Sequence
@@ -14,11 +12,11 @@ _CALLS_SHOWN = 8
 
 
 def report_of(verdict: HangVerdict, ranks: Sequence[Evidence]) -> str:
-    """The whole report.
+    """Return the full report.
 
     Args:
-        verdict: who hangs.
-        ranks: what is known of each rank of this machine.
+        verdict: the rank at fault.
+        ranks: evidence about each rank of this machine.
     """
     culprit_first = sorted(ranks, key=lambda one: (one.rank != verdict.rank, one.rank))
     parts = [
@@ -32,7 +30,7 @@ def report_of(verdict: HangVerdict, ranks: Sequence[Evidence]) -> str:
 
 
 def first_lines(report: str) -> str:
-    """What of a report a terminal shows: who and why, and a line for each rank."""
+    """Return the part of a report for the terminal: the cause, and a line per rank."""
     return "\n".join(part.rstrip() for part in report.split("\n\n")[:3])
 
 

@@ -1,6 +1,4 @@
-"""Python stacks of a process's own threads, with what each line is about to do."""
-
-from __future__ import annotations
+"""Python stacks of a process's own threads, with the expression that each line evaluates."""
 
 import itertools
 import linecache
@@ -16,13 +14,13 @@ from types import CodeType, FrameType
 
 from trainwright.core.processes.process import state_of
 
-# Of a stack, counted from the innermost frame.
+# Limits of a stack, from the innermost frame.
 _MOST_FRAMES = 60
 _MOST_CHARACTERS = 100
-# Lightning's; what is further out than this function has called fit, validate, ...
+# Lightning's function; frames outside of it have called fit, validate, ...
 _CALLED_TRAINER = "_call_and_handle_interrupt"
 _LOCKS = ("lock", "RLock", "Lock", "Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier")
-# Of what Python's faulthandler writes when native code ends a process.
+# Format of Python's faulthandler.
 _ERROR = "Fatal Python error: "
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 
@@ -34,10 +32,10 @@ class Frame:
     Attributes:
         file: path of the source.
         line: in it.
-        function: name with its class.
-        text: the expression that is being evaluated, shortened; ``""`` = the source is not there.
+        function: qualified name.
+        text: the evaluated expression, shortened; ``""`` = the source is missing.
         is_users: whether it is neither Python's, nor an installed package's, nor Trainwright's.
-        holds_lock: whether the expression works on a lock (or on what is built on one).
+        holds_lock: whether the expression uses a lock, or an object based on one.
     """
 
     file: str
@@ -58,9 +56,9 @@ class Thread:
     """One thread.
 
     Attributes:
-        name: as Python knows it; ``""`` = it was not started by Python.
+        name: in Python; ``""`` = not started by Python.
         is_main: whether it is the main thread.
-        state: of the kernel, see :func:`~trainwright.core.processes.process.state_of`.
+        state: in the kernel, see :func:`~trainwright.core.processes.process.state_of`.
         frames: innermost first.
     """
 
@@ -71,13 +69,13 @@ class Thread:
 
     @property
     def users(self) -> tuple[Frame, ...]:
-        """Frames of the user's own code, innermost first; without those that have called the Trainer."""
+        """Frames of the user's code, innermost first, without those that called the Trainer."""
         within = itertools.takewhile(lambda frame: frame.function != _CALLED_TRAINER, self.frames)
         return tuple(frame for frame in within if frame.is_users)
 
 
 def own_threads() -> list[Thread]:
-    """Every thread of this process but the one that asks; the main thread first."""
+    """Return all threads of this process but the calling one; the main thread first."""
     known = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread()
     found = []
@@ -92,7 +90,7 @@ def own_threads() -> list[Thread]:
 
 
 def raised(error: BaseException) -> Thread:
-    """The main thread as it was when it raised ``error``."""
+    """Return the main thread as it was when it raised ``error``."""
     frames: list[Frame] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -105,7 +103,7 @@ def _frames(innermost: FrameType) -> tuple[Frame, ...]:
     frames: list[Frame] = []
     frame: FrameType | None = innermost
     while frame is not None and len(frames) < _MOST_FRAMES:
-        # Only of the innermost line is known that it waits, and on what.
+        # Only the innermost line is known to wait, and on what.
         frames.append(_frame(frame, frame.f_lasti, with_values=frame is innermost))
         frame = frame.f_back
     return tuple(frames)
@@ -125,7 +123,7 @@ def _frame(frame: FrameType, instruction: int, with_values: bool) -> Frame:
 
 
 def _expression(code: CodeType, instruction: int, line_now: int | None) -> tuple[int, str]:
-    """Line and source text of what is being evaluated: the call rather than its whole line."""
+    """Return line and source text of the evaluated expression: the call rather than its whole line."""
     position = next(itertools.islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
     first, last, begin, end = position
     line = first or line_now or 0
@@ -137,7 +135,7 @@ def _expression(code: CodeType, instruction: int, line_now: int | None) -> tuple
 
 
 def _is_lock(text: str, frame: FrameType) -> bool:
-    """Whether the object that the expression works on is a lock, found without running anything of the user's."""
+    """Return whether the expression uses a lock, without running any of the user's code."""
     # `with lock:` is one expression from `with` to the end of its block.
     names = text.removeprefix("with ").removesuffix(":").split("(")[0].split(".")
     if not all(name.isidentifier() for name in names):
@@ -152,13 +150,13 @@ def _is_lock(text: str, frame: FrameType) -> bool:
 
 @cache
 def is_users(file: str) -> bool:
-    """Whether a source file is neither Python's, nor an installed package's, nor Trainwright's."""
+    """Return whether a source file is neither Python's, nor an installed package's, nor Trainwright's."""
     return not file.startswith(("<", *_libraries()))
 
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Folders of code that is not the user's; a recipe counts as the user's."""
+    """Return the folders of code that is not the user's; recipes count as the user's."""
     paths = sysconfig.get_paths()
     installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     own = {
@@ -171,20 +169,20 @@ def _libraries() -> tuple[str, ...]:
 
 
 def crash_in(text: str) -> str | None:
-    """The last crash that a text tells of, from its first line to its last; ``None`` = it tells of none.
+    """Return the last crash in a text; ``None`` = there is none.
 
     Args:
-        text: what Python's ``faulthandler`` has written.
+        text: written by Python's ``faulthandler``.
     """
     begin = text.rfind(_ERROR)
     return None if begin < 0 else text[begin:].split("\nExtension modules: ")[0]
 
 
 def place_of(crash: str) -> str:
-    """What crashed, and in which line of the user's: ``what (function at file:line)``; a library's if there is none.
+    """Return the crash and the user's line: ``what (function at file:line)``; a library's line if there is none.
 
     Args:
-        crash: as :func:`crash_in` returns it; the main thread is the last one in it.
+        crash: of :func:`crash_in`; the main thread comes last.
     """
     what = crash.splitlines()[0].removeprefix(_ERROR)
     frames = list(_FRAME.finditer(re.split(r"\n\n", crash)[-1]))

@@ -1,11 +1,9 @@
-"""Who keeps the others waiting, found from what is known of each rank.
+"""Verdict about a hang: the rank that blocks the others.
 
-A rank that waits for others is not to blame; who it waits for may be. So the ranks to look at are those that do not
-wait for communication, and have stood still for longer than they may. Where all of them wait for each other, their
-calls do not fit together: then the calls of each process group are laid side by side, by number.
+A rank that waits for others is not at fault; the rank it waits for may be. So suspects do not wait for communication
+and have exceeded their limit. If all ranks wait for each other, their calls do not match: then the calls of each
+process group are compared by number.
 """
-
-from __future__ import annotations
 
 import re
 from collections import Counter
@@ -19,35 +17,31 @@ from trainwright.launch.watchdog.evidence import HALTED, KERNEL, SILENT, Evidenc
 from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame
 
-MISMATCH, SKIPPED, ALONE, ELSEWHERE, ENDED, DEADLOCK = (
-    "mismatch",
-    "skipped",
-    "alone",
-    "elsewhere",
-    "ended",
-    "deadlock",
-)
-# What is certain before what is likely.
+MISMATCH, SKIPPED, ALONE = "mismatch", "skipped", "alone"
+ELSEWHERE, ENDED, DEADLOCK = "elsewhere", "ended", "deadlock"
+# States of a worker process in which it cannot run.
+_BLOCKED = {"T": "is stopped by a signal (SIGSTOP)", "D": "waits in the kernel", "t": "is held by a debugger"}
+# Certain causes take precedence over likely ones.
 _CERTAINTY = (HALTED, KERNEL, SILENT)
-# Calls whose inputs are the same on every rank; of others only the name must agree.
+# Calls whose inputs are the same on every rank; for others only the name must match.
 _ALIKE = frozenset({"all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"})
-# Calls of a rank that are laid beside those of others when it has failed.
-_COMPARED = 30
-# What Lightning and data loaders call of the user's.
+# Last calls of a failed rank that are compared with those of others.
+_MAX_COMPARED = 30
+# The user's functions that Lightning and data loaders call.
 _ENTRY = re.compile(r"\.(on_\w+|\w+_step|configure_\w+|\w+_dataloader|__getitem__|__getitems__|__iter__|__next__)$")
 _ORDER = [phase for phase in PHASES if phase not in (SETUP, phases.SAVING, *OUTSIDE_OF_STEPS)]
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Who hangs.
+    """The rank at fault.
 
     Attributes:
-        rank: the rank to blame, as far as it can be told; it may be on another machine.
-        ends: a rank of this machine whose end frees all; ``rank`` where that is possible.
+        rank: to blame, as far as known; it may be on another machine.
+        ends: a rank of this machine to kill; ``rank`` where possible.
         kind: ``LOCK``, ``HALTED``, ``MISMATCH``, ... of this package.
-        sentence: for people.
-        reason: the same in short and without numbers, so that the same hang has the same reason the next time.
+        sentence: for the report.
+        reason: a short form without numbers, equal for repetitions of the same hang.
     """
 
     rank: int
@@ -59,7 +53,7 @@ class HangVerdict:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A call that a rank has waited in for too long."""
+    """A call in which a rank has waited for too long."""
 
     evidence: Evidence
     call: Call
@@ -67,27 +61,27 @@ class _Waiting:
 
 
 def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> HangVerdict | None:
-    """Who keeps the others waiting; ``None`` = nobody, as far as can be told yet.
+    """Return which rank blocks the others; ``None`` = none, or not known yet.
 
     Args:
-        ranks: every rank of this machine that has begun.
-        seen_before: whether the same was found when it was looked at before; then ranks of other machines are blamed.
+        ranks: every rank of this machine that has started.
+        seen_before: whether the previous check gave the same suspects; only then ranks of other machines are blamed.
     """
     running = [one for one in ranks if one.progress.running]
     if any(one.wait.kind == waits.DEBUGGER for one in running):
-        return None  # the person who types there knows
-    over = [one for one in running if one.is_over]
+        return None  # a person debugs it
+    over = [one for one in running if one.exceeds_limit]
     waiting = _waiting(over)
-    verdict = _mismatch(waiting, ranks) or _standing_still(over, running)
+    verdict = _mismatch(waiting, ranks) or _stalled_rank(over, running)
     if verdict is not None:
         return verdict
     if not over or any(one.wait.kind != waits.COMMUNICATION for one in running):
-        return None  # who they wait for is busy, and may be for longer
-    return _out_of_step(over, waiting, ranks) if seen_before else None
+        return None  # a rank that they wait for is busy, and may be for longer
+    return _all_waiting(over, waiting, ranks) if seen_before else None
 
 
 def _waiting(ranks: Sequence[Evidence]) -> list[_Waiting]:
-    """The oldest pending call of each rank that waits for communication."""
+    """Return the oldest pending call of each rank that waits for communication."""
     found = []
     for one in ranks:
         if one.answer is None or one.wait.kind != waits.COMMUNICATION:
@@ -99,25 +93,25 @@ def _waiting(ranks: Sequence[Evidence]) -> list[_Waiting]:
 
 
 def differing_calls(ranks: Sequence[Evidence]) -> str | None:
-    """Where the calls of ranks that an error has ended stopped fitting together; ``None`` = nowhere that is known.
+    """Return where the calls of failed ranks stopped matching; ``None`` = not known.
 
     Args:
-        ranks: with what each has said when the error came.
+        ranks: with their reports at the time of the error.
     """
-    told = [one for one in ranks if one.answer is not None]
-    lately = [
+    answered = [one for one in ranks if one.answer is not None]
+    recent = [
         _Waiting(one, call, one.answer.groups[call.group])
-        for one in told
+        for one in answered
         if one.answer is not None
-        for call in one.answer.calls[-_COMPARED:]
+        for call in one.answer.calls[-_MAX_COMPARED:]
         if call.group in one.answer.groups
     ]
-    verdict = _mismatch(lately, told)
+    verdict = _mismatch(recent, answered)
     return None if verdict is None else verdict.sentence
 
 
 def last_call(one: Evidence) -> str:
-    """The last call of a rank that an error has ended, for people; ``""`` = it is not known."""
+    """Return the last call of a failed rank as text; ``""`` = not known."""
     if one.answer is None or not one.answer.calls:
         return ""
     call = one.answer.calls[-1]
@@ -128,7 +122,7 @@ def last_call(one: Evidence) -> str:
 # ---- a rank that does not wait for others --------------------------------------------------------------------------
 
 
-def _standing_still(over: Sequence[Evidence], running: Sequence[Evidence]) -> HangVerdict | None:
+def _stalled_rank(over: Sequence[Evidence], running: Sequence[Evidence]) -> HangVerdict | None:
     blamed = [one for one in over if one.wait.kind != waits.COMMUNICATION]
     if not blamed:
         return None
@@ -138,21 +132,21 @@ def _standing_still(over: Sequence[Evidence], running: Sequence[Evidence]) -> Ha
         return one.wait.kind in _CERTAINTY, one.rank in missed, one.stalled
 
     culprit = max(blamed, key=blame)
-    # A stop is found before anybody has waited for too long.
+    # A stopped process is found before any rank has waited for too long.
     witnesses = running if culprit.wait.kind == HALTED else over
-    sentence = f"{_missing(culprit, witnesses)}{_doing(culprit)}"
-    return HangVerdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _standing(culprit))
+    sentence = f"{_missing(culprit, witnesses)}{_activity(culprit)}"
+    return HangVerdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _location(culprit))
 
 
 def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
-    """What the others wait for: the call that the culprit has not joined."""
+    """Return the call that the culprit has not joined, as text."""
     waiting = _waiting(witnesses)
     absent = [one for one in waiting if culprit.rank in one.group.ranks and _is_absent(culprit, one.call)]
     if absent:
         longest = max(absent, key=lambda one: one.call.seconds)
         return (
             f"rank {culprit.rank} has not joined {longest.call} of {longest.group}, in which "
-            f"{_names([one.evidence.rank for one in absent if one.call.number == longest.call.number])} "
+            f"{_listed([one.evidence.rank for one in absent if one.call.number == longest.call.number])} "
             f"waited for {longest.call.seconds:.0f} s; "
         )
     others = [one for one in witnesses if one.wait.kind == waits.COMMUNICATION]
@@ -165,31 +159,28 @@ def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
 
 
 def _is_absent(one: Evidence, call: Call) -> bool:
-    """Whether a rank has not made a call; of one that does not answer it is assumed."""
-    return one.answer is None or _last_number(one, call.group) < call.number
+    """Return whether a rank has not made a call; assumed for a rank that does not answer."""
+    if one.answer is None:
+        return True
+    return max((made.number for made in one.answer.calls if made.group == call.group), default=0) < call.number
 
 
-def _last_number(one: Evidence, group: str) -> int:
-    calls = () if one.answer is None else one.answer.calls
-    return max((call.number for call in calls if call.group == group), default=0)
-
-
-def _doing(one: Evidence) -> str:
-    """What a rank is doing, from its line of code to what it waits for."""
+def _activity(one: Evidence) -> str:
+    """Return what a rank is doing, from its line of code to what it waits for."""
     blocked = "; ".join(
-        f"worker process {child.process} {_state_words(child.state)}" for child in one.children if child.state in "TDt"
+        f"worker process {child.process} {_BLOCKED[child.state]}" for child in one.children if child.state in _BLOCKED
     )
-    return f"rank {one.rank} is {_standing(one)}{f': {blocked}' if blocked else ''}"
+    return f"rank {one.rank} is {_location(one)}{f': {blocked}' if blocked else ''}"
 
 
-def _standing(one: Evidence) -> str:
+def _location(one: Evidence) -> str:
     place, phase = one.place, one.progress.phase
-    where = f"in phase {phase}" if place is None else f"in {place.place}{_within(one, place)} (phase {phase})"
+    where = f"in phase {phase}" if place is None else f"in {place.place}{_hook_text(one, place)} (phase {phase})"
     return f"{where}, {one.wait.words}"
 
 
-def _within(one: Evidence, place: Frame) -> str:
-    """The hook or step of the module, callback or data set that the line belongs to."""
+def _hook_text(one: Evidence, place: Frame) -> str:
+    """Return the hook or step of the module, callback or data set that the line belongs to."""
     users = () if one.thread is None else one.thread.users
     entry = next((frame for frame in users if _ENTRY.search(frame.function)), None)
     if entry is None or entry == place:
@@ -197,15 +188,11 @@ def _within(one: Evidence, place: Frame) -> str:
     return f", within {entry.function}"
 
 
-def _state_words(state: str) -> str:
-    return {"T": "is stopped by a signal (SIGSTOP)", "D": "waits in the kernel", "t": "is held by a debugger"}[state]
-
-
 # ---- ranks that wait for each other ---------------------------------------------------------------------------------
 
 
 def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> HangVerdict | None:
-    """Ranks that made different calls under the same number."""
+    """Find ranks that made different calls with the same number."""
     for one in waiting:
         made = {
             other.rank: call
@@ -218,17 +205,17 @@ def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> HangVer
         usual, _ = forms.most_common(1)[0]
         odd = [rank for rank, call in made.items() if _form(call) != usual]
         if len(forms) == 2 and 2 * len(odd) == len(made):
-            odd = _furthest(ranks, made)  # as many have made the one as the other
+            odd = _ranks_ahead(ranks, made)  # a tie: as many ranks have made one call as the other
         culprit = odd[0]
         others = [rank for rank in sorted(made) if rank not in odd]
         return HangVerdict(
             culprit,
             culprit,
             MISMATCH,
-            f"rank {culprit} has called {_name(made[culprit])}{_at(ranks, culprit)} as number {one.call.number} of "
-            f"{one.group}, where {_names(others, 'called')} {_name(made[others[0]])}{_at(ranks, others[0])}: "
+            f"rank {culprit} has called {_name(made[culprit])}{_where(ranks, culprit)} as number {one.call.number} of "
+            f"{one.group}, where {_listed(others, 'called')} {_name(made[others[0]])}{_where(ranks, others[0])}: "
             "one of them left a call out, made one too many, or gave another size or type",
-            f"called {made[culprit].name}{_at(ranks, culprit)} where others called {made[others[0]].name}",
+            f"called {made[culprit].name}{_where(ranks, culprit)} where others called {made[others[0]].name}",
         )
     return None
 
@@ -246,14 +233,14 @@ def _name(call: Call) -> str:
     return f"{call.name}{call.what}"
 
 
-def _at(ranks: Sequence[Evidence], rank: int) -> str:
+def _where(ranks: Sequence[Evidence], rank: int) -> str:
     one = next((one for one in ranks if one.rank == rank), None)
     place = None if one is None else one.place
-    return "" if one is None or place is None else f" in {place.place}{_within(one, place)}"
+    return "" if one is None or place is None else f" in {place.place}{_hook_text(one, place)}"
 
 
-def _furthest(ranks: Sequence[Evidence], among: dict[int, Call]) -> list[int]:
-    """Of equally many, those that are ahead of the others left something out; all but the first where none is."""
+def _ranks_ahead(ranks: Sequence[Evidence], among: dict[int, Call]) -> list[int]:
+    """Break a tie: ranks ahead of the others have left something out; without one, return all but the first's form."""
     ahead = {one.rank: _place_in_run(one) for one in ranks if one.rank in among}
     most = max(ahead.values())
     furthest = sorted(rank for rank, place in ahead.items() if place == most)
@@ -269,10 +256,10 @@ def _place_in_run(one: Evidence) -> tuple[int, int, int]:
     return one.progress.step, one.progress.micro_batches, order
 
 
-def _out_of_step(
+def _all_waiting(
     over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: Sequence[Evidence]
 ) -> HangVerdict | None:
-    """All wait: for a rank that has ended, that is elsewhere, or for each other in different calls."""
+    """Judge ranks that all wait: for one that has ended, for another machine, or for each other in different calls."""
     here = {one.rank: one for one in ranks}
     longest_first = sorted(waiting, key=lambda one: one.call.seconds, reverse=True)
     absent = [
@@ -281,21 +268,22 @@ def _out_of_step(
         for rank in one.group.ranks
         if rank in here and _is_absent(here[rank], one.call)
     ]
-    alone = [one for one in longest_first if not _has_been_made(one)]
+    alone = [one for one in longest_first if not _was_made_before(one)]
     if alone and len(alone) < len(longest_first) and any(one is alone[0] for one, _ in absent):
-        return _entered_alone(alone[0], longest_first)
+        return _extra_call(alone[0], longest_first)
     if absent:
-        # Who is ahead of the others has left out what they wait for.
-        return _left_out(*max(absent, key=lambda pair: (not pair[1].progress.running, _place_in_run(pair[1]))))
+        # A rank ahead of the others has left out the call that they wait for.
+        return _skipped_call(*max(absent, key=lambda pair: (not pair[1].progress.running, _place_in_run(pair[1]))))
     for one in longest_first:
         others = [rank for rank in one.group.ranks if rank not in here]
-        # There a rank may be saving; only its own monitor knows how long that may take.
+        # A rank there may be saving; only its own monitor knows its limit.
         if others and one.evidence.stalled > one.evidence.slow_limit:
             return HangVerdict(
                 others[0],
                 one.evidence.rank,
                 ELSEWHERE,
-                f"no rank of this machine is to blame: {_names(others, 'not joined')} {_told(one)}, on another machine",
+                f"no rank of this machine is to blame: {_listed(others, 'not joined')} {_waited(one)}, on another "
+                "machine",
                 f"waits for other machines in {one.call.name}",
             )
         if others:
@@ -305,13 +293,13 @@ def _out_of_step(
         longest.rank,
         longest.rank,
         DEADLOCK,
-        "all ranks wait for each other; " + "; ".join(_doing(one) for one in over),
-        f"all ranks wait for each other; {_standing(longest)}",
+        "all ranks wait for each other; " + "; ".join(_activity(one) for one in over),
+        f"all ranks wait for each other; {_location(longest)}",
     )
 
 
-def _has_been_made(one: _Waiting) -> bool:
-    """Whether such a call was made before, as the calls of every step are."""
+def _was_made_before(one: _Waiting) -> bool:
+    """Return whether such a call was made before, as the calls of every step are."""
     calls = () if one.evidence.answer is None else one.evidence.answer.calls
     return any(
         call.group == one.call.group and call.number < one.call.number and _form(call) == _form(one.call)
@@ -319,54 +307,54 @@ def _has_been_made(one: _Waiting) -> bool:
     )
 
 
-def _entered_alone(one: _Waiting, all_waiting: Sequence[_Waiting]) -> HangVerdict:
-    """A rank waits in a call that is new to the run, and the others in one of those that every step has."""
+def _extra_call(one: _Waiting, all_waiting: Sequence[_Waiting]) -> HangVerdict:
+    """Judge a rank that waits in a call new to the run while the others wait in a call of every step."""
     rank = one.evidence.rank
-    other = next(each for each in all_waiting if _has_been_made(each))
+    other = next(each for each in all_waiting if _was_made_before(each))
     return HangVerdict(
         rank,
         rank,
         ALONE,
         f"rank {rank} has waited for {one.call.seconds:.0f} s in {one.call} of {one.group}, a call that was not made "
         f"before and that the others do not make; rank {other.evidence.rank} has waited for {other.call.seconds:.0f} s "
-        f"in {other.call} of {other.group}; {_doing(one.evidence)}",
-        f"alone in {one.call.name}; {_standing(one.evidence)}",
+        f"in {other.call} of {other.group}; {_activity(one.evidence)}",
+        f"alone in {one.call.name}; {_location(one.evidence)}",
     )
 
 
-def _left_out(one: _Waiting, culprit: Evidence) -> HangVerdict:
-    """A rank has ended, or gone on, without a call that another one waits in."""
+def _skipped_call(one: _Waiting, culprit: Evidence) -> HangVerdict:
+    """Judge a rank that has ended, or continued, without a call that another one waits in."""
     if not culprit.progress.running:
         return HangVerdict(
             culprit.rank,
             one.evidence.rank,
             ENDED,
-            f"rank {culprit.rank} has ended its run without joining {_told(one)}",
+            f"rank {culprit.rank} has ended its run without joining {_waited(one)}",
             f"rank {culprit.rank} has ended its run, which others wait for in {one.call.name}",
         )
     return HangVerdict(
         culprit.rank,
         culprit.rank,
         SKIPPED,
-        f"rank {culprit.rank} left out {_told(one)}; {_waits_instead(culprit)}",
-        f"left out {one.call.name}; {_standing(culprit)}",
+        f"rank {culprit.rank} left out {_waited(one)}; {_other_wait(culprit)}",
+        f"left out {one.call.name}; {_location(culprit)}",
     )
 
 
-def _told(one: _Waiting) -> str:
+def _waited(one: _Waiting) -> str:
     return f"{one.call} of {one.group}, in which rank {one.evidence.rank} has waited for {one.call.seconds:.0f} s"
 
 
-def _waits_instead(one: Evidence) -> str:
+def _other_wait(one: Evidence) -> str:
     call = next(iter(one.pending), None)
     groups = {} if one.answer is None else one.answer.groups
     if call is None or call.group not in groups:
-        return _doing(one)
-    return f"{_doing(one)}, in {call} of {groups[call.group]}"
+        return _activity(one)
+    return f"{_activity(one)}, in {call} of {groups[call.group]}"
 
 
-def _names(ranks: Sequence[int], verb: str = "") -> str:
-    """``rank 0 has called`` or ``ranks 0, 2 have called``."""
+def _listed(ranks: Sequence[int], verb: str = "") -> str:
+    """Return ``rank 0 has called`` or ``ranks 0, 2 have called``."""
     several = len(ranks) > 1
     text = f"rank{'s' if several else ''} {', '.join(map(str, ranks))} {'have' if several else 'has'}"
     return f"{text} {verb}".rstrip()

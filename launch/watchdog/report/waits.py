@@ -1,6 +1,4 @@
-"""What a thread waits for, told by its stack."""
-
-from __future__ import annotations
+"""The cause of a thread's wait, from its stack."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,23 +6,11 @@ from dataclasses import dataclass
 from trainwright.core.processes.process import RUNNING
 from trainwright.launch.watchdog.report.stacks import Frame, Thread
 
-COMMUNICATION, TORCH, DATA, LOCK, QUEUE, THREAD, PROCESS, NETWORK, SLEEP, COMPUTING, NATIVE, DEBUGGER, COMPILING = (
-    "communication",
-    "torch",
-    "data",
-    "lock",
-    "queue",
-    "thread",
-    "process",
-    "network",
-    "sleep",
-    "computing",
-    "native",
-    "debugger",
-    "compiling",
-)
+COMMUNICATION, TORCH, DATA, LOCK, QUEUE, THREAD = "communication", "torch", "data", "lock", "queue", "thread"
+PROCESS, NETWORK, SLEEP, COMPUTING = "process", "network", "sleep", "computing"
+NATIVE, DEBUGGER, COMPILING = "native", "debugger", "compiling"
 
-# (part of the path of a library's file, functions of it or None for all, what it is, for people).
+# (part of a library's path, its functions or None = all, kind, words for reports).
 _KNOWN: tuple[tuple[str, tuple[str, ...] | None, str, str], ...] = (
     ("/threading.py", ("join", "_wait_for_tstate_lock"), THREAD, "waiting for a thread to end"),
     ("/threading.py", None, LOCK, "waiting for a lock or a condition"),
@@ -42,18 +28,18 @@ _KNOWN: tuple[tuple[str, tuple[str, ...] | None, str, str], ...] = (
     ("/torch/distributed/", None, COMMUNICATION, "waiting for other ranks"),
     ("/torch/", None, TORCH, "computing in torch"),
 )
-# On the stack only while something is compiled, not when what was compiled runs.
+# On the stack only during compilation, not when compiled code runs.
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a thread waits for.
+    """The cause of a wait.
 
     Attributes:
         kind: ``COMMUNICATION``, ``LOCK``, ... of this module.
-        words: for people, as in "waiting for a lock".
+        words: for reports, as in "waiting for a lock".
     """
 
     kind: str
@@ -61,7 +47,7 @@ class Wait:
 
 
 def wait_of(thread: Thread) -> Wait:
-    """What a thread waits for, as far as its stack tells."""
+    """Return what a thread waits for, as far as its stack shows."""
     if any(part in frame.file for frame in thread.frames for part in _DEBUGGERS):
         return Wait(DEBUGGER, "in a debugger")
     if any(part in frame.file for frame in thread.frames for part in _COMPILERS):
@@ -76,20 +62,20 @@ def wait_of(thread: Thread) -> Wait:
 
 
 def acting_thread(threads: tuple[Thread, ...]) -> Thread:
-    """The thread that does the rank's work: the main one, or the one in which torch runs the user's hooks of backward.
+    """Return the thread that does the rank's work: the main one, or autograd's if it runs the user's backward hooks.
 
     Args:
         threads: the main thread first.
     """
     main = threads[0]
     if main.frames and "/torch/autograd/" in main.frames[0].file:
-        # A device's thread of autograd; Python has not started it, so it has no name.
+        # A device thread of autograd; it was not started by Python, so it has no name.
         return next((thread for thread in threads[1:] if not thread.name and thread.users), main)
     return main
 
 
 def _innermost_known(thread: Thread) -> Iterator[Wait]:
-    """What the innermost frames are for, as far out as they are known: a queue waits with a lock, a loader with it."""
+    """Yield the meaning of the innermost frames as long as they are known: a queue uses a lock, a loader a queue."""
     for frame in thread.frames:
         wait = None if frame.is_users else _known(frame)
         if wait is None:
@@ -106,7 +92,7 @@ def _known(frame: Frame) -> Wait | None:
 
 
 def _at_line(thread: Thread) -> Wait:
-    """What the innermost line itself says."""
+    """Return the wait of the innermost line itself."""
     if not thread.frames:
         return Wait(NATIVE, "in native code")
     frame = thread.frames[0]

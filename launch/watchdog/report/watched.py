@@ -1,17 +1,15 @@
-"""One process of a machine, as its monitor saw it last."""
-
-from __future__ import annotations
+"""State of one watched process."""
 
 from collections.abc import Sequence
 
 from trainwright.core.processes.process import RUNNING, SLEEPING, STOPPED, is_alive, state_of, stop_of
 from trainwright.launch.watchdog.boxes import SETUP, Progress
 
-# Stopped for so long while others run, a process was not stopped with them: who suspends a job, or continues it, sends
-# a signal to one rank after the other, and is through with a machine in much less.
+# A process stopped for this long while others run was stopped alone: suspending or continuing a job signals one rank
+# after the other, within much less time.
 _STOPPED_SECONDS = 1.0
-# Of the time between two looks this much counts towards it. So three looks at least have seen the stop, and a monitor
-# that was suspended for a moment, and is continued before its ranks, looks once more.
+# Upper bound of the time counted between two checks, so that at least three checks have seen the stop, and a monitor
+# that was suspended briefly, and continued before its ranks, checks once more.
 _LONGEST_STOPPED_LOOK = 0.5
 _NOTHING = Progress(process=0, rank=-1, running=False, phase=SETUP, step=0, micro_batches=0, changes=0, longest={})
 
@@ -24,11 +22,11 @@ class Watched:
         box: number of its box.
 
     Attributes:
-        process: its id; 0 = it is not known to be started yet.
+        process: its id; 0 = not started yet.
         progress: its box.
-        state: of a process within a run, of the kernel.
-        stalled: seconds since anything changed in the box.
-        stop: which of its stops it is in; ``None`` = in none that counts.
+        state: in the kernel, of a process within a run.
+        stalled: seconds since the box changed.
+        stop: identifies its present stop; ``None`` = none that counts.
     """
 
     def __init__(self, number: int, box: int) -> None:
@@ -48,13 +46,13 @@ class Watched:
 
     @property
     def stopped_alone(self) -> bool:
-        """Whether a signal has stopped it, and has not stopped the others, for too long to be on the way to them."""
+        """Whether a signal has stopped it, but not the others, for longer than a job takes to be suspended."""
         return self._stopped >= _STOPPED_SECONDS
 
     def look(self, progress: Progress) -> bool:
-        """See what the box says now; whether it has changed."""
+        """Update from the box; return whether it has changed."""
         if self.process and progress.process != self.process:
-            progress = _NOTHING  # the box of the process before
+            progress = _NOTHING  # the box of the previous process
         changed = (progress.process, progress.changes) != (self.progress.process, self.progress.changes)
         if changed:
             self.stalled, self.stop = 0.0, None
@@ -63,10 +61,10 @@ class Watched:
         return changed
 
     def count_stop(self, passed: float | None) -> None:
-        """Count how long it has been stopped.
+        """Add to the time it has been stopped.
 
         Args:
-            passed: seconds since the look before; ``None`` = nothing counts that was seen up to now.
+            passed: seconds since the last check; ``None`` = restart the timing.
         """
         stop = stop_of(self.progress.process) if passed is not None and self.state == STOPPED else None
         same = stop is not None and stop == self.stop
@@ -74,11 +72,11 @@ class Watched:
         self.stop = stop
 
 
-def are_suspended(running: Sequence[Watched]) -> bool:
-    """Whether a signal has stopped all of several processes, as a scheduler does that suspends a job, or Ctrl-Z."""
+def all_stopped(running: Sequence[Watched]) -> bool:
+    """Return whether a signal has stopped all of several processes, like Ctrl-Z or a scheduler that suspends a job."""
     return len(running) > 1 and all(one.state == STOPPED for one in running)
 
 
-def any_gets_on(running: Sequence[Watched]) -> bool:
-    """Whether one of the processes is certainly not stopped: one that waits in the kernel will stop when it is back."""
+def any_runs(running: Sequence[Watched]) -> bool:
+    """Return whether any process is certainly not stopped; one that waits in the kernel may stop when it returns."""
     return any(one.state in (RUNNING, SLEEPING) for one in running)

@@ -1,4 +1,4 @@
-"""A process that a signal has stopped is found by its state, not by its silence; a suspended job is not."""
+"""Detection of stopped processes by their state, but not of suspended jobs."""
 
 import json
 import os
@@ -38,7 +38,7 @@ for line in sys.stdin:
 
 
 class Job:
-    """Ranks that are in a phase of theirs, and their monitor, whose clock goes on only when it looks."""
+    """Ranks within a phase, and their monitor, whose clock advances only when it checks."""
 
     def __init__(self, count: int, folder: Path, limits: HangLimits, clock: list[float]) -> None:
         self.clock = clock
@@ -56,7 +56,7 @@ class Job:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def look(self, seconds: float, step: float = LOOK) -> DiagnosedHang | None:
-        """Look again and again for so long; what is found, if anything."""
+        """Check repeatedly for `seconds`; return what is found, if anything."""
         for _ in range(round(seconds / step)):
             self.clock[0] += step
             found = self.monitor.check()
@@ -75,7 +75,7 @@ class Job:
             self._await(rank, lambda state: state != STOPPED)
 
     def hold(self, rank: int) -> None:
-        """Have a rank held as a debugger does."""
+        """Stop a rank as a debugger does."""
         stdin = self.ranks[rank].stdin
         assert stdin is not None
         stdin.write("be held\n")
@@ -100,7 +100,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
-    """``job(2)``: so many ranks; all end with the test."""
+    """Return a factory of jobs, whose ranks end with the test."""
     clock, jobs = [100.0], []
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
@@ -114,7 +114,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 @pytest.mark.parametrize("limits", [LONG, HangLimits(fixed=600.0)], ids=["learned", "fixed"])
-def test_a_stopped_rank_is_found_long_before_its_limit(limits: HangLimits, job: Any) -> None:
+def test_stopped_rank_is_detected_early(limits: HangLimits, job: Any) -> None:
     ranks = job(3, limits)
     ranks.stop(1)
     assert ranks.look(1.0) is None  # it may be the first of all
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_found_long_before_its_limit(limits: HangLimits, job: 
     assert "does not answer; state of its process: T" in found.path.read_text()
 
 
-def test_it_does_not_matter_how_often_the_monitor_looks(job: Any) -> None:
+def test_detection_is_independent_of_the_interval(job: Any) -> None:
     ranks = job(2)
     ranks.stop(0)
     assert ranks.look(1.0, step=0.1) is None
@@ -135,7 +135,7 @@ def test_it_does_not_matter_how_often_the_monitor_looks(job: Any) -> None:
     assert found.rank == 0
 
 
-def test_of_two_stopped_ranks_one_is_found_after_the_other(job: Any) -> None:
+def test_two_stopped_ranks(job: Any) -> None:
     ranks = job(3)
     ranks.stop(1, 2)
     found = []
@@ -148,7 +148,7 @@ def test_of_two_stopped_ranks_one_is_found_after_the_other(job: Any) -> None:
     assert ranks.look(60.0) is None
 
 
-def test_a_rank_that_runs_alone_has_its_own_limit(job: Any) -> None:
+def test_single_stopped_rank_has_its_limit(job: Any) -> None:
     ranks = job(1, HangLimits(fixed=20.0))
     ranks.stop(0)
     assert ranks.look(15.0) is None
@@ -157,8 +157,8 @@ def test_a_rank_that_runs_alone_has_its_own_limit(job: Any) -> None:
     assert "stopped by a signal (SIGSTOP)" in found.report
 
 
-def test_a_suspended_job_is_never_a_hang(job: Any) -> None:
-    """Neither while it lasts, nor when its ranks are continued one after the other, nor by the time that has passed."""
+def test_suspended_job(job: Any) -> None:
+    """Neither while it is suspended, nor while its ranks are continued one by one, nor afterwards."""
     ranks = job(3, HangLimits(fixed=20.0))
     ranks.stop(0, 1, 2)
     assert ranks.look(600.0) is None
@@ -168,7 +168,7 @@ def test_a_suspended_job_is_never_a_hang(job: Any) -> None:
     assert ranks.look(5.0) is None
 
 
-def test_a_monitor_that_was_suspended_with_the_job_does_not_count_that_time(job: Any) -> None:
+def test_suspended_monitor(job: Any) -> None:
     ranks = job(2, HangLimits(fixed=20.0))
     ranks.stop(1)
     assert ranks.look(LOOK) is None  # seen on the way to the others
@@ -178,15 +178,15 @@ def test_a_monitor_that_was_suspended_with_the_job_does_not_count_that_time(job:
     assert ranks.look(5.0) is None
 
 
-def test_looks_far_apart_find_no_stop(job: Any) -> None:
+def test_infrequent_checks(job: Any) -> None:
     ranks = job(2)
     ranks.stop(1)
     assert ranks.look(300.0, step=3.0) is None
     assert ranks.look(3.0) is not None
 
 
-def test_a_process_that_is_stopped_and_continued_all_the_time_is_slow_and_not_stopped(job: Any) -> None:
-    """As programs do that give a process a part of a processor only."""
+def test_repeatedly_stopped_process(job: Any) -> None:
+    """Like a process throttled by a CPU limiter."""
     ranks = job(2)
     for _ in range(20):
         ranks.stop(1)
@@ -194,13 +194,13 @@ def test_a_process_that_is_stopped_and_continued_all_the_time_is_slow_and_not_st
         ranks.go_on(1)
 
 
-def test_a_rank_that_a_debugger_holds_is_not_stopped(job: Any) -> None:
+def test_debugged_rank(job: Any) -> None:
     ranks = job(2, HangLimits(fixed=20.0))
     ranks.hold(1)
     assert ranks.look(60.0) is None
 
 
-def test_a_stop_is_asked_about_at_once_and_then_now_and_then(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inquiries_about_a_stop(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = []
 
     class Counted(Inquiry):
@@ -221,7 +221,7 @@ def test_a_stop_is_asked_about_at_once_and_then_now_and_then(job: Any, monkeypat
     assert len(questions) == 4
 
 
-def test_one_stop_is_told_from_the_next(job: Any) -> None:
+def test_stops_are_distinct(job: Any) -> None:
     ranks = job(1)
     process = ranks.ranks[0].pid
     assert stop_of(process) is None

@@ -1,6 +1,8 @@
-"""Who is to blame, from what is known of each rank."""
+"""Verdicts about hangs, from evidence about each rank."""
 
 from typing import Any
+
+import pytest
 
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answer
@@ -43,15 +45,85 @@ def rank(
     return Evidence(progress, stalled, LIMIT, SLOW, answer, state=state_of_process, **more)
 
 
-def blamed(ranks: list[Evidence], seen_before: bool = False) -> HangVerdict:
+def verdict_on(*ranks: Evidence, seen_before: bool = False) -> HangVerdict:
     found = judge(ranks, seen_before)
-    assert found is not None, "nobody is to blame"
+    assert found is not None, "no rank is blamed"
     return found
 
 
-def test_who_has_not_joined_is_named_with_the_call_and_the_line() -> None:
-    found = blamed([rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)])
-    assert (found.rank, found.ends, found.kind) == (1, 1, waits.LOCK)
+COMPILING = Frame("/x/torch/_dynamo/convert_frame.py", 1, "_compile", "", False)
+DEBUGGER = Frame("/usr/lib/pdb.py", 1, "Pdb.interaction", "", False)
+ASLEEP = Frame("/me/user.py", 3, "wait", "time.sleep(9)", True)
+ITEM = Frame("/me/user.py", 30, "Net.training_step", "loss.item()", True)
+THREE, FOUR, TWO = {"1": (0, 1, 2)}, {"1": (0, 1, 2, 3)}, {"1": (0, 1), "2": (0, 1)}
+WAITING = rank(0, call(57))
+
+
+@pytest.mark.parametrize(("ranks", "seen_before"), [
+    ([WAITING, rank(1, frame=IN_LOOP, stalled=5.0, state="R", phase=phases.SAVING)], True),
+    ([WAITING, rank(1, frame=COMPILING)], True),
+    ([WAITING, rank(1, frame=DEBUGGER, stalled=9999.0)], True),
+    ([WAITING, rank(1, answers=False, state_of_process="t")], True),
+    # Stopped for a moment, or continued meanwhile.
+    ([rank(0, call(57), stalled=1.5), rank(1, answers=False, stalled=1.5, state_of_process="T")], False),
+    ([rank(0, call(57), stalled=1.5), rank(1, answers=False, stalled=1.5, halted=True)], False),
+    # All are stopped: the job is suspended.
+    ([rank(number, answers=False, state_of_process="T") for number in (0, 1)], True),
+    ([rank(0, call(57, "alltoall_base", 3)), rank(1, call(57, "alltoall_base", 5))], False),
+    # The rank of the other machine may be saving, which only its own monitor knows.
+    ([rank(number, call(57), groups=THREE) for number in (0, 1)], True),
+])  # fmt: skip
+def test_no_rank_is_blamed(ranks: list[Evidence], seen_before: bool) -> None:
+    assert judge(ranks, seen_before) is None
+
+
+@pytest.mark.parametrize(("ranks", "seen_before", "expected"), [
+    ([WAITING, rank(1, call(56, pending=False), frame=IN_STEP)], False, (1, 1, waits.LOCK)),
+    ([WAITING, rank(1, frame=IN_LOOP, state="R")], False, (1, 1, waits.COMPUTING)),
+    ([rank(0, call(57), stalled=120.0), rank(1, frame=COMPILING, stalled=120.0)], False, (1, 1, waits.COMPILING)),
+    # Certain causes come before likely ones.
+    *(
+        (
+            [
+                rank(0, call(57), groups=THREE),
+                rank(1, frame=ASLEEP, stalled=50.0, groups=THREE),
+                rank(2, answers=False, state_of_process=state, halted=state == "T"),
+            ],
+            False,
+            (2, 2, kind),
+        )
+        for state, kind in (("T", HALTED), ("D", KERNEL))
+    ),
+    # Of two ranks that stand still, the one that others wait for.
+    ([WAITING, rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)], False, (1, 1, waits.LOCK)),
+    # On an accelerator any line may wait for a call.
+    (
+        [rank(0, call(57), frame=ITEM, state="R", on_accelerator=True), rank(1, frame=IN_STEP, on_accelerator=True)],
+        False,
+        (1, 1, waits.LOCK),
+    ),
+    # Of two different calls, the one of the rank ahead.
+    (
+        [rank(0, call(57, "all_gather"), phase=phases.FORWARD), rank(1, call(57), phase=phases.BACKWARD)],
+        False,
+        (1, 1, verdict.MISMATCH),
+    ),
+    ([WAITING, rank(1, call(56, pending=False), running=False)], True, (1, 0, verdict.ENDED)),
+    ([rank(number, call(57), groups=THREE, stalled=120.0) for number in (0, 1)], True, (2, 0, verdict.ELSEWHERE)),
+    ([rank(0), rank(1, stalled=40.0)], True, (1, 1, verdict.DEADLOCK)),
+])  # fmt: skip
+def test_blamed_rank(ranks: list[Evidence], seen_before: bool, expected: tuple[int, int, str]) -> None:
+    found = verdict_on(*ranks, seen_before=seen_before)
+    assert (found.rank, found.ends, found.kind) == expected
+
+
+def test_waiting_on_an_accelerator() -> None:
+    kinds = [rank(0, call(57), frame=ITEM, state="R", on_accelerator=each).wait.kind for each in (True, False)]
+    assert kinds == [waits.COMMUNICATION, waits.COMPUTING]
+
+
+def test_missing_rank_with_call_and_line() -> None:
+    found = verdict_on(WAITING, rank(1, call(56, pending=False), frame=IN_STEP))
     assert found.sentence == (
         "rank 1 has not joined all_reduce #57 (512 x float32) of group 'replicate' [0, 1], in which rank 0 has waited "
         "for 31 s; rank 1 is in Net.training_step at user.py:12 (phase forward), waiting for a lock"
@@ -59,38 +131,9 @@ def test_who_has_not_joined_is_named_with_the_call_and_the_line() -> None:
     assert found.reason == "in Net.training_step at user.py:12 (phase forward), waiting for a lock"
 
 
-def test_who_is_within_its_own_time_is_not_to_blame_and_who_computes_for_longer_than_ever_is() -> None:
-    assert judge([rank(0, call(57)), rank(1, frame=IN_LOOP, stalled=5.0, state="R", phase=phases.SAVING)], True) is None
-    found = blamed([rank(0, call(57)), rank(1, frame=IN_LOOP, state="R")])
-    assert (found.rank, found.kind) == (1, waits.COMPUTING)
-
-
-def test_a_compiler_has_the_time_of_a_first_step() -> None:
-    compiling = Frame("/x/torch/_dynamo/convert_frame.py", 1, "_compile", "", False)
-    assert judge([rank(0, call(57)), rank(1, frame=compiling)], True) is None
-    assert judge([rank(0, call(57), stalled=120.0), rank(1, frame=compiling, stalled=120.0)]) is not None
-
-
-def test_a_person_who_debugs_is_left_alone() -> None:
-    debugger = Frame("/usr/lib/pdb.py", 1, "Pdb.interaction", "", False)
-    assert judge([rank(0, call(57)), rank(1, frame=debugger, stalled=9999.0)], True) is None
-    assert judge([rank(0, call(57)), rank(1, answers=False, state_of_process="t")], True) is None
-
-
-def test_what_is_certain_comes_before_what_is_likely() -> None:
-    groups = {"1": (0, 1, 2)}
-    asleep = rank(1, frame=Frame("/me/user.py", 3, "wait", "time.sleep(9)", True), stalled=50.0, groups=groups)
-    for state, kind in (("T", HALTED), ("D", KERNEL)):
-        certain = rank(2, answers=False, state_of_process=state, halted=state == "T")
-        found = blamed([rank(0, call(57), groups=groups), asleep, certain])
-        assert (found.rank, found.kind) == (2, kind)
-
-
-def test_a_stopped_rank_is_named_with_the_call_before_anybody_has_waited_for_too_long() -> None:
-    groups = {"1": (0, 1, 2)}
-    waiting = rank(0, call(57), groups=groups, stalled=1.5)
-    others = [waiting, rank(2, frame=IN_LOOP, state="R", stalled=1.5)]
-    found = blamed([*others, rank(1, answers=False, stalled=1.5, state_of_process="T", halted=True)])
+def test_stopped_rank() -> None:
+    others = rank(0, call(57), groups=THREE, stalled=1.5), rank(2, frame=IN_LOOP, state="R", stalled=1.5)
+    found = verdict_on(*others, rank(1, answers=False, stalled=1.5, state_of_process="T", halted=True))
     assert (found.rank, found.ends, found.kind) == (1, 1, HALTED)
     assert found.sentence == (
         "rank 1 has not joined all_reduce #57 (512 x float32) of group 'replicate' [0, 1, 2], in which rank 0 has "
@@ -99,111 +142,57 @@ def test_a_stopped_rank_is_named_with_the_call_before_anybody_has_waited_for_too
     assert found.reason == "in phase forward, stopped by a signal (SIGSTOP)"
 
 
-def test_who_is_stopped_for_a_moment_or_was_continued_meanwhile_is_not_to_blame() -> None:
-    waiting = rank(0, call(57), stalled=1.5)
-    for state, halted in (("T", False), ("S", True)):
-        assert judge([waiting, rank(1, answers=False, stalled=1.5, state_of_process=state, halted=halted)]) is None
-    # However long all of them have stood still: the whole job is suspended.
-    assert judge([rank(number, answers=False, state_of_process="T") for number in (0, 1)], seen_before=True) is None
-
-
-def test_of_two_who_stand_still_the_one_that_others_wait_for() -> None:
-    found = blamed([rank(0, call(57)), rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)])
-    assert found.rank == 1
-
-
-def test_on_an_accelerator_any_line_may_wait_for_a_call() -> None:
-    item = Frame("/me/user.py", 30, "Net.training_step", "loss.item()", True)
-    waiting = rank(0, call(57), frame=item, state="R", on_accelerator=True)
-    found = blamed([waiting, rank(1, frame=IN_STEP, on_accelerator=True)])
-    assert found.rank == 1
-    assert waiting.wait.kind == waits.COMMUNICATION
-    assert rank(0, call(57), frame=item, state="R").wait.kind == waits.COMPUTING
-
-
-def test_the_minority_has_made_another_call() -> None:
-    groups = {"1": (0, 1, 2, 3)}
-    ranks = [rank(number, call(57), groups=groups) for number in (0, 1, 3)]
-    found = blamed([*ranks, rank(2, call(57, size=100), groups=groups)])
+def test_mismatch_of_a_minority() -> None:
+    ranks = [rank(number, call(57), groups=FOUR) for number in (0, 1, 3)]
+    found = verdict_on(*ranks, rank(2, call(57, size=100), groups=FOUR))
     assert (found.rank, found.kind) == (2, verdict.MISMATCH)
     assert "rank 2 has called all_reduce (100 x float32)" in found.sentence
-    where = "number 57 of group 'replicate' [0, 1, 2, 3], where ranks 0, 1, 3 have called all_reduce (512"
-    assert where in found.sentence
+    assert (
+        "number 57 of group 'replicate' [0, 1, 2, 3], where ranks 0, 1, 3 have called all_reduce (512" in found.sentence
+    )
 
 
-def test_of_two_the_one_ahead_has_made_another_call() -> None:
-    behind = rank(0, call(57, "all_gather"), phase=phases.FORWARD)
-    found = blamed([behind, rank(1, call(57), phase=phases.BACKWARD)])
-    assert (found.rank, found.kind) == (1, verdict.MISMATCH)
-
-
-def test_calls_whose_sizes_may_differ_fit_together() -> None:
-    assert judge([rank(0, call(57, "alltoall_base", 3)), rank(1, call(57, "alltoall_base", 5))]) is None
-
-
-def test_a_call_left_out_is_told_by_who_is_ahead_and_only_when_seen_twice() -> None:
-    groups = {"1": (0, 1), "2": (0, 1)}
+def test_skipped_call() -> None:
     before = call(56, pending=False), call(2, "broadcast", group="2", pending=False)
-    behind = rank(0, *before, call(57), groups=groups, phase=phases.BACKWARD)
-    ahead = rank(1, *before, call(3, "broadcast", group="2"), groups=groups, phase=phases.HOOKS)
+    behind = rank(0, *before, call(57), groups=TWO, phase=phases.BACKWARD)
+    ahead = rank(1, *before, call(3, "broadcast", group="2"), groups=TWO, phase=phases.HOOKS)
     assert judge([behind, ahead]) is None
-    found = blamed([behind, ahead], seen_before=True)
+    found = verdict_on(behind, ahead, seen_before=True)
     assert (found.rank, found.kind) == (1, verdict.SKIPPED)
     assert found.sentence.startswith("rank 1 left out all_reduce #57")
     assert found.sentence.endswith("in broadcast #3 (512 x float32) of group 'replicate' [0, 1]")
 
 
-def test_a_rank_in_a_call_that_nobody_else_makes_is_to_blame_wherever_it_is() -> None:
-    groups = {"1": (0, 1), "2": (0, 1)}
+def test_extra_call() -> None:
     before = call(56, pending=False)
-    backward = rank(0, before, call(57), groups=groups, phase=phases.BACKWARD)
-    alone = rank(1, before, call(1, "barrier", group="2"), groups=groups, phase=phases.FORWARD)
-    found = blamed([backward, alone], seen_before=True)
+    backward = rank(0, before, call(57), groups=TWO, phase=phases.BACKWARD)
+    alone = rank(1, before, call(1, "barrier", group="2"), groups=TWO, phase=phases.FORWARD)
+    found = verdict_on(backward, alone, seen_before=True)
     assert (found.rank, found.kind) == (1, verdict.ALONE)
     assert found.sentence.startswith("rank 1 has waited for 31 s in barrier #1")
     assert "rank 0 has waited for 31 s in all_reduce #57" in found.sentence
 
 
-def test_a_rank_that_has_ended_is_named_and_one_that_lives_is_ended() -> None:
-    found = blamed([rank(0, call(57)), rank(1, call(56, pending=False), running=False)], seen_before=True)
-    assert (found.rank, found.ends, found.kind) == (1, 0, verdict.ENDED)
-
-
-def test_ranks_of_another_machine_are_blamed_late() -> None:
-    groups = {"1": (0, 1, 2)}
-    here = [rank(number, call(57), groups=groups) for number in (0, 1)]
-    assert judge(here, seen_before=True) is None  # the other one may be saving, which only its own monitor knows
-    late = [rank(number, call(57), groups=groups, stalled=120.0) for number in (0, 1)]
-    found = blamed(late, seen_before=True)
-    assert (found.rank, found.ends, found.kind) == (2, 0, verdict.ELSEWHERE)
-
-
-def test_all_wait_for_each_others_messages() -> None:
-    found = blamed([rank(0, groups={"1": (0, 1)}), rank(1, stalled=40.0)], seen_before=True)
-    assert (found.rank, found.kind) == (1, verdict.DEADLOCK)
-
-
-def test_a_stopped_worker_of_a_data_loader_is_named() -> None:
+def test_stopped_data_loader_worker() -> None:
     loader = Frame("/x/torch/utils/data/dataloader.py", 1, "_BaseDataLoaderIter.__next__", "", False)
-    found = blamed([rank(0, call(57)), rank(1, frame=loader, children=(Child(77, "python", "T"),))])
+    found = verdict_on(WAITING, rank(1, frame=loader, children=(Child(77, "python", "T"),)))
     assert found.sentence.endswith("its data loader: worker process 77 is stopped by a signal (SIGSTOP)")
 
 
-def test_calls_of_ranks_that_have_failed_are_laid_side_by_side() -> None:
+def test_calls_of_failed_ranks() -> None:
     done = [call(number, pending=False) for number in (55, 56)]
     failed = [rank(0, *done, call(57, pending=False)), rank(1, *done, call(57, size=100, pending=False))]
-    told = differing_calls(failed)
-    assert told is not None
-    assert "as number 57 of group 'replicate' [0, 1]" in told
+    assert "as number 57 of group 'replicate' [0, 1]" in str(differing_calls(failed))
     assert differing_calls([rank(0, *done), rank(1, *done, call(57))]) is None
 
 
-def test_the_report_begins_with_who_and_why_and_the_users_lines() -> None:
-    ranks = [rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)]
-    found = blamed(ranks)
+def test_report() -> None:
+    ranks = [WAITING, rank(1, call(56, pending=False), frame=IN_STEP)]
+    found = verdict_on(*ranks)
     report = report_of(found, ranks)
-    assert first_lines(report).splitlines()[0] == f"Hang: {found.sentence}"
-    assert first_lines(report).splitlines()[2].startswith("  rank 0: phase forward, step 5, micro-batch 6, no progress")
+    lines = first_lines(report).splitlines()
+    assert lines[0] == f"Hang: {found.sentence}"
+    assert lines[2].startswith("  rank 0: phase forward, step 5, micro-batch 6, no progress")
     assert report.index("Rank 1 is in your lines") < report.index("---- rank 1") < report.index("---- rank 0")
     assert "  /me/user.py:12 in Net.training_step: self.lock.acquire()" in report
     assert "all_reduce #57 (512 x float32) of group 'replicate' [0, 1]: PENDING" in report

@@ -1,4 +1,4 @@
-"""The parts of the watchdog: boxes, limits, answers, stacks, calls, and the monitor that puts them together."""
+"""Parts of the watchdog: boxes, limits, answers, stacks, calls and the monitor."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame, Thread, crash_in, own_threads, place_of
 
 
-def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
+def test_progress_box(tmp_path: Path) -> None:
     boxes = Boxes(2, tmp_path)
     box = ProgressBox(boxes.address, 1, rank=7)
     box.begin(phases.FORWARD)
@@ -52,7 +52,7 @@ def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
         ProgressBox(boxes.address, 1, rank=7)
 
 
-def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
+def test_learned_times(tmp_path: Path) -> None:
     boxes = Boxes(1, tmp_path)
     box = ProgressBox(boxes.address, 0, 0)
     box.count(7)
@@ -78,7 +78,7 @@ def _progress(**values: Any) -> Progress:
     return Progress(**{**plain, "changes": 0, "longest": {}, **values})
 
 
-def test_the_longest_time_of_any_rank_is_what_counts() -> None:
+def test_limits() -> None:
     limits = HangLimits(safety_factor=3.0, floor_seconds=10.0, first_timeout=100.0)
     ranks = [_progress(longest={phases.FORWARD: 2.0}), _progress(longest={phases.FORWARD: 4.0, phases.DATA: 1.0})]
     assert limits.limit(phases.FORWARD, ranks) == 12.0
@@ -96,7 +96,7 @@ def test_the_longest_time_of_any_rank_is_what_counts() -> None:
     ("hang_floor_seconds", 0.0),
     ("hang_first_timeout", -1.0),
 ])  # fmt: skip
-def test_impossible_limits_are_refused(key: str, value: Any) -> None:
+def test_refused_limits(key: str, value: Any) -> None:
     cfg = OmegaConf.create({"launch": OmegaConf.structured(LaunchConfig)})
     assert hang_problems(cfg) == []
     cfg.launch[key] = value
@@ -105,7 +105,7 @@ def test_impossible_limits_are_refused(key: str, value: Any) -> None:
     assert "must be" in problem
 
 
-def test_impossible_limits_of_the_callback_are_refused() -> None:
+def test_refused_callback_limits() -> None:
     assert Watchdog(hang_timeout=None).limits is None
     with pytest.raises(ValueError, match="hang_timeout=soon: must be auto"):
         Watchdog(hang_timeout="soon")
@@ -121,7 +121,7 @@ def _acquire(lock: Any) -> None:
 
 
 class Holder:
-    """Whose lock is found without running the property beside it."""
+    """Owner of a lock and of a property that must not run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -150,7 +150,7 @@ def _while_in(function: Any, *args: Any) -> Thread:
     raise AssertionError("the thread does not come to wait")
 
 
-def test_a_thread_that_waits_for_a_lock() -> None:
+def test_lock_wait() -> None:
     holder = Holder()
     with holder.lock:
         for function, args in ((_acquire, (holder.lock,)), (holder.wait, ())):
@@ -161,7 +161,7 @@ def test_a_thread_that_waits_for_a_lock() -> None:
             holder.lock.acquire()
 
 
-def test_no_code_of_the_user_runs_to_read_a_stack() -> None:
+def test_stacks_run_no_user_code() -> None:
     thread = _while_in(Holder().fall)
     assert not thread.frames[0].holds_lock
     assert waits.wait_of(thread).kind == waits.SLEEP
@@ -176,7 +176,7 @@ def _kind(*frames: Frame, state: str = "S") -> str:
     return waits.wait_of(Thread("", True, state, frames)).kind
 
 
-def test_what_is_waited_for_is_told_by_the_outermost_library_that_is_known() -> None:
+def test_wait_kinds() -> None:
     wait, get = _at("/usr/lib/threading.py", "Condition.wait"), _at("/usr/lib/queue.py", "Queue.get")
     loader = _at("/x/torch/utils/data/dataloader.py", "_MultiProcessingDataLoaderIter._try_get_data")
     user, fetcher = _at("/me/train.py", "Net.training_step", users=True), _at("/x/lightning/fetchers.py", "next")
@@ -190,7 +190,7 @@ def test_what_is_waited_for_is_told_by_the_outermost_library_that_is_known() -> 
     assert _kind(_at("/x/torch/_ops.py", "OpOverload.__call__"), recv) == waits.COMMUNICATION
 
 
-def test_who_debugs_or_compiles_is_known() -> None:
+def test_debugger_and_compiler() -> None:
     user = _at("/me/train.py", "Net.training_step", users=True)
     debugger = _at("/usr/lib/cmd.py", "Cmd.cmdloop"), _at("/usr/lib/pdb.py", "Pdb.interaction")
     assert _kind(*debugger, user) == waits.DEBUGGER
@@ -199,7 +199,7 @@ def test_who_debugs_or_compiles_is_known() -> None:
     assert _kind(user, _at("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")) == waits.NATIVE
 
 
-def test_the_thread_in_which_backward_runs_the_users_hooks_is_the_one_that_acts() -> None:
+def test_acting_thread() -> None:
     main = Thread("MainThread", True, "S", (_at("/x/torch/autograd/graph.py", "_engine_run_backward"),))
     other = Thread("reader", False, "S", (_at("/me/data.py", "read", users=True),))
     device = Thread("", False, "S", (_at("/me/train.py", "hook", users=True),))
@@ -222,7 +222,7 @@ Thread 0x3 (most recent call first):
 Extension modules: a, b"""
 
 
-def test_the_users_line_of_a_crash_is_found() -> None:
+def test_crash_location() -> None:
     crash = crash_in(CRASH.format(torch=dist.distributed_c10d.__file__))
     assert crash is not None
     assert place_of(crash) == "Aborted (on_train_batch_end at train.py:7)"
@@ -230,7 +230,7 @@ def test_the_users_line_of_a_crash_is_found() -> None:
     assert crash_in("Thread 0x1 (most recent call first):") is None
 
 
-def test_a_rank_answers_until_it_stops(tmp_path: Path) -> None:
+def test_answerer(tmp_path: Path) -> None:
     assert not ask(tmp_path, 0, "1")  # nobody is there
     answerer = Answerer(tmp_path, 0)
     answerer.start()
@@ -253,7 +253,7 @@ def _answer(folder: Path, question: str) -> Answer:
     raise AssertionError("no answer came")
 
 
-def test_an_answer_survives_being_written() -> None:
+def test_answer_roundtrip() -> None:
     own = own_answer(own_threads() or [Thread("", True, "S", ())])
     answer = rebuilt(Answer, json.loads(json.dumps(asdict(own))))
     assert answer == own
@@ -267,7 +267,7 @@ def test_an_answer_survives_being_written() -> None:
     (((4,), (6,)), ("float32", "int64"), "barrier #3 (10 x float32 and int64 in 2 tensors)"),
     (((),), ("bool",), "barrier #3 (1 x bool)"),
 ])  # fmt: skip
-def test_calls_for_people(sizes: Any, kinds: Any, text: str) -> None:
+def test_call_text(sizes: Any, kinds: Any, text: str) -> None:
     assert str(Call("0", 3, "barrier", sizes, kinds, True, 1.0)) == text
 
 
@@ -281,7 +281,7 @@ def names_of_groups() -> dict[str, tuple[int, ...]]:
     return {group.label: group.ranks for group in own_groups()}
 
 
-def test_groups_are_named(ranks: Any) -> None:
+def test_group_labels(ranks: Any) -> None:
     assert ranks(names_of_groups, 2) == [{"all ranks": (0, 1), "replicate": (0, 1)}] * 2
 
 
@@ -301,7 +301,7 @@ class Line(pl.LightningModule):
 
 
 @pytest.mark.parametrize("kind", [Trainer, pl.Trainer])
-def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_a_run(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "watchdog"
     folder.mkdir()
     watcher = HangMonitor(1, folder, tmp_path)
@@ -324,7 +324,7 @@ def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds of the monitor's clock."""
+    """Replace the monitor's clock; return its seconds."""
     now = [100.0]
     # The monitor's own: those who look for what a test has left need one that goes on.
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -332,7 +332,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class SilentInquiry:
-    """Counts the questions."""
+    """Inquiry that only counts."""
 
     asked = 0
 
@@ -355,7 +355,7 @@ def _watched_box(watcher: HangMonitor, number: int) -> ProgressBox:
     return ProgressBox(place["boxes"], place["box"], rank=number)
 
 
-def test_a_job_that_was_put_to_sleep_is_no_hang(tmp_path: Path, clock: Any, questions: Any) -> None:
+def test_sleeping_job(tmp_path: Path, clock: Any, questions: Any) -> None:
     watcher = HangMonitor(1, tmp_path, tmp_path, HangLimits(fixed=10.0))
     box = _watched_box(watcher, 0)
     watcher.check()
@@ -370,7 +370,7 @@ def test_a_job_that_was_put_to_sleep_is_no_hang(tmp_path: Path, clock: Any, ques
     watcher.close()
 
 
-def test_progress_and_an_end_are_no_hang(tmp_path: Path, clock: Any, questions: Any) -> None:
+def test_progress_and_exit(tmp_path: Path, clock: Any, questions: Any) -> None:
     watcher = HangMonitor(2, tmp_path, tmp_path, HangLimits(fixed=10.0))
     getting_on, ended = _watched_box(watcher, 0), _watched_box(watcher, 1)
     ended.close()
@@ -383,7 +383,7 @@ def test_progress_and_an_end_are_no_hang(tmp_path: Path, clock: Any, questions: 
     watcher.close()
 
 
-def test_a_process_that_takes_the_place_of_another_gets_its_box(tmp_path: Path) -> None:
+def test_replaced_process_gets_its_box(tmp_path: Path) -> None:
     watcher = HangMonitor(1, tmp_path, tmp_path)
     box = json.loads(watcher.environment(0)[VARIABLE])["box"]
     watcher.watch(0, os.getpid())
@@ -397,5 +397,5 @@ def test_a_process_that_takes_the_place_of_another_gets_its_box(tmp_path: Path) 
     watcher.close()
 
 
-def test_own_state_is_known() -> None:
+def test_own_state() -> None:
     assert state_of(os.getpid()) == "R"

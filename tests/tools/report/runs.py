@@ -44,7 +44,7 @@ def whole_run(path: Path) -> Path:
     (path / "logs").mkdir()
     (path / "logs" / "restarts.log").write_text(
         "2027-01-15 08:05:00.250 rank 1 was ended by SIGKILL (at step 12)\n    details\n"
-        "2027-01-15 08:05:00.300 restart 1; more\n2027-01-15 08:05:01.000 going on from step=10 with 4 rank(s)\n"
+        "2027-01-15 08:05:00.300 restart 1; more\n2027-01-15 08:05:01.000 continuing from step=10 with 4 rank(s)\n"
     )
     saved = path / "checkpoints" / "step=10"
     saved.mkdir(parents=True)

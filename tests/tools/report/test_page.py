@@ -287,7 +287,7 @@ def test_every_fit_ends_with_a_page(tmp_path, monkeypatch, capsys, fails):
             raise RuntimeError("why")
         return {}
 
-    monkeypatch.setattr(run, "run_here", here)
+    monkeypatch.setattr(run, "run_in_process", here)
     cfg = compose("digits", [f"run_dir={tmp_path / 'run'}"])
     with pytest.raises(RuntimeError, match="why") if fails else nullcontext():
         run.launch(cfg, "fit")

@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started meet anew in every attempt, and know the run that they were in."""
+"""Rendezvous of torchrun's ranks in every attempt, and the run of the previous attempt."""
 
 import json
 import os
@@ -10,18 +10,18 @@ import pytest
 from torch.distributed import HashStore
 
 from trainwright.core.run.launcher import Launcher
-from trainwright.launch.engines.torchrun.begun import agent_id, begun_run, remember
-from trainwright.launch.ranks import meeting
-from trainwright.launch.ranks.meeting import meet
-from trainwright.launch.ranks.rendezvous import LocalStore
+from trainwright.launch.engines.torchrun.agreement import agent_id, previous_run, record_agent
+from trainwright.launch.ranks import torchrun_store
+from trainwright.launch.ranks.local_store import LocalStore
+from trainwright.launch.ranks.torchrun_store import meet
 
 
 @pytest.fixture
 def agents_store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    """The store of the agent, which outlives the ranks."""
+    """Return the store of the agent, which outlives the ranks."""
     store = HashStore()
-    monkeypatch.setattr(meeting, "_launchers_store", lambda launcher: store)
-    monkeypatch.setattr(meeting, "_kept", [])
+    monkeypatch.setattr(torchrun_store, "_launchers_store", lambda launcher: store)
+    monkeypatch.setattr(torchrun_store, "_kept", [])
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "")  # so that they are put back
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -32,7 +32,7 @@ def _rank(rank: int, size: int = 2) -> Launcher:
     return Launcher("torchrun", rank, size, size)
 
 
-def test_a_rank_waits_for_the_rank_0_of_its_own_attempt(agents_store: HashStore) -> None:
+def test_store_of_the_current_attempt(agents_store: HashStore) -> None:
     with LocalStore() as dead, LocalStore() as before:
         # Rank 0 of one earlier attempt is dead, that of another lives still; its rank 1 has been there.
         before.store.add("trainwright/joined/1", 1)
@@ -56,7 +56,7 @@ def test_a_rank_waits_for_the_rank_0_of_its_own_attempt(agents_store: HashStore)
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-def test_where_ranks_are_started_once_they_meet_at_the_launchers_store(agents_store, monkeypatch):
+def test_launcher_store_without_restarts(agents_store, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert meet(_rank(0)) is agents_store
     assert meet(_rank(1)) is agents_store
@@ -70,7 +70,7 @@ def _environment(folder: str, attempt: int, rank: int = 0) -> dict[str, str]:
     }
 
 
-def test_an_agent_has_a_name_that_its_attempts_share() -> None:
+def test_agent_id() -> None:
     name = agent_id(_environment("agent", 0))
     assert name == agent_id(_environment("agent", 1, rank=3))
     assert name != agent_id(_environment("other", 0))
@@ -80,19 +80,19 @@ def test_an_agent_has_a_name_that_its_attempts_share() -> None:
     assert agent_id({"RANK": "0", "WORLD_SIZE": "2"}) is None  # nobody starts these again
 
 
-def test_ranks_find_the_run_that_their_agent_was_in() -> None:
+def test_previous_run_of_an_agent() -> None:
     for name in ("first", "second", "third"):
         Path("runs/mine", name).mkdir(parents=True)
         Path("runs/mine", name, "config.yaml").touch()
     Path("own").mkdir()
-    assert begun_run("mine", None, ("a", "b")) is None
-    remember(Path("runs/mine/second"), "b")
-    remember(Path("runs/mine/third"), "c")
-    assert begun_run("mine", None, ("a", "b")) == Path("runs/mine/second")
-    assert begun_run("mine", None, ()) is None
-    assert begun_run("mine", "runs/mine/third", ("a", "b")) is None  # of another agent: begins, or is refused
-    assert begun_run("mine", "own", ("b",)) is None
-    remember(Path("own"), "b")
-    assert begun_run("mine", "own", ("b",)) is None  # it failed before there was a run
+    assert previous_run("mine", None, ("a", "b")) is None
+    record_agent(Path("runs/mine/second"), "b")
+    record_agent(Path("runs/mine/third"), "c")
+    assert previous_run("mine", None, ("a", "b")) == Path("runs/mine/second")
+    assert previous_run("mine", None, ()) is None
+    assert previous_run("mine", "runs/mine/third", ("a", "b")) is None  # of another agent: begins, or is refused
+    assert previous_run("mine", "own", ("b",)) is None
+    record_agent(Path("own"), "b")
+    assert previous_run("mine", "own", ("b",)) is None  # it failed before there was a run
     Path("own/config.yaml").touch()
-    assert begun_run("mine", "own", ("b",)) == Path("own")
+    assert previous_run("mine", "own", ("b",)) == Path("own")

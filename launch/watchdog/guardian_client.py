@@ -1,6 +1,4 @@
-"""A process that watches the ranks of this machine, where another launcher started them: torchrun, SLURM, a script."""
-
-from __future__ import annotations
+"""Monitoring process for ranks started by another launcher: torchrun, SLURM, or a script."""
 
 import contextlib
 import json
@@ -19,14 +17,14 @@ _SECONDS_TO_END = 5.0
 
 
 class Guardian:
-    """The process, seen from local rank 0 that starts it. It ends with :meth:`stop`, or when this process is gone.
+    """The monitoring process, as seen by local rank 0 that starts it. It ends with :meth:`stop` or with this process.
 
     Args:
         trainer: of this rank.
-        limits: how long is too long.
+        limits: time limits of phases.
 
     Attributes:
-        places: for each rank of this machine, where its box is and where it is asked.
+        places: box and folder of each rank of this machine.
 
     Raises:
         RuntimeError: if the process could not be started.
@@ -64,14 +62,14 @@ class Guardian:
 
 
 def agree(trainer: Trainer, places: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Tell every rank where its box is. A collective of all ranks, once a run.
+    """Distribute the boxes to the ranks. A collective of all ranks, once per run.
 
     Args:
         trainer: of this rank.
-        places: of the ranks of this machine, which local rank 0 has; ``None`` on the others.
+        places: of the ranks of this machine on local rank 0; ``None`` on the others.
     """
-    own = None if places is None else (trainer.node_rank, places)  # one rank of a machine speaks for it
-    told = [own] if trainer.world_size == 1 else of_all_ranks(own, device=trainer.strategy.root_device)
-    of_nodes = dict(found for found in told if found is not None)
+    own = None if places is None else (trainer.node_rank, places)  # one rank per machine contributes
+    gathered = [own] if trainer.world_size == 1 else of_all_ranks(own, device=trainer.strategy.root_device)
+    of_nodes = dict(found for found in gathered if found is not None)
     place: dict[str, Any] = of_nodes[trainer.node_rank][trainer.local_rank]
     return place

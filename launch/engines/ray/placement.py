@@ -1,6 +1,4 @@
-"""Room for the ranks of a run in a cluster of Ray: as many as there are places for, more when there are more."""
-
-from __future__ import annotations
+"""Placement of a run's ranks in a Ray cluster: as many as there is room for, and more when there is more."""
 
 import contextlib
 import time
@@ -12,25 +10,24 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.interrupt import HeldSignals
-from trainwright.launch.engines.ray.places import bundles
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.engines.ray.resources import bundles
+from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog
 from trainwright.launch.recovery.sizes import feasible, resized
 
-# Longest wait for Ray at a time, in seconds: a signal is heard between two.
-_LOOK_SECONDS = 1.0
-# Seconds that a smaller group has to find its place, once the whole one did not in time.
+# Longest uninterrupted wait for Ray, in seconds; signals are handled in between.
+_POLL_SECONDS = 1.0
+# Seconds to place a smaller group, once the whole one could not be placed in time.
 _SMALLER_SECONDS = 5.0
 
 
-class Room:
+class Placement:
     """The placement group of a run: as many ranks as there is room for, at least `launch.min_devices`.
 
     Args:
         cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
-        log: where a change is told.
-        signals: held while Ray is asked.
+        log: receives every change.
+        signals: held during calls of Ray.
     """
 
     def __init__(self, cfg: DictConfig, verb: str, log: RestartLog, signals: HeldSignals) -> None:
@@ -47,19 +44,19 @@ class Room:
 
     @property
     def size(self) -> int:
-        """Devices of the next attempt: its place is taken now, that of the one before is given back."""
+        """Devices of the next attempt; reading it replaces the placement group."""
         self._take()
         return self._size
 
     def place(self) -> tuple[Any, int]:
-        """Ray's placement group for the next attempt, and the devices that it has room for."""
+        """Return Ray's placement group for the next attempt, and its number of devices."""
         if not self._is_new:
             self._take()
         self._is_new = False
         return self._group, self._size
 
     def close(self) -> None:
-        """Give the place back."""
+        """Remove the placement group."""
         import ray
 
         if self._group is not None:
@@ -67,63 +64,63 @@ class Room:
                 ray.util.remove_placement_group(self._group)
             self._group = None
 
-    def blame(self, setback: Setback, samples: int | None) -> bool:
-        """Hear of a failure; what was lost is missing when the next place is taken."""
+    def blame(self, setback: AttemptFailure, samples: int | None) -> bool:
+        """Account for a failure; lost resources are missing in the next placement."""
         self._samples = samples
         return False
 
     def look(self, samples: int | None) -> bool:
-        """Whether to try again with all devices: some machine has enough of everything, in use or not."""
+        """Return whether to try again with all devices: some machine has enough of everything, in use or not."""
         self._samples = samples
         if self._size == self._cfg.devices or time.monotonic() < self._look_at:
             return False
-        self._wait_longer()
+        self._back_off()
         grows = self._is_large_enough()
         if grows:
-            self._log.tell(f"the cluster has room for {self._cfg.devices} devices again")
+            self._log.write(f"the cluster has room for {self._cfg.devices} devices again")
         return grows
 
     def _take(self) -> None:
-        """Take the place of all devices, or in time that of as many as there is room for; give the former one back.
+        """Replace the placement group by one of all devices, or after a wait by the largest possible one.
 
         Raises:
             ConfigError: if there is no room, and never was.
-            RankError: if there is none any more.
+            RankError: if there is no room any more.
         """
         had_room = self._group is not None
         self.close()
         self._size = int(self._cfg.devices)
-        if self._try(self._size, float(self._cfg.launch.placement_seconds)):
+        if self._try_place(self._size, float(self._cfg.launch.placement_seconds)):
             return
         fewest = self._cfg.launch.min_devices
         sizes = [] if fewest is None else range(self._size - 1, fewest - 1, -1)
         for size in sizes:
             possible = feasible(self._cfg, self._verb, [size], self._samples) is not None
-            if possible and self._try(size, _SMALLER_SECONDS):
-                self._log.tell(f"the cluster has room for {size} of {self._cfg.devices} devices")
+            if possible and self._try_place(size, _SMALLER_SECONDS):
+                self._log.write(f"the cluster has room for {size} of {self._cfg.devices} devices")
                 self._size = size
-                self._wait_longer()
+                self._back_off()
                 return
-        raise RankError(self._no_room(), 0, None) if had_room else ConfigError([self._no_room()])
+        raise RankError(self._no_room_message(), 0, None) if had_room else ConfigError([self._no_room_message()])
 
-    def _try(self, devices: int, seconds: float) -> bool:
+    def _try_place(self, devices: int, seconds: float) -> bool:
         import ray
 
         cfg = resized(self._cfg, devices, self._samples, self._cfg.nodes)
         end = time.monotonic() + seconds
         with self._signals.held():
             group = ray.util.placement_group(bundles(cfg), strategy=cfg.launch.placement)
-            self._group = group  # to be given back, if the wait for it is interrupted
+            self._group = group  # so that it is removed if the wait is interrupted
         while True:
             with self._signals.held():
-                if group.wait(min(_LOOK_SECONDS, seconds)):
+                if group.wait(min(_POLL_SECONDS, seconds)):
                     self._is_new = True
                     return True
             if time.monotonic() >= end:
                 self.close()
                 return False
 
-    def _wait_longer(self) -> None:
+    def _back_off(self) -> None:
         self._look_at = time.monotonic() + self._pause
         self._pause *= 2
 
@@ -134,11 +131,11 @@ class Room:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return any(all(has.get(name, 0.0) >= amount for name, amount in bundle.items()) for has in machines)
 
-    def _no_room(self) -> str:
+    def _no_room_message(self) -> str:
         import ray
 
-        asked = " and ".join(_in_words(bundle) for bundle in bundles(self._cfg))
-        there = "; ".join(_in_words(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        asked = " and ".join(_resources_text(bundle) for bundle in bundles(self._cfg))
+        there = "; ".join(_resources_text(node["Resources"]) for node in ray.nodes() if node["Alive"])
         return (
             f"launch=ray: within launch.placement_seconds={self._cfg.launch.placement_seconds:g} there was no room for "
             f"{asked} (machine by machine, placement {self._cfg.launch.placement}); the machines of the cluster have "
@@ -146,6 +143,6 @@ class Room:
         )
 
 
-def _in_words(resources: Mapping[str, float]) -> str:
+def _resources_text(resources: Mapping[str, float]) -> str:
     shown = {name: amount for name, amount in resources.items() if not name.startswith(("node:", "object_store"))}
     return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in sorted(shown.items())) + "}"

@@ -1,10 +1,8 @@
-"""What ranks ask of a Ray cluster, and what each is told of the others: pure functions of the configuration."""
-
-from __future__ import annotations
+"""Resources of ranks in a Ray cluster, and their environment: pure functions of the configuration."""
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.core.config.references import variables_of
 from trainwright.core.text.messages import token_environment
 
-# Of a rank, under `launch.ranks`; any other name is a resource of the cluster.
+# Keys of a rank in `launch.ranks`; any other name is a custom resource.
 _OWN = ("cpus", "gpus", "memory_gb")
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where Ray has put the actor of a rank.
+    """Location of a rank's actor.
 
     Attributes:
         node: Ray's name of the machine.
         address: of the machine, for the others.
-        gpus: its GPUs that are the actor's.
+        gpus: GPUs assigned to the actor.
     """
 
     node: str
@@ -34,7 +32,7 @@ class Place:
 
 
 def resources_of(cfg: DictConfig, rank: int) -> dict[str, float]:
-    """What Ray sets aside for a rank, under Ray's names; nothing that is 0.
+    """Return the resources that Ray reserves for a rank, by Ray's names, without zeros.
 
     Args:
         cfg: the resolved configuration.
@@ -50,32 +48,33 @@ def resources_of(cfg: DictConfig, rank: int) -> dict[str, float]:
 
 
 def bundles(cfg: DictConfig) -> list[dict[str, float]]:
-    """The bundles of the placement group: one for the ranks of each machine, as Ray keeps a bundle on one machine.
+    """Return the bundles of the placement group: one for the ranks of each machine, since a bundle stays on one
+    machine.
 
     Args:
         cfg: the resolved configuration.
     """
-    found: list[dict[str, float]] = []
-    for node in range(cfg.nodes):
-        bundle: dict[str, float] = {}
-        for rank in range(node * cfg.devices, (node + 1) * cfg.devices):
-            for name, amount in resources_of(cfg, rank).items():
-                bundle[name] = bundle.get(name, 0.0) + amount
-        found.append(bundle)
-    return found
+    size = cfg.devices
+    return [
+        _total(resources_of(cfg, rank) for rank in range(node * size, (node + 1) * size)) for node in range(cfg.nodes)
+    ]
 
 
 def total(cfg: DictConfig) -> dict[str, float]:
-    """What all ranks need together."""
+    """Return the resources of all ranks together."""
+    return _total(bundles(cfg))
+
+
+def _total(amounts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for bundle in bundles(cfg):
-        for name, amount in bundle.items():
+    for each in amounts:
+        for name, amount in each.items():
             found[name] = found.get(name, 0.0) + amount
     return found
 
 
 def actor_options(cfg: DictConfig, rank: int) -> dict[str, Any]:
-    """What Ray is told of the actor of a rank, besides its place; it is never started again by Ray.
+    """Return Ray's options of a rank's actor, besides its placement; Ray never restarts it.
 
     Args:
         cfg: the resolved configuration.
@@ -94,18 +93,18 @@ def actor_options(cfg: DictConfig, rank: int) -> dict[str, Any]:
     return {**options, "resources": needs} if needs else options
 
 
-def environment_of(
+def rank_variables(
     cfg: DictConfig, rank: int, places: Sequence[Place], store: tuple[str, int], attempt: int, threads: str | None
 ) -> dict[str, str]:
-    """Variables by which a rank knows which one it is, and where the others are met.
+    """Return the variables of a rank: its numbers and the rendezvous.
 
     Args:
         cfg: the resolved configuration.
         rank: global rank.
         places: of all ranks, in order.
         store: address and port.
-        attempt: how often the ranks were started before.
-        threads: CPU threads of a rank that somebody has asked for; None: as many as it has cores.
+        attempt: number of restarts.
+        threads: CPU threads per rank requested by the environment; None = as many as it has cores.
     """
     from trainwright.launch.ranks.environment import of_rank  # imports torch
 
@@ -119,14 +118,14 @@ def environment_of(
         **token_environment(),
         "OMP_NUM_THREADS": str(cfg.launch.threads or threads or cores),
     }
-    # What the configuration refers to; a rank may be on another machine.
+    # Variables that the configuration refers to, because a rank may be on another machine.
     found |= {name: os.environ[name] for name in variables_of(cfg) if name in os.environ and name not in found}
     if places[0].address.startswith("127.") and all(place.address == places[0].address for place in places):
-        # A cluster of this machine alone: nothing listens to the network.
+        # A cluster of this machine only: nothing listens on the network.
         found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     visible = [gpu for place in places[node * cfg.devices : (node + 1) * cfg.devices] for gpu in place.gpus]
     if visible:
-        # Ray shows each actor its own alone; ranks of a machine must see each other's, and take theirs by number.
+        # Ray shows each actor only its own GPUs; ranks of a machine must see each other's, and index their own.
         found["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     return found
 

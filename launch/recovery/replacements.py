@@ -1,6 +1,4 @@
-"""Ranks that a run can lose while the others go on: each is started anew for itself, and joins them."""
-
-from __future__ import annotations
+"""Single ranks that are restarted and rejoin while the others continue."""
 
 import time
 from collections import Counter
@@ -10,23 +8,22 @@ from pathlib import Path
 
 from trainwright.core.failures.failure import RankError, failure_of
 from trainwright.core.failures.records import read_steps
-from trainwright.launch.ranks.supervisor import Ended
-from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, setback_of
+from trainwright.launch.ranks.supervisor import RankExit
+from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy, attempt_failure
 from trainwright.strategies.parameter_server.options import INCARNATION
 
 
 @dataclass(eq=False)
 class Replacements:
-    """Decides about lost ranks, and knows when their replacements are due.
+    """Decisions about lost ranks, and the schedule of their replacements.
 
     Args:
         ranks: those that can be lost while the others train; empty = none.
-        world_size: number of all ranks.
-        records: where the ranks write down how they failed.
+        world_size: number of ranks.
+        records: folder of the ranks' failure records.
         run_dir: of the run.
-        policy: asked about every lost rank, as about a restart.
-        log: told of every one.
+        policy: decides about every lost rank as about a restart.
+        log: receives every loss and replacement.
     """
 
     ranks: Collection[int]
@@ -42,33 +39,33 @@ class Replacements:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells a rank that it is the first of its number, and that lost ones are started anew."""
+        """Variables of a rank's first incarnation; empty where lost ranks are not replaced."""
         return {INCARNATION: "0"} if self.ranks else {}
 
     @property
     def pause(self) -> float | None:
-        """Seconds until the next replacement is due; None: there is none."""
+        """Seconds until the next replacement is due; None = there is none."""
         return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
 
-    def take(self, failed: Sequence[Ended], begun: int | None) -> bool:
-        """Whether the others go on without these; then their replacements become due.
+    def take(self, failed: Sequence[RankExit], start_step: int | None) -> bool:
+        """Return whether the others continue without these ranks; if so, schedule their replacements.
 
         Args:
-            failed: ranks that ended badly, at about the same time.
-            begun: optimizer steps that were done when training began; None: it has not, so that all still set up
-                together, and none can be lost.
+            failed: ranks that failed at about the same time.
+            start_step: optimizer steps when training started; None = it has not: all ranks are still setting up, and
+                none can be lost.
 
         Raises:
             RankError: if one may not be replaced any more.
         """
-        if begun is None or not {each.rank for each in failed} <= set(self.ranks):
+        if start_step is None or not {each.rank for each in failed} <= set(self.ranks):
             return False
         for each in failed:
-            self._replace(each, begun)
+            self._replace(each, start_step)
         return True
 
     def due(self) -> list[tuple[int, dict[str, str]]]:
-        """Ranks to start now, and what tells each that it is not the first of its number."""
+        """Return the ranks to start now, with the variables of their incarnation."""
         now = time.monotonic()
         ranks = sorted(rank for rank, moment in self._due.items() if moment <= now)
         for rank in ranks:
@@ -76,16 +73,16 @@ class Replacements:
             self._starts[rank] += 1
         return [(rank, {INCARNATION: str(self._starts[rank])}) for rank in ranks]
 
-    def _replace(self, ended: Ended, begun: int) -> None:
+    def _replace(self, ended: RankExit, start_step: int) -> None:
         error = self._error(ended)
-        setback = setback_of(error, read_steps(self.records).get(ended.rank), begun)
-        self.log.tell(f"{error.summary} ({setback.when})", str(error))
+        setback = attempt_failure(error, read_steps(self.records).get(ended.rank), start_step)
+        self.log.write(f"{error.summary} ({setback.when})", str(error))
         restart = self.policy.restart(error, setback, self.log)
-        self.log.tell(f"the others go on; rank {ended.rank} is started anew{restart.wait} and joins them")
+        self.log.write(f"the others continue; rank {ended.rank} is restarted{restart.wait} and rejoins them")
         self._due[ended.rank] = time.monotonic() + restart.seconds
 
-    def _error(self, ended: Ended) -> RankError:
+    def _error(self, ended: RankExit) -> RankError:
         error = failure_of(self.records, ended.rank, ended.exit_code, self.world_size, self.run_dir, ended.hang)
-        # What a later failure is blamed on must not be this one.
+        # A later failure must not be attributed to this one.
         (self.records / f"{ended.rank}.json").unlink(missing_ok=True)
         return error

@@ -1,6 +1,4 @@
-"""What the launching process knows of how ranks end that are told to, from the configuration alone."""
-
-from __future__ import annotations
+"""How ranks end after a signal, from the configuration alone."""
 
 import os
 import signal
@@ -15,16 +13,17 @@ from trainwright.callbacks.end.requeue import job_of
 from trainwright.core.run.interrupt import Interrupted
 
 A_WEEK = 7 * 86400.0
-"""Seconds: what "no limit" is to functions that wait."""
+"""Seconds: "no limit" for functions that wait."""
 MARGIN_SECONDS = 2.0
-"""Beyond what a rank gives itself (:class:`~trainwright.core.processes.watch.ShutdownWatch`), so that it ends by itself
-where it can."""
-# Ended by the signal itself, before the rank listened to it or after.
+"""Seconds beyond a rank's own limit (:class:`~trainwright.core.processes.watch.ShutdownWatch`), so that it can exit by
+itself.
+"""
+# Killed by the signal itself, before or after the rank handled it.
 _BY_SIGNAL = {-int(number): number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
 
 
 def seconds_to_end(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float | None:
-    """Seconds that a rank has to end after a signal; None = as long as it takes.
+    """Return the seconds that a rank has to exit after a signal; None = no limit.
 
     Args:
         cfg: the resolved configuration.
@@ -32,14 +31,14 @@ def seconds_to_end(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> 
         number: of the signal.
     """
     grace = float(cfg.launch.grace_seconds)
-    if verb != "fit" or not cfg.preemption.save or number not in notices(cfg):
+    if verb != "fit" or not cfg.preemption.save or number not in handled_signals(cfg):
         return grace
     deadline = cfg.preemption.deadline_seconds
     return None if deadline is None else max(grace, float(deadline))
 
 
-def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
-    """Seconds that ranks are given to end after a signal; a little more than they give themselves.
+def exit_timeout(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
+    """Return the seconds to wait for ranks after a signal: a little more than they give themselves.
 
     Args:
         cfg: the resolved configuration.
@@ -50,34 +49,34 @@ def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
     return A_WEEK if seconds is None else seconds + MARGIN_SECONDS
 
 
-def notices(cfg: DictConfig) -> tuple[signal.Signals, ...]:
-    """The signals that a run heeds by saving and ending; the launching process has to pass them on to the ranks."""
+def handled_signals(cfg: DictConfig) -> tuple[signal.Signals, ...]:
+    """Return the signals upon which a run saves and ends; the launching process forwards them to the ranks."""
     return tuple(signal.Signals[name] for name in cfg.preemption.signals)
 
 
-def told_to_end(cfg: DictConfig, exit_codes: Mapping[int, int | None]) -> Interrupted | None:
-    """The signal that ranks were told to end by, if that is what their exit codes say; the first rank's counts.
+def interruption_in(cfg: DictConfig, exit_codes: Mapping[int, int | None]) -> Interrupted | None:
+    """Return the signal that the exit codes of ranks show, of the first such rank; None if there is none.
 
     Args:
         cfg: the resolved configuration.
-        exit_codes: of the ranks, by rank.
+        exit_codes: by rank.
     """
-    told = _told_codes(cfg)
+    signals = _interrupt_codes(cfg)
     for code in exit_codes.values():
-        if code is not None and code in told:
-            return Interrupted(told[code], code if code > 0 else None)
+        if code is not None and code in signals:
+            return Interrupted(signals[code], code if code > 0 else None)
     return None
 
 
-def _told_codes(cfg: DictConfig) -> dict[int, signal.Signals]:
+def _interrupt_codes(cfg: DictConfig) -> dict[int, signal.Signals]:
     code = cfg.preemption.exit_code
     if code:
         return {**_BY_SIGNAL, int(code): signal.SIGTERM, 128 + signal.SIGTERM: signal.SIGTERM}
-    return {**_BY_SIGNAL, **{128 + number: number for number in (*notices(cfg), signal.SIGTERM)}}
+    return {**_BY_SIGNAL, **{128 + number: number for number in (*handled_signals(cfg), signal.SIGTERM)}}
 
 
 def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, str] | None = None) -> list[str]:
-    """What is impossible about the group `preemption`, with what to type instead.
+    """Return the problems of the group `preemption`.
 
     Args:
         cfg: the resolved configuration.
@@ -86,19 +85,19 @@ def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, st
     """
     options: Any = OmegaConf.to_container(cfg.preemption)
     found = [f"preemption.{problem}" for problem in preemption_problems(options)]
-    return found + list(_impossible_here(cfg, verb, os.environ if environment is None else environment))
+    return found + list(_requeue_problems(cfg, verb, os.environ if environment is None else environment))
 
 
-def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str]) -> Iterator[str]:
+def _requeue_problems(cfg: DictConfig, verb: str, environment: Mapping[str, str]) -> Iterator[str]:
     preemption = cfg.preemption
     if preemption.file is not None and Path(preemption.file).expanduser().exists():
         yield (
             f"preemption.file={preemption.file} exists already, so the run would end at its first step; delete the "
-            "file, or name another one"
+            "file, or type another path"
         )
     if verb != "fit" or not preemption.requeue:
         return
-    in_job_of_its_own = cfg.launch.kind == "slurm"  # which keeps the run directory, and goes on in it
+    in_job_of_its_own = cfg.launch.kind == "slurm"  # which keeps the run directory, and resumes in it
     if job_of(environment) is None and not in_job_of_its_own:
         yield (
             "preemption.requeue=true outside SLURM (SLURM_JOB_ID is not set): there is no job to requeue; type "
@@ -106,11 +105,11 @@ def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str])
         )
     if cfg.resume is None and not in_job_of_its_own:
         yield (
-            "preemption.requeue=true without resume=auto: the job that is requeued would not go on from what is saved; "
-            "type resume=auto, with a run_dir=... of its own"
+            "preemption.requeue=true without resume=auto: the requeued job would not resume the saved checkpoint; type "
+            "resume=auto, with a run_dir=... of its own"
         )
     if all(each is None for each in cfg.checkpoint.values()):
         yield (
-            "preemption.requeue=true without a checkpoint to go on from; type checkpoint=last (or async), or "
+            "preemption.requeue=true without a checkpoint to resume; type checkpoint=last (or async), or "
             "preemption.requeue=false"
         )

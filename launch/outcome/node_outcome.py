@@ -1,4 +1,4 @@
-"""How the part of a job on one machine ended: written there, read by the process that has submitted the job."""
+"""Outcome of one machine of a job, written there and read by the submitting process."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from trainwright.core.failures.failure import Failure, RankError, first_failure
 from trainwright.core.failures.records import read_result, write_whole
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.plain import rebuilt
-from trainwright.launch.outcome.ending import told_to_end
+from trainwright.launch.outcome.interruption import interruption_in
 
 
 @dataclass(frozen=True)
-class NodeEnd:
-    """The end of one machine's ranks.
+class NodeOutcome:
+    """The outcome of one machine's ranks.
 
     Attributes:
         exit_code: of the task.
-        signal: number of the one that it was told to end by; None: it was not.
-        error: what a person is told of a failure; None: there was none, or the records of the ranks tell it.
+        signal: number of the signal that interrupted it; None = none.
+        error: message of a failure for the user; None = no failure, or recorded by the ranks.
         rank: that failed first, with `error`.
-        rank_exit_code: of its process; None: not known.
-        failure: what it raised; None: it ended without a word.
-        codes: exit codes of the ranks of this machine, by rank, as far as they are known.
+        rank_exit_code: of its process; None = unknown.
+        failure: the exception; None = it ended without one.
+        codes: exit codes of this machine's ranks by rank, as far as known.
     """
 
     exit_code: int
@@ -39,8 +39,8 @@ class NodeEnd:
     codes: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of_error(cls, error: RankError) -> NodeEnd:
-        """The end by a rank's failure."""
+    def of_error(cls, error: RankError) -> NodeOutcome:
+        """Return the outcome for a rank's failure."""
         code = error.exit_code_of_user or 1
         return cls(code, error=str(error), rank=error.rank, rank_exit_code=error.exit_code, failure=error.failure)
 
@@ -50,36 +50,36 @@ def _path(folder: Path, node: int) -> Path:
 
 
 def forget_node(folder: Path, node: int) -> None:
-    """Make room for the end of a machine's ranks, which begin (again)."""
+    """Delete the outcome of a machine whose ranks are being (re)started."""
     _path(folder, node).unlink(missing_ok=True)
 
 
-def write_node(folder: Path, node: int, end: NodeEnd) -> None:
-    """Write down how the ranks of a machine ended."""
+def write_node(folder: Path, node: int, end: NodeOutcome) -> None:
+    """Record the outcome of a machine's ranks."""
     write_whole(_path(folder, node), json.dumps(asdict(end)))
 
 
-def read_node(folder: Path, node: int) -> NodeEnd | None:
-    """How the ranks of a machine ended; None: nobody has said so."""
+def read_node(folder: Path, node: int) -> NodeOutcome | None:
+    """Return the outcome of a machine's ranks; None = not recorded."""
     path = _path(folder, node)
     if not path.is_file():
         return None
-    end: NodeEnd = rebuilt(NodeEnd, json.loads(path.read_text(encoding="utf-8")))
+    end: NodeOutcome = rebuilt(NodeOutcome, json.loads(path.read_text(encoding="utf-8")))
     return end
 
 
-def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], silence: str) -> dict[str, float]:
-    """The metrics that rank 0 ended with, by name; none where the user's own code ended it well.
+def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeOutcome | None], silence: str) -> dict[str, float]:
+    """Return the final metrics of rank 0 by name; empty where the user's code exited successfully.
 
     Args:
-        folder: where ranks and machines wrote down how they ended.
+        folder: with the records of ranks and machines.
         cfg: the resolved configuration.
-        ends: of all machines, in order; None: nobody has said.
-        silence: what a person is told where a machine says nothing and no rank has failed.
+        ends: of all machines, in order; None = not recorded.
+        silence: message for the user if a machine has no record and no rank failed.
 
     Raises:
-        RankError: if a rank failed, the first one; or if a machine says nothing.
-        Interrupted: if the ranks were told to end.
+        RankError: of the first failed rank, or if a machine has no record.
+        Interrupted: if the ranks were interrupted.
     """
     said = [end for end in ends if end is not None]
     for end in said:
@@ -87,14 +87,14 @@ def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], si
             raise RankError(end.error, end.rank, end.rank_exit_code, end.failure)
     codes: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
     codes |= {rank: code for end in said for rank, code in end.codes.items()}
-    told = next((Interrupted(end.signal, end.exit_code) for end in said if end.signal is not None), None)
-    told = told or told_to_end(cfg, codes)
+    interruption = next((Interrupted(end.signal, end.exit_code) for end in said if end.signal is not None), None)
+    interruption = interruption or interruption_in(cfg, codes)
     if any(codes.values()) or any(folder.glob("*.json")):
         failure = first_failure(folder, codes, Path(cfg.run_dir))
-        if failure.is_cause or told is None:
+        if failure.is_cause or interruption is None:
             raise failure
-    if told is not None:
-        raise told
+    if interruption is not None:
+        raise interruption
     failed = next((end.exit_code for end in said if end.exit_code), None)
     if len(said) < len(ends) or failed is not None:
         raise RankError(silence, 0, failed)

@@ -1,4 +1,4 @@
-"""Where ranks meet: a store of the launching process on the loopback interface, or one of rank 0."""
+"""Stores for the rendezvous of ranks."""
 
 from datetime import timedelta
 
@@ -10,17 +10,17 @@ ADDRESS = "127.0.0.1"
 
 
 class LocalStore:
-    """A store in this process, open until it is closed.
+    """A TCP store in this process.
 
-    torch's own rendezvous listens on every interface of the machine, and chooses the port before it binds it, so that
-    two runs may choose the same. Here the process binds the port itself, to one address alone, and the ranks are its
-    clients. Every attempt gets a new store: ranks never read addresses of dead ones.
+    torch's own rendezvous listens on every interface and chooses the port before it binds it, so that two runs may
+    choose the same. Here the process binds the port itself, to one address only, and the ranks are its clients. Every
+    attempt has a new store, so ranks never read addresses of dead ones.
 
     Args:
         port: TCP port; None = a free one.
-        address: to listen at; the loopback interface unless other machines shall reach it.
-        told: how the others call that address; None = the same.
-        timeout: how long a rank waits for the others.
+        address: to listen at; the loopback interface unless other machines must reach it.
+        public_address: that address as the others reach it; None = the same.
+        timeout: of a rank that waits for the others.
 
     Raises:
         OSError: if another process listens on the port.
@@ -30,14 +30,14 @@ class LocalStore:
         self,
         port: int | None = None,
         address: str = ADDRESS,
-        told: str | None = None,
+        public_address: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         with listen_at(address, port or 0) as listener:
-            self.address = told or address
-            """How the ranks call it."""
+            self.address = public_address or address
+            """The address for the ranks."""
             self.port: int = listener.getsockname()[1]
-            """Its port."""
+            """The port."""
             self._store: TCPStore | None = TCPStore(
                 self.address,
                 self.port,
@@ -60,5 +60,5 @@ class LocalStore:
         return self._store
 
     def close(self) -> None:
-        """Free the port; ranks that still live can no longer meet."""
+        """Free the port; ranks can no longer connect."""
         self._store = None

@@ -1,12 +1,10 @@
-"""One rank that an engine has started, of a run whose configuration lies in its run directory.
+"""One rank started by an engine, for the run in a run directory.
 
-    python -m trainwright.command.started RUN_DIR VERB
+    python -m trainwright.command.engine_rank RUN_DIR VERB
 
-The environment says which rank it is, as torchrun's or SLURM's does. What it prints goes to the end of its log in the
-run directory, compiled code included.
+The environment identifies the rank, as torchrun's or SLURM's does. All output, that of compiled code included, is
+appended to the rank's log in the run directory.
 """
-
-from __future__ import annotations
 
 import os
 import signal
@@ -14,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.command.run import begin_or_go_on, run_here
+from trainwright.command.run import next_config, run_in_process
 from trainwright.core.failures.failure import FailureRecorder, log_file
 from trainwright.core.failures.records import write_result
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.launcher import detect_launcher
-from trainwright.launch.engines.torchrun.external import agree
-from trainwright.launch.outcome.ends import forget_end, tell_here
+from trainwright.launch.engines.torchrun.agreement import agree
+from trainwright.launch.outcome.rank_records import forget_rank, record_local_rank
 from trainwright.launch.ranks.output import Output
 
 _NO_RANK = "an engine gives its ranks RANK, WORLD_SIZE and the like"
@@ -31,25 +29,25 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
     """Run the rank that this process is.
 
     Args:
-        run_dir: with `config.yaml`; all ranks see it.
+        run_dir: with `config.yaml`; visible to all ranks.
         verb: fit, validate, test or predict.
 
     Returns:
-        The metrics of the end, by name; rank 0 leaves them in the run directory.
+        The final metrics by name; rank 0 writes them into the run directory.
 
     Raises:
-        SystemExit: with exit code 1 after an error, which is written down; as it came if the user's code raised it.
-        Interrupted: if this process was told to end.
+        SystemExit: with exit code 1 after a recorded error; unchanged if the user's code raised it.
+        Interrupted: if this process was interrupted.
     """
     launcher = detect_launcher()
     assert launcher is not None, _NO_RANK
-    ends = forget_end(run_dir, launcher.rank, launcher.world_size)
+    ends = forget_rank(run_dir, launcher.rank, launcher.world_size)
     recorder = FailureRecorder(ends, launcher.rank, run_dir)
     try:
-        cfg = agree(launcher, lambda launcher: begin_or_go_on(run_dir, verb, launcher))
+        cfg = agree(launcher, lambda launcher: next_config(run_dir, verb, launcher))
         if cfg is None:
-            raise SystemExit(1)  # rank 0 says why
-        metrics = run_here(cfg, verb, on_exception=recorder.record)
+            raise SystemExit(1)  # rank 0 reports the reason
+        metrics = run_in_process(cfg, verb, on_exception=recorder.record)
     except SystemExit as error:
         recorder.record(error)
         raise
@@ -62,7 +60,7 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
 
 
 def main(words: Sequence[str]) -> int:
-    """The command above; returns its exit code."""
+    """Run the command above; return its exit code."""
     end_with_agent()
     signal.signal(signal.SIGTERM, raise_interrupted)
     if os.getcwd() not in sys.path:
@@ -70,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     run_dir, verb = words
     launcher = detect_launcher()
     assert launcher is not None, _NO_RANK
-    tell_here(Path(run_dir), launcher.rank)
+    record_local_rank(Path(run_dir), launcher.rank)
     Output().to(log_file(Path(run_dir), launcher.rank))
     try:
         run_rank(Path(run_dir), verb)
@@ -79,7 +77,7 @@ def main(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to be ended in order
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to shut down
     return 0
 
 

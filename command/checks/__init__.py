@@ -1,1 +1,0 @@
-"""Everything that can be known to be wrong before a process starts."""
