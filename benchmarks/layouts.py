@@ -38,8 +38,8 @@ from trainwright.planning.search import choose
 from trainwright.planning.search.searched import Searched
 from trainwright.strategies.compose.world import Surroundings, closed_layout
 from trainwright.strategies.contract.communication.meter import CommunicationMeter, Counts
+from trainwright.tools.doctor.examination import DoctorRequest, examine_locally
 from trainwright.tools.doctor.profile import profile_of
-from trainwright.tools.doctor.together import Wish, see_locally
 
 LEAST_RATIO = 0.95
 RANKS = 4
@@ -255,8 +255,8 @@ def measured_profile(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: if ranks failed.
     """
-    wish = Wish(RANKS, "gpu" if options.device == "cuda" else "cpu", threads=options.threads, figures=True)
-    seen = see_locally(wish)
+    wish = DoctorRequest(RANKS, "gpu" if options.device == "cuda" else "cpu", threads=options.threads, figures=True)
+    seen = examine_locally(wish)
     failed = [each.failure for each in seen.results if each.failure is not None]
     if failed or not seen.results:
         raise RuntimeError(f"the devices could not be measured: {failed}")

@@ -22,6 +22,7 @@ from trainwright.tools.doctor.environment import (
     judge_libraries,
     judge_same,
 )
+from trainwright.tools.doctor.examination import Examination
 from trainwright.tools.doctor.finding import ERROR, OK, WARNING, Finding, ok, warning
 from trainwright.tools.doctor.folders import judge_run_dir, judge_shared_memory
 from trainwright.tools.doctor.machine import Demand, judge_machine
@@ -29,15 +30,14 @@ from trainwright.tools.doctor.network import (
     Interface,
     NetworkFacts,
     Pair,
-    judge_meeting,
+    judge_failures,
     judge_network,
-    judge_not_met,
     judge_pairs,
+    judge_rendezvous,
     network_facts,
 )
 from trainwright.tools.doctor.ranks import RankResult, rounds_of_pairs
 from trainwright.tools.doctor.report import judge, to_json, to_text
-from trainwright.tools.doctor.together import Seen
 
 GIB = 2**30
 
@@ -177,7 +177,7 @@ def test_interfaces_that_variables_choose(variables, hosts, check, state, found)
 
 @pytest.mark.parametrize(("facts", "hosts", "check", "state", "todo"), [
     ({"addresses": ["127.0.1.1"]}, 1, "host name", OK, ""),
-    ({"addresses": ["127.0.1.1"]}, 2, "host name", ERROR, "'10.0.0.2 node1' into /etc/hosts"),
+    ({"addresses": ["127.0.1.1"]}, 2, "host name", ERROR, "'10.0.0.2 node1' to /etc/hosts"),
     ({"addresses": []}, 2, "host name", ERROR, "/etc/hosts"),
     ({"addresses": ["127.0.1.1"], "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, 2, "host name", OK, ""),
     ({"addresses": ["172.17.0.1"]}, 2, "GLOO_SOCKET_IFNAME", WARNING, "export GLOO_SOCKET_IFNAME=eth0"),
@@ -238,10 +238,10 @@ def test_a_slow_network():
 
 
 def test_ranks_that_do_not_answer():
-    found = only(judge_meeting({2: "did not answer; it was meeting the others"}, 4), "ranks")
+    found = only(judge_failures({2: "did not answer; it was connecting to the others"}, 4), "ranks")
     assert found.state == ERROR
     assert "rank 2" in found.found
-    assert "rank 1 has not met the others: timeout" in only([judge_not_met(1, "timeout")], "meeting").found
+    assert "rank 1 did not reach the rendezvous: timeout" in only([judge_rendezvous(1, "timeout")], "rendezvous").found
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
@@ -301,13 +301,13 @@ CORES = ok("machine", "cores", "8 cores")
 FULL = warning("folders", "run directory", "1 GiB free", "10 GiB", "free some")
 
 
-def seen(*hosts: HostReport, failures: dict[int, str] | None = None) -> Seen:
+def examination(*hosts: HostReport, failures: dict[int, str] | None = None) -> Examination:
     results = [
         RankResult(2 * index + local, each.host, (failures or {}).get(2 * index + local))
         for index, each in enumerate(hosts)
         for local in range(2)
     ]
-    return Seen({each.host: each for each in hosts}, results, True, 2)
+    return Examination({each.host: each for each in hosts}, results, True, 2)
 
 
 def test_reports_and_results_travel_whole():
@@ -320,7 +320,7 @@ def test_reports_and_results_travel_whole():
 
 
 def test_what_is_true_of_all_machines_is_said_once():
-    findings = judge(seen(HostReport("node1", [CORES]), HostReport("node2", [CORES, FULL])))
+    findings = judge(examination(HostReport("node1", [CORES]), HostReport("node2", [CORES, FULL])))
     where = {finding.check: finding.where for finding in findings}
     assert (where["cores"], where["run directory"]) == ("", "node2")
 
@@ -337,13 +337,13 @@ def test_what_does_not_answer_is_an_error(monkeypatch, tmp_path: Path):
 
 
 def test_a_machine_that_has_not_reported():
-    view = seen(HostReport("node1"), HostReport("node2"))
+    view = examination(HostReport("node1"), HostReport("node2"))
     assert "node2" in only(judge(replace(view, hosts={"node1": HostReport("node1")})), "facts").found
 
 
 def test_report_in_both_forms():
     report = HostReport("node1", [CORES, FULL], environment={"torch_version": "2.13.0"})
-    view = seen(report, failures={1: "did not answer; it was meeting the others"})
+    view = examination(report, failures={1: "did not answer; it was connecting to the others"})
     findings = judge(view)
     document = json.loads(to_json(findings, view))
     assert document["hosts"] == ["node1"]

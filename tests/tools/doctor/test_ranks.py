@@ -18,12 +18,12 @@ from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor import measure
 from trainwright.tools.doctor import ranks as of_ranks
 from trainwright.tools.doctor.command import parse
+from trainwright.tools.doctor.examination import Examination
 from trainwright.tools.doctor.finding import OK
 from trainwright.tools.doctor.profile import _with_calls as with_calls
 from trainwright.tools.doctor.profile import profile_of, to_yaml
 from trainwright.tools.doctor.ranks import RankResult, StoreBoard, examine
 from trainwright.tools.doctor.report import judge
-from trainwright.tools.doctor.together import Seen
 
 
 def look(local_size: int, figures: bool = False) -> list[str]:
@@ -46,14 +46,14 @@ def look(local_size: int, figures: bool = False) -> list[str]:
     return [each.to_json() for each in found]
 
 
-def everybody(ranks, size: int, *arguments: object) -> list[RankResult]:
+def examine_all(ranks, size: int, *arguments: object) -> list[RankResult]:
     found = ranks(look, size, *arguments, init_group=False, timeout=150.0)
     assert all(each == found[0] for each in found)
     return [RankResult.from_json(text) for text in found[0]]
 
 
 def test_three_ranks_measure_each_other(ranks):
-    results = everybody(ranks, 3, 3)
+    results = examine_all(ranks, 3, 3)
     assert [result.failure for result in results] == [None] * 3
     directions = {(pair.source, pair.target) for result in results for pair in result.pairs}
     assert directions == {(a, b) for a in range(3) for b in range(3) if a != b}
@@ -67,9 +67,9 @@ def test_three_ranks_measure_each_other(ranks):
 
 def test_a_wrong_interface_is_found(ranks, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
-    results = everybody(ranks, 2, 2)
+    results = examine_all(ranks, 2, 2)
     assert all(result.failure is not None for result in results)
-    findings = judge(Seen({}, results, False, 2))
+    findings = judge(Examination({}, results, False, 2))
     failed = next(finding for finding in findings if finding.check == "ranks")
     assert failed.state != OK
     assert "2 of 2 ranks failed" in failed.found
@@ -89,10 +89,10 @@ def silent() -> list[str]:
 
 def test_a_profile_is_measured_and_written(ranks, tmp_path: Path):
     # Two machines of two ranks, as far as the layout goes.
-    results = everybody(ranks, 4, 2, True)
+    results = examine_all(ranks, 4, 2, True)
     assert [result.failure for result in results] == [None] * 4
     assert [link.axis for link in results[0].links] == ["all", "within", "across"]
-    values, notes = profile_of(Seen({}, results, False, 2), "lab")
+    values, notes = profile_of(Examination({}, results, False, 2), "lab")
     read = yaml.safe_load(to_yaml(values, notes))
     assert read == values
     assert read["name"] == "lab_cpu"
@@ -122,7 +122,7 @@ def test_what_a_collective_costs_beside_its_messages():
 
 
 def test_what_was_not_measured_is_said(ranks):
-    values, notes = profile_of(Seen({}, everybody(ranks, 1, 1, True), False, 1), "lab")
+    values, notes = profile_of(Examination({}, examine_all(ranks, 1, 1, True), False, 1), "lab")
     assert values["within"] == values["across"]
     assert [note.split(":")[0] for note in notes[1:]] == ["within", "across"]
 
@@ -178,7 +178,7 @@ def test_what_is_refused(words, problem, tmp_path: Path, capsys):
 
 def test_devices_are_what_a_launcher_has_started():
     launcher = Launcher("torchrun", 0, 4, 2)
-    assert parse("doctor", ["devices=2"], launcher).wish.devices == 2
+    assert parse("doctor", ["devices=2"], launcher).request.devices == 2
     with pytest.raises(ConfigError, match="torchrun has started 2 ranks"):
         parse("doctor", ["devices=4"], launcher)
 

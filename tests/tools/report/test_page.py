@@ -16,7 +16,7 @@ from trainwright.core.charts.drawing import amount, curve_chart, downsampled, ti
 from trainwright.tools.report.command import run_report_command
 from trainwright.tools.report.ending import write_report
 from trainwright.tools.report.page import build_page, labels_of
-from trainwright.tools.report.records import lasting
+from trainwright.tools.report.records import without_repeated_steps
 
 
 def test_curves_hold_the_numbers_of_the_file(tmp_path):
@@ -28,7 +28,7 @@ def test_curves_hold_the_numbers_of_the_file(tmp_path):
         written = [(int(row["step"]), float(row[name])) for row in rows]
         assert [(int(step), float(value)) for step, value in shown] == written
     assert "last loss 3.1" in page.text
-    assert "last step logged 19 (to do: 20)" in page.text
+    assert "last step logged 19 of 20" in page.text
 
 
 def table_of(page, name):
@@ -49,13 +49,13 @@ def test_everything_that_was_measured_is_shown(tmp_path):
     memory = page.table("rank", "memory")
     assert memory[0] == ["predicted", "", "5.72 MiB", "2.86 MiB", "976.56 KiB", "1.91 MiB", "0 B", "0 B", ""]
     assert memory[3] == ["rank 2", "", "6.00 MiB", "3.00 MiB", "1.00 MiB", "2.00 MiB", "", "", "1.00 GiB"]
-    assert "predicted for the rank that needs most, 5.72 MiB" in page.text
-    assert "Predicted were 500 ms a step." in page.text
+    assert "prediction for the largest rank, 5.72 MiB" in page.text
+    assert "Predicted: 500 ms per step." in page.text
 
     stages = page.table("stage", "timeline")
     assert stages[0] == ["stage 0, rank 0", "", "3 s", "1 s", "25 %"]
     assert stages[3] == ["stage 1, rank 3", "", "2 s", "2 s", "50 %"]
-    assert ["stage 1, rank 2", "backward", "0", "2 s", "3 s"] in page.table("stage", "what")
+    assert ["stage 1, rank 2", "backward", "0", "2 s", "3 s"] in page.table("stage", "action")
     assert "MFU 32.1 %" in page.text
     assert "faults, recoveries 1, 1" in page.text
 
@@ -83,10 +83,10 @@ def test_what_is_missing_is_said(tmp_path):
         "Memory was not measured",
         "No timeline was sampled",
         "There is no prediction to compare with",
-        "Nothing was noted: no fault, no restart, no checkpoint",
-        "There is none in checkpoints/",
-        "The command was not kept",
-        "MFU (the share of the device's peak that the model's own operations make) was not measured",
+        "No events were recorded: no fault, no restart, no checkpoint",
+        "There are none in checkpoints/",
+        "The command was not recorded",
+        "MFU (the model's own operations as a share of the device's peak) was not measured",
     ):
         assert text in page.text, text
     assert "pipeline 2 x shard 2" in page.text  # of the configuration alone
@@ -110,7 +110,7 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
     page = Parsed(build_page([run]))
     assert "last loss 0.5" in page.text
     assert "1 rows or cells of metrics.csv are damaged" in page.text
-    assert "1 values of loss are not finite" in page.text
+    assert "1 values of loss are NaN, infinite" in page.text
     assert "1 lines of monitor/ are damaged" in page.text
 
 
@@ -137,7 +137,7 @@ def test_values_that_cannot_be_are_left_out(tmp_path):
     write_records(run, 0, [event])
     page = Parsed(build_page([run]))
     assert "config.yaml cannot be read" in page.text
-    assert "The layout is told neither by a checkpoint nor by the configuration" in page.text
+    assert "The layout is unknown" in page.text
     assert "1e292" not in page.text
 
 
@@ -258,11 +258,11 @@ def test_the_command_writes_the_page(tmp_path, capsys):
 
 @pytest.mark.parametrize(("words", "said"), [
     ([], "required: RUN_DIR"),
-    (["{tmp}/nothing"], "there is no such run directory"),
-    (["{tmp}"], "this holds runs and is none itself; type for example {tmp}/run"),
-    (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type the name of a file"),
+    (["{tmp}/nothing"], "this run directory does not exist"),
+    (["{tmp}"], "this folder contains runs but is not one itself; type for example {tmp}/run"),
+    (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type a file name"),
     (["{tmp}/run", "--out", "{tmp}/no/page.html"], "No such file or directory; type another --out FILE"),
-    (["{tmp}/run"] * 9, "at most 8 side by side"),
+    (["{tmp}/run"] * 9, "at most 8"),
     (["{tmp}/run", "--open"], "unrecognized arguments: --open; `trainwright report --help`"),
 ])  # fmt: skip
 def test_refusals(tmp_path, capsys, words, said):
@@ -301,7 +301,7 @@ def test_a_rank_of_several_stages_has_one_row(tmp_path):
     write_records(run, 0, [{"time": 1.0, "step": 1, "kind": "bubble", "timeline": timeline}])
     page = Parsed(build_page([run]))
     assert page.table("stage", "timeline") == [["stages 0, 2, rank 0", "", "4 s", "0 ms", "0 %"]]
-    done = [row[:3] for row in page.table("stage", "what")]
+    done = [row[:3] for row in page.table("stage", "action")]
     assert done == [
         ["stage 0, rank 0", "forward", "0"], ["stage 2, rank 0", "forward", "0"], ["stage 2, rank 0", "backward", "0"],
         ["rank 0", "optimizer", ""],
@@ -316,10 +316,10 @@ def test_steps_that_were_made_again_count_once():
     memory = [{"kind": "memory", "step": step, "host": step} for step in (50, 100, 50)]
     records = [window(50, 50, 5.0), memory[0], window(100, 50, 10.0), memory[1], other]
     # Went on from step 80, then from step 20.
-    assert lasting([*records, window(81, 1, 1.0)]) == [
+    assert without_repeated_steps([*records, window(81, 1, 1.0)]) == [
         *records[:2], {**window(80, 30, 6.0), "step": 80.0}, *records[3:], window(81, 1, 1.0)
     ]  # fmt: skip
-    again = lasting([*records, window(81, 1, 1.0), window(21, 1, 1.0), memory[2]])
+    again = without_repeated_steps([*records, window(81, 1, 1.0), window(21, 1, 1.0), memory[2]])
     assert again == [window(20, 20, 2.0), other, window(21, 1, 1.0), memory[2]]
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.tools.report.runs import BEGAN, CONFIG, records_of, small_run, whole_run, write_records
 from trainwright.tools.report.command import run_report_command
 from trainwright.tools.report.files import MetricsFile, Tail
-from trainwright.tools.report.watch import WatchedRun, behind_others, sparkline
+from trainwright.tools.report.watch import WatchedRun, sparkline, stragglers
 
 
 def picture(watched, now=BEGAN + 10):
@@ -25,7 +25,7 @@ def picture(watched, now=BEGAN + 10):
 def test_a_run_is_followed_from_before_it_begins(tmp_path):
     run = tmp_path / "run"
     watched = WatchedRun(run)
-    assert "the run has not begun" in picture(watched)
+    assert "the run has not started" in picture(watched)
     run.mkdir()
     (run / "config.yaml").write_text(CONFIG)
     assert "nothing was logged yet" in picture(watched)
@@ -51,11 +51,11 @@ def test_ranks_are_compared(tmp_path):
     assert rows[1][:6] == ["1", "30", "5.00", "MiB", "1.00", "GiB"]
     assert rows[0][6:] == ["2", "s", "backward", "50", "%,", "forward", "25", "%"]
     steps = {rank: {"time": BEGAN, "step": 20} for rank in range(4)}
-    assert behind_others(steps, BEGAN + 30) == {}
+    assert stragglers(steps, BEGAN + 30) == {}
     steps[2] = {"time": BEGAN, "step": 15}
-    assert behind_others(steps, BEGAN + 1) == {2: "5 steps behind"}
+    assert stragglers(steps, BEGAN + 1) == {2: "5 steps behind"}
     steps[2] = {"time": BEGAN - 60, "step": 20}
-    assert behind_others(steps, BEGAN + 1) == {2: "silent for 1:01"}
+    assert stragglers(steps, BEGAN + 1) == {2: "silent for 1:01"}
 
 
 def test_a_file_is_read_line_by_whole_line(tmp_path):
@@ -94,7 +94,7 @@ def test_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--every", "0"], "must be at least 0.1"), (["--once=1"], "`trainwright watch --help`")]
+    ("words", "said"), [(["--every", "0"], "must be between 0.1"), (["--once=1"], "`trainwright watch --help`")]
 )
 def test_refusals(tmp_path, capsys, words, said):
     assert run_report_command(["watch", str(tmp_path), *words]) == 2
