@@ -15,7 +15,7 @@ _TOOLS = {
     "generate": "trainwright.tools.generate.command:run_generate_command",
     "verify": "trainwright.tools.verify.verify:run_verify_command",
     "expand": "trainwright.tools.deepspeed.expand:expand",
-    "write_report": "trainwright.tools.report.ending:write_report",
+    "write_report": "trainwright.tools.report.command:write_report",
 }
 
 

@@ -102,7 +102,7 @@ def test_the_run_is_that_of_the_size_that_fits_to_the_bit(tmp_path: Path) -> Non
     assert second["needed"] > 0
     assert (document["chosen"]["micro_batch_size"], document["why"]) == (
         4,
-        "larger ones did not fit when they were tried.",
+        "larger ones did not fit when tried.",
     )
     assert document["lines"][2] == "the same by hand: micro_batch_size=4 global_batch_size=16"
     assert [line.split(":")[0] for line in document["lines"][3:]] == ["tried", "tried"]

@@ -95,10 +95,7 @@ def report_host(host: str, run_dir: str, demand: Demand) -> HostReport:
         "machine": (machine.AREA, lambda: machine.judge_machine(machine_facts(), demand)),
         "run directory": (folders.AREA, lambda: [folders.judge_run_dir(run_dir)]),
         "shared memory": (folders.AREA, lambda: [folders.judge_shared_memory(*folders.shared_memory(), demand)]),
-        "network": (
-            network.AREA,
-            lambda: network.judge_network(network.network_facts(), demand.hosts, demand.on_gpu),
-        ),
+        "network": (network.AREA, lambda: network.judge_network(network.network_facts(), demand.hosts, demand.on_gpu)),
         "libraries": (env.LIBRARIES, lambda: env.judge_libraries(installed)),
     }
     for name, (area, check) in checks.items():

@@ -49,7 +49,7 @@ class Interface:
 
     @property
     def virtual(self) -> bool:
-        """Whether its name is that of a container or VM bridge."""
+        """True if its name is that of a container or VM bridge."""
         return _VIRTUAL.match(self.name) is not None
 
 

@@ -18,7 +18,7 @@ _DIGITS = 4
 _NUMBERS = ("memory_bandwidth", "efficiency", "host_bandwidth")
 
 
-def profile_figures_of(examination: Examination, name: str) -> tuple[dict[str, Any], list[str]]:
+def profile_of(examination: Examination, name: str) -> tuple[dict[str, Any], list[str]]:
     """Return a profile: the median of each figure over ranks, the minimum of memory sizes.
 
     Args:

@@ -136,3 +136,18 @@ def _why_not_a_run(path: Path) -> str:
     if inside:
         return f"this folder contains runs but is not one itself; type for example {path / inside[-1]}"
     return "this is not a run directory: it has no config.yaml, metrics.csv or monitor/"
+
+
+def write_report(run_dir: Path) -> None:
+    """Write `report.html` into a run directory and print its path; print a failure instead of raising it."""
+    try:
+        from trainwright.tools.report.page import PAGE_FILE, write_page
+
+        out = run_dir / PAGE_FILE
+        write_page([run_dir], out)
+    except Exception as error:  # a report must not change the outcome of a run
+        why = one_line(str(error)) or type(error).__name__
+        print(f"trainwright: no report was written: {why}", file=sys.stderr, flush=True)
+        return
+    relative = os.path.relpath(out)
+    print(f"Report:        {out if relative.startswith('..') else relative}", flush=True)

@@ -109,7 +109,7 @@ _MOST_EVENTS = 200
 
 
 @dataclass(frozen=True)
-class Timeline:
+class EventTimeline:
     """Events of a run, as a time line and as a table.
 
     Args:
@@ -132,7 +132,7 @@ class Timeline:
         return tuple(dict.fromkeys(mark.kind for mark in self.marks))
 
 
-def timeline(run: RunRecord) -> Timeline | None:
+def timeline(run: RunRecord) -> EventTimeline | None:
     """Return the events of a run; None if there are none."""
     if not run.events:
         return None
@@ -141,7 +141,7 @@ def timeline(run: RunRecord) -> Timeline | None:
     shown = [run.events[i] for i in indices]
     drawn, ticks = marks([(event.time - began, event.what, _description(event)) for event in shown])
     word = "the first record" if is_start else "the first event"
-    return Timeline(
+    return EventTimeline(
         drawn,
         ticks,
         f"{word}, {datetime.fromtimestamp(began, UTC).strftime('%Y-%m-%d %H:%M:%S')} UTC",

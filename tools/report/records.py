@@ -246,10 +246,7 @@ def _size_of(path: Path) -> int:
 
 
 def read_events(
-    path: Path,
-    monitor: Mapping[int, list[dict[str, Any]]],
-    checkpoints: list[SavedRecord],
-    notes: list[str],
+    path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpoints: list[SavedRecord], notes: list[str]
 ) -> list[Event]:
     """Return the events of the monitors and of logs/restarts.log, and existing checkpoints, in order of time.
 
