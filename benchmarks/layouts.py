@@ -34,12 +34,12 @@ from benchmarks.throughput import Piece, Plan, TakeTurns
 from trainwright import compose
 from trainwright.command.run import prepare
 from trainwright.core.run.run_directory import read_config
-from trainwright.planning.search import choose
-from trainwright.planning.search.searched import Searched
+from trainwright.planning.search import auto
+from trainwright.planning.search.planned_config import PlannedConfig
 from trainwright.strategies.compose.world import Surroundings, closed_layout
 from trainwright.strategies.contract.communication.meter import CommunicationMeter, Counts
+from trainwright.tools.doctor.examination import DoctorRequest, examine_locally
 from trainwright.tools.doctor.profile import profile_of
-from trainwright.tools.doctor.together import Wish, see_locally
 
 LEAST_RATIO = 0.95
 RANKS = 4
@@ -240,13 +240,13 @@ def predicted_seconds(name: str, options: argparse.Namespace, profile: Mapping[s
     with tempfile.TemporaryDirectory(prefix="trainwright-benchmark-") as folder:
         cfg = configure(CASES[name], options, Plan(1, 1, 1), folder)
     plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    cfg = choose._on_this_machine({**plain, "device": dict(profile)})
+    cfg = auto._on_this_machine({**plain, "device": dict(profile)})
     layout = closed_layout(cfg, Surroundings())
     assert layout is not None
-    searched, parts = Searched(cfg), choose._parts(cfg, layout)
+    searched, parts = PlannedConfig(cfg), auto._parts(cfg, layout)
     rounds = cfg.global_batch_size // (layout.data_ranks * cfg.micro_batch_size)
-    work = choose._work(cfg, layout, cfg.micro_batch_size // parts, rounds, parts)
-    return searched.time_of(work, searched.facts.of(choose._cut(cfg, layout))).total
+    work = auto._work(cfg, layout, cfg.micro_batch_size // parts, rounds, parts)
+    return searched.time_of(work, searched.facts.of(auto._cut(cfg, layout))).total
 
 
 def measured_profile(options: argparse.Namespace) -> dict[str, Any]:
@@ -255,8 +255,8 @@ def measured_profile(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: if ranks failed.
     """
-    wish = Wish(RANKS, "gpu" if options.device == "cuda" else "cpu", threads=options.threads, figures=True)
-    seen = see_locally(wish)
+    wish = DoctorRequest(RANKS, "gpu" if options.device == "cuda" else "cpu", threads=options.threads, figures=True)
+    seen = examine_locally(wish)
     failed = [each.failure for each in seen.results if each.failure is not None]
     if failed or not seen.results:
         raise RuntimeError(f"the devices could not be measured: {failed}")

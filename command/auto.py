@@ -228,7 +228,7 @@ def _call(function: Any, surroundings: Surroundings, cfg: DictConfig, *arguments
 
 
 def _search(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    from trainwright.planning.search.choose import ranked_layouts
+    from trainwright.planning.search.auto import ranked_layouts
 
     return ranked_layouts(asked, limits)
 
@@ -406,6 +406,6 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
 
 
 def _largest(asked: dict[str, Any], most: int | None) -> dict[str, Any]:
-    from trainwright.planning.search.choose import largest_micro_batch
+    from trainwright.planning.search.auto import largest_micro_batch
 
     return largest_micro_batch(asked, most)

@@ -147,7 +147,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     composition, problems = _compose_only(arguments, "it compares all layouts anyway; type one value per key")
     if problems or composition.cfg is None:
         raise ConfigError(problems)
-    from trainwright.planning.report.verb import run_plan
+    from trainwright.planning.report.command import run_plan
 
     return OK if run_plan(composition.cfg, as_json=arguments.json, html=arguments.html) else FAILED
 

@@ -16,7 +16,7 @@ _TOOLS = {
     "new": "trainwright.tools.new.command:run_new_command",
     "verify": "trainwright.tools.verify.verify:run_verify_command",
     "expand": "trainwright.tools.deepspeed.expand:expand",
-    "write_report": "trainwright.tools.report.ending:write_report",
+    "write_report": "trainwright.tools.report.command:write_report",
 }
 
 

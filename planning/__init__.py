@@ -1,1 +1,1 @@
-"""Which layout of a cluster trains a module fastest, told before anything is started."""
+"""Planner: predict memory and step time of all layouts of a module, and rank them."""

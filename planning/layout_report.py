@@ -1,8 +1,7 @@
-"""What `trainwright layout` prints: which rank does what, where the model is cut, and the bytes that each rank holds.
+"""Output of `trainwright layout`: ranks and their roles, cuts of the model, and bytes per rank.
 
-Everything is computed on the meta device by the rules that the strategies follow; no process is started and no weight
-gets memory. The bytes are those of `strategy.measures.held_bytes()` once the optimizer has stepped and gradients are
-there.
+Computed on the meta device by the rules of the strategies; no process is started and no weight gets memory. The bytes
+equal `strategy.measures.held_bytes()` after an optimizer step, with gradients.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.plan.model_plan import ModelPlan
 
 MIB = 2**20
-# Lines of the table of bytes before it only counts the rest.
+# Rows of the table of bytes; the rest is only counted.
 _SHOWN_LINES = 32
 _Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StateRules:
-    """How ranks of the shard axis split what a rank holds.
+    """Sharding of parameters, gradients and optimizer state.
 
     Args:
-        stage: of ZeRO; 0 splits nothing (`ddp`, `single`).
+        stage: of ZeRO; 0 shards nothing (`ddp`, `single`).
         offload: none, optimizer or parameters.
         halves: whether floating-point weights become bf16 (`precision=bf16-true`).
-        servers: parameter servers, which hold parameters and the optimizer's state; 0 = there are none.
-        server_ranks: ranks that only serve, one server each; 0 = servers are beside the first ranks.
+        servers: parameter servers, which hold parameters and the optimizer's state; 0: none.
+        server_ranks: ranks that only serve, one server each; 0: servers run beside the first ranks.
     """
 
     stage: int = 0
@@ -61,9 +60,9 @@ class RankBytes:
     """Bytes that one rank holds, without buffers of collectives and activations.
 
     Args:
-        parameters: parameters, rows that an offloaded optimizer steps included.
-        gradients: gradients, averaged.
-        optimizer: state of all optimizers; None if it cannot be told.
+        parameters: parameters, including rows stepped by an offloaded optimizer.
+        gradients: averaged gradients.
+        optimizer: state of all optimizers; None if unknown.
     """
 
     parameters: int
@@ -72,39 +71,39 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Sum of what is known."""
+        """Sum of the known parts."""
         return self.parameters + self.gradients + (self.optimizer or 0)
 
 
 def bytes_of_ranks(
     module: LightningModule, layout: Layout, options: EngineOptions, rules: StateRules
 ) -> list[RankBytes]:
-    """What each rank of `layout` holds of `module`, in the order of the ranks.
+    """Return the bytes that each rank of a layout holds, by rank.
 
     Args:
         module: whole, on the meta device or real; unchanged afterwards.
         layout: closed.
-        options: how the module is cut.
-        rules: how the state is split.
+        options: of the cut.
+        rules: of the sharding.
 
     Raises:
-        ValueError: if the module cannot be cut so.
+        ValueError: if the module cannot be cut for this layout.
     """
     plan = plan_for(module, layout, options) if cuts_module(layout) else ModelPlan()
-    scale = _Scale(module, plan, layout, options, rules)
+    sizes = _RankSizes(module, plan, layout, options, rules)
     known: dict[tuple[int, int], RankBytes] = {}
     held = []
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         key = place["pipeline"], place["shard"] * layout.context + place["context"]
         if key not in known:
-            known[key] = scale.weigh(*key)
+            known[key] = sizes.of(*key)
         held.append(known[key])
     return held if not rules.servers else _with_servers(module, held, rules)
 
 
 def _with_servers(module: LightningModule, held: Sequence[RankBytes], rules: StateRules) -> list[RankBytes]:
-    """Workers of parameter servers have no state of an optimizer; who holds a server has that of its rows."""
+    """Move optimizer state from workers to the ranks with servers, in parts of their rows."""
     states, parameters = OptimizerStates(module), dict(module.named_parameters())
     held = [replace(each, optimizer=0) for each in held] + [RankBytes(0, 0, 0)] * rules.server_ranks
     first = len(held) - rules.server_ranks if rules.server_ranks else 0
@@ -128,7 +127,7 @@ def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], 
             parameter = parameters[plan.names[piece.parameter]]
             halves = rules.halves and parameter.is_floating_point()
             dtype = torch.bfloat16 if halves else parameter.dtype
-            # What is sent is float32; a parameter of another type is kept beside it.
+            # Servers send float32, and keep parameters of another type beside it.
             sent += piece.numel * (plan.dtype.itemsize + (dtype.itemsize if dtype != plan.dtype else 0))
             state = states.bytes_of(parameter, piece.shape, dtype) if parameter.requires_grad else 0
             is_known, optimizer = is_known and state is not None, optimizer + (state or 0)
@@ -136,10 +135,10 @@ def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], 
     return found
 
 
-class _Scale:
-    """Weighs what a rank holds, by its place along the pipeline and among the ranks that share a copy of the state.
+class _RankSizes:
+    """Bytes of a rank by its stage and its place among the ranks that share a copy of the state.
 
-    Ranks that differ along other axes hold as much.
+    Ranks that differ along other axes hold the same.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class _Scale:
         self._is_cut = cuts_module(layout)
         self._states = OptimizerStates(module)
 
-    def weigh(self, stage: int, index: int) -> RankBytes:
+    def of(self, stage: int, index: int) -> RankBytes:
         parameters = gradients = optimizer = 0
         is_known = self._states.problem is None
         for name, shape in self._held[stage].items():
@@ -171,7 +170,7 @@ class _Scale:
         return RankBytes(parameters, gradients, optimizer if is_known else None)
 
     def _numbers(self, shape: _Shape, is_expert: bool, index: int) -> tuple[int, int, _Shape]:
-        """Elements of the parameter and of its gradient that stay here, and the shape that the optimizer steps."""
+        """Return the elements of a parameter and its gradient on the rank, and the shape that the optimizer steps."""
         layout, numel = self._layout, math.prod(shape)
         spread = layout.expert if is_expert else 1
         ranks, index = layout.state_ranks // spread, index // spread
@@ -180,17 +179,17 @@ class _Scale:
         if not self._rules.stage or alone or not shape:
             return numel, numel, shape
         rows = -(-shape[0] // ranks)
-        chunk = rows * math.prod(shape[1:])  # the last ranks' are padded to the same length
+        chunk = rows * math.prod(shape[1:])  # padded to the same length on the last ranks
         mine = min((index + 1) * rows, shape[0]) - min(index * rows, shape[0])
         return chunk if splits_parameters else numel, chunk, (mine, *shape[1:])
 
 
 class OptimizerStates:
-    """Bytes of state that a module's optimizers make for a part of a parameter, found by stepping one without memory.
+    """Optimizer state bytes for parts of parameters, found by stepping an optimizer on the meta device.
 
     Attributes:
-        problem: why the optimizers cannot be built here; None if they can.
-        optimizers: those of the module.
+        problem: why the optimizers cannot be built; None if they can.
+        optimizers: of the module.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -201,9 +200,9 @@ class OptimizerStates:
         try:
             made: Any = module.configure_optimizers()
             self.optimizers = _configure_optimizers(made)[0] if made is not None else ()
-        except Exception as error:  # whatever a user's code raises that wants a Trainer
+        except Exception as error:  # a user's code can raise anything without a Trainer
             self.problem = (
-                f"configure_optimizers needs more than the module: {(str(error).splitlines() or [repr(error)])[0]}"
+                f"configure_optimizers failed without a Trainer: {(str(error).splitlines() or [repr(error)])[0]}"
             )
             return
         for optimizer in self.optimizers:
@@ -211,12 +210,12 @@ class OptimizerStates:
                 self._groups |= {id(parameter): (optimizer, group) for parameter in group["params"]}
 
     def bytes_of(self, parameter: nn.Parameter, shape: _Shape, dtype: torch.dtype) -> int | None:
-        """Bytes of state for the part of `parameter` that has this shape; None if that cannot be told.
+        """Return the state bytes for a part of a parameter; None if unknown.
 
         Args:
             parameter: of the module.
             shape: of the part.
-            dtype: that the parameter has in the run.
+            dtype: of the parameter in the run.
         """
         if self.problem is not None:
             return None
@@ -236,10 +235,10 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], part: nn.Parameter
     part.grad = torch.empty_like(part)
     try:
         optimizer.param_groups, optimizer.state = [{**group, "params": [part]}], defaultdict(dict)
-        type(optimizer).step(optimizer)  # past what a scheduler has wrapped around it
+        type(optimizer).step(optimizer)  # bypasses a scheduler's wrapper
         made = optimizer.state[part].values()
         return sum(value.numel() * value.element_size() for value in made if isinstance(value, torch.Tensor))
-    except Exception:  # an optimizer that reads values, which the meta device does not have
+    except Exception:  # an optimizer that reads values, which meta tensors lack
         return None
     finally:
         optimizer.param_groups, optimizer.state = groups, state
@@ -250,7 +249,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], part: nn.Parameter
 
 
 def report(cfg: DictConfig, layout: Layout) -> str:
-    """The whole text for a resolved configuration that was found possible.
+    """Return the text for a resolved configuration with a possible layout.
 
     Args:
         cfg: with `module`, `strategy` and `precision`.
@@ -260,11 +259,9 @@ def report(cfg: DictConfig, layout: Layout) -> str:
     parts = [layout.picture() + _servers(layout, rules)]
     try:
         module = build_on_meta(cfg)
-    except Exception as error:  # whatever a user's constructor raises without memory
+    except Exception as error:  # a user's constructor can raise anything without memory
         why = (str(error).splitlines() or [repr(error)])[0]
-        return (
-            "\n\n".join([*parts, f"The module cannot be built without memory, so its plan is not known: {why}"]) + "\n"
-        )
+        return "\n\n".join([*parts, f"The module cannot be built without memory, so its plan is unknown: {why}"]) + "\n"
     options = engine_options_of(options_of(cfg.strategy))
     plan = plan_for(module, layout, options)
     parts.append(f"plan of {type(module).__name__}\n{describe_plan(plan, module)}")
@@ -274,7 +271,7 @@ def report(cfg: DictConfig, layout: Layout) -> str:
 
 
 def rules_of(cfg: DictConfig) -> StateRules:
-    """How the state is split, from a configuration."""
+    """Return the sharding rules of a configuration."""
     strategy = cfg.strategy
     return StateRules(
         stage=int(strategy.get("stage", 0)),
@@ -286,9 +283,9 @@ def rules_of(cfg: DictConfig) -> StateRules:
 
 
 def _servers(layout: Layout, rules: StateRules) -> str:
-    """A line for each parameter server, after those of the ranks that train."""
+    """Return a line for each parameter server."""
     first = layout.world_size if rules.server_ranks else 0
-    what = "on a rank of its own, which does not train" if rules.server_ranks else "beside the worker of that rank"
+    what = "on a separate rank that does not train" if rules.server_ranks else "beside the worker of that rank"
     return "".join(f"\nparameter server {number}: rank {first + number}, {what}" for number in range(rules.servers))
 
 
@@ -298,15 +295,15 @@ def _table(module: LightningModule, held: Sequence[RankBytes], rules: StateRules
     for rank, each in enumerate(held):
         groups[each].append(rank)
     rows = [(_ranks(ranks), *_cells(each)) for each, ranks in list(groups.items())[:_SHOWN_LINES]]
-    rows.append(("the whole model", *_cells(whole)))
-    head = ("ranks", "parameters", "gradients", "optimizer", "together", "")
-    lines = ["bytes that each rank holds, without activations and buffers of collectives"]
+    rows.append(("whole model", *_cells(whole)))
+    head = ("ranks", "parameters", "gradients", "optimizer", "total", "")
+    lines = ["bytes per rank, without activations and communication buffers"]
     lines += [line.removeprefix("  ") for line in aligned(head, rows, "<>>>>>")]
     if len(groups) > _SHOWN_LINES:
         lines.insert(-1, f"... and {len(groups) - _SHOWN_LINES} more kinds of ranks")
     if whole.optimizer is None:
-        why = OptimizerStates(module).problem or "the optimizer reads values, which there are none of here"
-        lines.append(f"optimizer: unknown, because {why}")
+        why = OptimizerStates(module).problem or "the optimizer reads values of tensors"
+        lines.append(f"optimizer: unknown: {why}")
     return "\n".join(lines)
 
 
@@ -316,7 +313,7 @@ def _cells(held: RankBytes) -> tuple[str, ...]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``0-3, 8`` for ascending ranks."""
+    """Format ascending ranks like ``0-3, 8``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Is what a recipe needs beyond the package installed? Asked without importing it."""
+"""Check for optional dependencies of recipes, without importing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MISSING = (
 
 
 def check_scikit_learn(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
-    """The problem of a missing scikit-learn; empty when it is there.
+    """Return a problem if scikit-learn is missing.
 
     Args:
         config: the composed configuration.

@@ -1,4 +1,4 @@
-"""What the recipes that model text have in common: next-token prediction as an ordinary LightningModule."""
+"""Next-token prediction as a LightningModule, shared by the recipes on text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: float, final_factor: float) -> float:
-    """Factor on the base learning rate: linear warm-up, then half a cosine down to ``final_factor``, then constant.
+    """Return the factor on the base learning rate: linear warm-up, half a cosine to ``final_factor``, then constant.
 
     Args:
         step: optimizer steps done, from 0.
         warmup_steps: steps until the factor is 1; 0 is off. Step 0 already has ``1 / (warmup_steps + 1)``, since a
             step at rate 0 would be wasted.
-        total_steps: step at which ``final_factor`` is reached; ``math.inf``: the factor stays 1 after the warm-up.
+        total_steps: step of reaching ``final_factor``; ``math.inf``: the factor stays 1 after the warm-up.
         final_factor: the factor at the end, 0 to 1; 1 is off.
 
     Returns:
-        The factor, 0 to 1.
+        Factor from 0 to 1.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -50,18 +50,18 @@ class LanguageModule(LightningModule):
     ``test_bpb``.
 
     Args:
-        seq_len: tokens that a window trains.
+        seq_len: trained tokens per window.
         optimizer: takes parameters (or parameter groups) and returns the optimizer; ``None``: AdamW with learning rate
-            4e-3, betas (0.9, 0.95), weight decay 0.1. Weight decay, whoever sets it, is for matrices only.
+            4e-3, betas (0.9, 0.95), weight decay 0.1. Weight decay always applies to matrices only.
         warmup_steps: optimizer steps of linear warm-up; 0 is off.
         schedule_steps: optimizer steps until the cosine reaches ``final_lr_factor``; ``None``: the run's own length.
         final_lr_factor: learning rate at the end as a part of the peak; 1 is off.
     """
 
     sample_unit = "tokens"
-    """What a sample consists of."""
+    """Unit of a sample's contents."""
     model: nn.Module | None
-    """The network, which a subclass sets; while it is ``None``, ``configure_model`` builds it on the meta device."""
+    """The network, set by a subclass; if ``None``, ``configure_model`` builds it on the meta device."""
 
     def __init__(
         self,
@@ -80,26 +80,26 @@ class LanguageModule(LightningModule):
 
     @property
     def units_per_sample(self) -> int:
-        """Tokens that a window trains."""
+        """Trained tokens per window."""
         return self.seq_len
 
     def build(self) -> nn.Module:
-        """A new network, on the default device."""
+        """Return a new network on the default device."""
         raise NotImplementedError
 
     def configure_model(self) -> None:
-        """Build the network on the meta device, once, when that was asked for."""
+        """Build the network on the meta device, once, if requested."""
         if self.model is None:
             with torch.device("meta"):
                 self.model = self.build()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
-        """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""
+        """Map integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""
         raise NotImplementedError
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Mean loss in nats per token of windows ``(B, T + 1)``."""
-        # One call with the mean inside, of which a layout that splits logits computes its part.
+        """Return the mean loss in nats per token of windows ``(B, T + 1)``."""
+        # One call including the mean: layouts that split logits compute their part of it.
         loss = F.cross_entropy(*self._logits_and_targets(batch))
         self.log("train_loss", loss)
         return loss
@@ -113,37 +113,34 @@ class LanguageModule(LightningModule):
         self._log_held_out("test", batch)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Bits per token of windows ``(B, T + 1)``, float32 ``(B,)``."""
+        """Return bits per token of windows ``(B, T + 1)``, float32 ``(B,)``."""
         return self._losses(batch).mean(dim=1) / math.log(2)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer with weight decay on matrices only, and a learning rate schedule that steps every step."""
+        """Return the optimizer, with weight decay on matrices only, and a schedule stepped every optimizer step."""
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = self.optimizer_factory([group for group in groups if group["params"]])
         steps = self.trainer.estimated_stepping_batches if self.schedule_steps is None else self.schedule_steps
         factor = partial(
-            learning_rate_factor,
-            warmup_steps=self.warmup_steps,
-            total_steps=steps,
-            final_factor=self.final_lr_factor,
+            learning_rate_factor, warmup_steps=self.warmup_steps, total_steps=steps, final_factor=self.final_lr_factor
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def _losses(self, windows: Tensor) -> Tensor:
-        """Nats per token, float32 ``(B, T)``, of windows ``(B, T + 1)``."""
+        """Return nats per token, float32 ``(B, T)``, of windows ``(B, T + 1)``."""
         losses = F.cross_entropy(*self._logits_and_targets(windows), reduction="none")
         return losses.view(len(windows), -1)
 
     def _logits_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 logits ``(B * T, V)`` and ids ``(B * T,)`` of the symbols that follow, of windows ``(B, T + 1)``."""
+        """Return float32 logits ``(B * T, V)`` and next ids ``(B * T,)`` of windows ``(B, T + 1)``."""
         ids = windows.long()
         logits_BTV: Tensor = self(ids[:, :-1])  # noqa: N806
         return logits_BTV.flatten(0, 1).float(), ids[:, 1:].flatten()
 
     def _log_held_out(self, stage: str, batch: Tensor) -> None:
-        # All windows are equally long, so the mean weighted by windows is the exact mean over the tokens.
+        # Windows have equal length, so the mean over windows is the exact mean over tokens.
         loss = self._losses(batch).mean()
         shared: dict[str, Any] = {"batch_size": len(batch), "sync_dist": True}
         self.log(f"{stage}_loss", loss, **shared)

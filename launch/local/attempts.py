@@ -149,5 +149,5 @@ class AttemptedRun:
         devices = self._first.devices if self._sizes is None else self._sizes.size
         cfg = resume_in_place(resized(self._first, devices, self._samples, self._first.nodes), self._verb)
         where = "from the start" if cfg.ckpt_path is None else f"from {cfg.ckpt_path}"
-        self._log.write(f"continuing {where} with {devices * cfg.nodes} rank(s)")
+        self._log.write(f"resuming {where} with {devices * cfg.nodes} rank(s)")
         return cfg

@@ -231,7 +231,7 @@ class ReplicaAttempt(RankAttempt):
         new = len(set(now.members) - set(parted.before.members)) // now.replica_size
         parts = [error.summary] if error is not None else ["connections broke"] if not new else []
         parts += [f"{new} replica(s) joined"] if new else []
-        text = f"{'; '.join(parts)}; continuing from step {step} with {self._generations.size}"
+        text = f"{'; '.join(parts)}; resuming from step {step} with {self._generations.size}"
         self.log.write(text, "" if error is None else str(error))
 
     # ---- ends --------------------------------------------------------------------------------------------------------

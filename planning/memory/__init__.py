@@ -1,1 +1,1 @@
-"""Predict the memory of a rank."""
+"""Predicted memory of a rank."""

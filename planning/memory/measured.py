@@ -1,4 +1,4 @@
-"""What a rank writes down while a micro-batch is tried: the most memory that it held."""
+"""Measured peak memory of a rank while a micro-batch size is tried."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from trainwright.core.failures.records import write_whole
 
 
 class PeakRecorder(Callback):
-    """At the end of training, write the most that this rank held, in bytes, to `rank_<n>.json`.
+    """At the end of training, write the peak memory of this rank in bytes to `rank_<n>.json`.
 
-    `host`: of the process, without what processes share (the code of libraries). On CUDA also `device`: what tensors
-    took at most, and `device_there`: what they could have taken, beside the contexts and communicators of this process
-    and what others hold; and `retries`: how often torch had to give back cached memory to go on. Elsewhere 0.
+    `host`: of the process, without shared mappings (code of libraries). On CUDA also `device`: peak of allocated
+    tensors, `device_there`: memory available to tensors after contexts, communicators and other processes, and
+    `retries`: how often torch freed cached memory to allocate. Elsewhere 0.
 
     Args:
-        folder: that all ranks write into.
+        folder: shared by all ranks.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write."""
+        """Write the file."""
         found = {"host": host_peak(), "device": 0, "device_there": 0, "retries": 0, **_on(trainer.strategy.root_device)}
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"rank_{trainer.global_rank}.json", json.dumps(found))
 
 
 def host_peak() -> int:
-    """Bytes of memory that this process held at most and for itself: without mapped files, as far as can be told."""
+    """Return the peak private memory of this process in bytes, without mapped files where the system reports them."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,8 +1,7 @@
-"""Bytes that a rank needs under a layout, at the moment of a step at which it needs most.
+"""Peak memory of a rank under a layout, and when in a step it occurs.
 
-What a rank holds of parameters, gradients and optimizer is in :mod:`~trainwright.planning.memory.state`, what it keeps
-for backward in :class:`KeptMemory`; how much of both there is at a time follows from the
-order of a step. docs/planning.md has the formulas.
+Parameters, gradients and optimizer state come from :mod:`~trainwright.planning.memory.state`, activations from
+:class:`KeptMemory`; the order of a step decides how much of each exists at once. Formulas: docs/planning.md.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from trainwright.strategies.pipeline.schedules import CHOICES, ranks_of_stages, 
 
 FORWARD, BACKWARD = "FORWARD", "FULL_BACKWARD"
 INPUTS, WEIGHTS = "BACKWARD_INPUT", "BACKWARD_WEIGHT"
-"""Kinds of :class:`Action`, by torch's names. The last two are a backward in two parts, those of a zero bubble."""
-# Schedules whose backwards come in an order for which there is no formula here.
+"""Kinds of :class:`Action`, by torch's names. The last two split backward, for zero-bubble schedules."""
+# Schedules whose order of backwards is simulated, for want of a formula.
 _SIMULATED = ("interleaved_zero_bubble", "zbv", "dualpipev")
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-"""Kinds of bytes on a device: fields of :class:`Held`."""
+"""Kinds of device memory: fields of :class:`Held`."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,12 @@ class Held:
     """Bytes on one rank at one moment.
 
     Args:
-        parameters: as they are held between steps.
-        gradients: those that are there.
+        parameters: as held between steps.
+        gradients: existing gradients.
         optimizer: state of the optimizers.
-        activations: what forward keeps for backward, and what is computed with it at the moment.
-        buffers: of collectives: gathered parameters, whole gradients before they are averaged, buckets.
-        host: bytes in the memory of the host, where parts are offloaded.
+        activations: kept for backward, and temporary ones.
+        buffers: of collectives: gathered parameters, whole gradients before averaging, buckets.
+        host: bytes of offloaded parts in host memory.
         moment: of the step.
     """
 
@@ -59,29 +58,29 @@ class Held:
 
 
 def held_by(table: StateTable, cost: PassCost, work: Work, share: StageShare) -> Held:
-    """What a rank holds at the moment at which it holds most.
+    """Return the peak memory of a rank.
 
     Args:
         table: of the module's parameters.
         cost: of a pass, cut as the layout cuts it.
         work: layout and step.
-        share: what the rank has of the model.
+        share: parts of the model on the rank.
     """
     found = moments(table, cost, work, share)
     return replace(max(found, key=lambda held: held.total), host=max(held.host for held in found))
 
 
 def moments(table: StateTable, cost: PassCost, work: Work, share: StageShare) -> list[Held]:
-    """What a rank holds at each moment of a step that may be the one at which it holds most.
+    """Return the memory of a rank at each moment of a step that may be its peak.
 
     Args:
         table: of the module's parameters.
         cost: of a pass, cut as the layout cuts it.
         work: layout and step.
-        share: what the rank has of the model.
+        share: parts of the model on the rank.
 
     Returns:
-        In the order of a step; the last is when the optimizer steps.
+        In order of a step; the last is the optimizer's step.
     """
     blocks, heaviest, outside = state_of(table, work, share)
     state = blocks.plus(outside)
@@ -91,7 +90,7 @@ def moments(table: StateTable, cost: PassCost, work: Work, share: StageShare) ->
     buffers = Buffers(work, blocks, heaviest, outside)
     if work.has_pipeline:
         return _moments_of_pipeline(rest, kept, buffers, work, share, state, averaged)
-    # Gradients of the step before are dropped when the first forward of the next has run, as Lightning does.
+    # Like Lightning, the first forward of a step runs before gradients of the previous one are freed.
     before = buffers.persisting(averaged, state.whole_gradients)
     forward = averaged if work.rounds == 1 else max(averaged, before)
     middle = kept.blocks(buffers.ahead), buffers.in_middle_block
@@ -109,39 +108,35 @@ def moments(table: StateTable, cost: PassCost, work: Work, share: StageShare) ->
 
 
 def _moments_of_pipeline(
-    rest: Held,
-    kept: KeptMemory,
-    buffers: Buffers,
-    work: Work,
-    share: StageShare,
-    state: UnitState,
-    averaged: float,
+    rest: Held, kept: KeptMemory, buffers: Buffers, work: Work, share: StageShare, state: UnitState, averaged: float
 ) -> list[Held]:
-    """Before the first backward there are no gradients yet, afterwards whole ones until all passes are done."""
+    """Return the moments of a pipeline: no gradients before the first backward, then whole ones."""
     live = in_flight(work.schedule, work.layout.pipeline, work.stages_per_rank, work.parts, share.place)
-    # Ranks that train alone accumulate in the whole gradients themselves.
+    # Ranks that train alone accumulate in whole gradients.
     persisting = averaged if work.rounds > 1 and work.stage != 1 and not buffers.is_alone else 0.0
     is_whole = work.rounds > 1 and (work.stage == 1 or buffers.is_alone or work.no_sync)
-    # Offloaded gradients are dropped as others are, and made again when the passes are done.
+    # Offloaded gradients are freed too, and created again after the passes.
     is_dropped = work.offload != "none" and work.rounds == 1
-    early = replace(rest, host=rest.host - state.gradients) if is_dropped else rest
-    found = [_first_backward(early, kept, buffers, persisting, live, is_whole)]
+    rest_in_passes = replace(rest, host=rest.host - state.gradients) if is_dropped else rest
+    found = [_first_backward(rest_in_passes, kept, buffers, persisting, live, is_whole)]
     passes, stages = work.parts * work.stages_per_rank, work.stages_per_rank
-    steady: list[tuple[float, float, float]]  # passes held, of these without gradients of weights, stages with them
+    steady: list[tuple[float, float, float]]  # passes held, those without weight gradients, stages with them
     if work.schedule == "looped_bfs":
-        # All micro-batches go backward through one stage before the next, whose gradients are not there yet.
+        # Backward of all micro-batches finishes one stage before the next, which has no gradients yet.
         steady = [(passes - n * work.parts - 1, 0, n + 1) for n in range(stages)]
     elif work.schedule in _SIMULATED:
         at = passes_of(work.schedule, work.layout.pipeline, stages, work.parts, share.place)
         steady = [each[:3] for each in at if is_whole or not each.is_first]
         for each in () if is_whole else (each for each in at if each.is_first):
-            found += _first_of_stage(each, early, kept, buffers, persisting, stages)
+            found += _first_of_stage(each, rest_in_passes, kept, buffers, persisting, stages)
     else:
         steady = [(live if passes > live else live - 1, 0, stages)]
     for passed, deferred, made in steady:
         activations = kept.pipeline(passed, is_accumulating=True) + kept.deferred(deferred)
         step = buffers.whole_of_stages(1.0 if is_whole else made / stages)
-        found.append(replace(early, gradients=persisting, activations=activations, buffers=step, moment="pipeline"))
+        found.append(
+            replace(rest_in_passes, gradients=persisting, activations=activations, buffers=step, moment="pipeline")
+        )
     return [
         *found,
         replace(rest, gradients=persisting, buffers=buffers.at_end, moment="averaging"),
@@ -152,7 +147,7 @@ def _moments_of_pipeline(
 def _first_backward(
     rest: Held, kept: KeptMemory, buffers: Buffers, persisting: float, live: float, is_whole: bool
 ) -> Held:
-    """The first of a round: whole gradients are there if those of earlier rounds were left whole."""
+    """Return the first backward of a round: whole gradients exist if earlier rounds left them whole."""
     held = buffers.whole_step if is_whole else buffers.gathered_whole
     activations = kept.pipeline(live, is_accumulating=is_whole)
     return replace(rest, gradients=persisting, activations=activations, buffers=held, moment="first backward")
@@ -161,9 +156,9 @@ def _first_backward(
 def _first_of_stage(
     at: AtBackward, rest: Held, kept: KeptMemory, buffers: Buffers, persisting: float, stages: int
 ) -> list[Held]:
-    """When the first backward of a stage begins, and within its last block, when the gradients of all others are there.
+    """Return two moments of a stage's first backward: its begin, and its last block with gradients of all others.
 
-    Activations of a block are gone when its gradients are there; in between there is something of both.
+    Activations of a block are freed when its gradients exist; in between both partly exist.
     """
     begins = kept.pipeline(at.live) + kept.deferred(at.deferred)
     ends = kept.pipeline(at.live - 1) + kept.heaviest_block + kept.deferred(at.deferred)
@@ -184,17 +179,17 @@ def _at_rest(work: Work, state: UnitState) -> Held:
 
 
 def _stepping(rest: Held, gradients: float, state: UnitState) -> Held:
-    """Optimizers compute with a number or two for each that they step: tensor by tensor, or all at once (foreach)."""
+    """Return the optimizer step: one or two temporaries per element, tensor by tensor or for all at once (foreach)."""
     return replace(rest, gradients=gradients, buffers=min(state.largest, state.stepped), moment="optimizer step")
 
 
 class KeptMemory:
-    """Bytes of activations of a rank at the moments of a step.
+    """Activation bytes of a rank during a step.
 
     Args:
         cost: of a pass, cut as the layout cuts it.
         work: layout and step.
-        share: what the rank has of the model.
+        share: parts of the model on the rank.
     """
 
     def __init__(self, cost: PassCost, work: Work, share: StageShare) -> None:
@@ -205,33 +200,33 @@ class KeptMemory:
 
     @property
     def _through(self) -> float:
-        """What is kept before the blocks and in them."""
+        """Kept before the blocks and in them."""
         inside = sum(count * self._of(self._cost.blocks[kind]) for kind, count in self._share.blocks.items())
         return inside + self._of(self._cost.before)
 
     def forward(self) -> float:
-        """At the fullest moment of forward."""
+        """Return the peak of forward."""
         return self._through + self._of(self._cost.after) + self._cost.forward_peak.of(self._samples)
 
     def head(self) -> float:
-        """While backward goes through what follows the blocks."""
+        """Return the peak of backward after the blocks."""
         return self._through + self._of(self._cost.after) + self._cost.head_peak.of(self._samples)
 
     def block(self) -> float:
-        """Within the backward of the last block."""
+        """Return the peak of backward in the last block."""
         cost = self._cost
         return self._through + cost.entry.of(self._samples) + cost.block_peak.of(self._samples)
 
     def reduced(self) -> float:
-        """When the last block has gone backward and its activations are gone, within the backward of the next."""
+        """Return the peak of backward in the second-last block, after the last one's activations are freed."""
         return self.block() - self.heaviest_block
 
     def blocks(self, ahead: float = 0.0) -> float:
-        """Within the forward of the last block, or of that which is followed by so many."""
+        """Return the peak of forward in the last block, or in one with ``ahead`` blocks after it."""
         return self._through - ahead * self.heaviest_block + self._cost.forward_block.of(self._samples)
 
     def first(self) -> float:
-        """Within the backward of the first block, when those of all others are gone."""
+        """Return the peak of backward in the first block, after the activations of all others are freed."""
         cost = self._cost
         return (
             self._of(cost.before)
@@ -242,27 +237,27 @@ class KeptMemory:
 
     @property
     def heaviest_block(self) -> float:
-        """What the block that keeps most keeps."""
+        """Largest bytes kept by a block."""
         return max((self._of(block) for block in self._cost.blocks), default=0.0)
 
     def deferred(self, passes: float) -> float:
-        """Passes whose gradients of weights come later: the gradient of what each layer with weights has returned."""
+        """Return the output gradients kept by passes whose weight gradients are deferred."""
         kinds = self._cost.blocks
         most = max(sum(n * kinds[kind].outputs.of(self._samples) for kind, n in each) for each in self._share.stages)
         return passes * most
 
     def pipeline(self, live: float, is_accumulating: bool = False) -> float:
-        """So many passes that are in flight, and what is computed with one of them.
+        """Return the bytes of passes in flight, and the peak within one of them.
 
         Args:
             live: passes.
-            is_accumulating: whether gradients of weights are added to those of an earlier pass, one by one.
+            is_accumulating: whether weight gradients are added one by one to those of an earlier pass.
         """
         cost, share, samples = self._cost, self._share, self._samples
         stages = [sum(n * self._of(cost.blocks[kind]) for kind, n in stage) for stage in share.stages]
         heaviest = max(stages)
         boundary = cost.boundary.of(samples)
-        # What a stage hands on counts with its last block; what has arrived from another one comes on top.
+        # A stage's output counts with its last block; received inputs are added.
         each = heaviest + (0.0 if share.has_first and len(stages) == 1 else boundary)
         total = live * each
         if share.has_first:
@@ -276,11 +271,11 @@ class KeptMemory:
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through one stage.
+    """Pass of one micro-batch through one stage.
 
     Args:
-        kind: torch's name of it.
-        stage: which.
+        kind: torch's name.
+        stage: index.
         part: index of the micro-batch.
     """
 
@@ -291,14 +286,14 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def actions_of(schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int) -> tuple[Action, ...]:
-    """The passes of a rank, in order.
+    """Return the passes of a rank in order.
 
     Args:
         schedule: name of the schedule.
-        pipeline: ranks.
-        stages_per_rank: stages of each.
-        parts: micro-batches.
-        rank: place along the pipeline.
+        pipeline: number of ranks.
+        stages_per_rank: stages per rank.
+        parts: number of micro-batches.
+        rank: along the pipeline.
     """
     if schedule in ("gpipe", "1f1b"):
         ahead = parts if schedule == "gpipe" else min(parts, pipeline - rank)
@@ -321,7 +316,7 @@ def actions_of(schedule: str, pipeline: int, stages_per_rank: int, parts: int, r
 
 
 class _StageStub:
-    """What torch's schedules read of a stage while they lay out its order."""
+    """Attributes of a stage that torch's schedules read while they compute their order."""
 
     has_backward = True
     is_first = is_last = False
@@ -335,14 +330,14 @@ class _StageStub:
 
 @lru_cache(maxsize=4096)
 def in_flight(schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int) -> float:
-    """Micro-batches whose activations a rank holds at once, at most, in passes of one of its stages.
+    """Return the largest number of passes of a rank's stages whose activations exist at once.
 
     Args:
         schedule: name of the schedule.
-        pipeline: ranks.
-        stages_per_rank: stages of each.
-        parts: micro-batches.
-        rank: place along the pipeline.
+        pipeline: number of ranks.
+        stages_per_rank: stages per rank.
+        parts: number of micro-batches.
+        rank: along the pipeline.
     """
     if pipeline == 1:
         return 1
@@ -358,13 +353,13 @@ def in_flight(schedule: str, pipeline: int, stages_per_rank: int, parts: int, ra
 
 
 class AtBackward(NamedTuple):
-    """What a rank of a pipeline holds at one of its backwards.
+    """Counts of a pipeline rank at a backward.
 
     Args:
-        live: passes whose activations are held.
-        deferred: of these, such that have gone backward but for the gradients of weights.
-        graded: stages that have gradients of weights.
-        is_first: whether it is the first backward of its stage, which makes these as it goes on.
+        live: passes whose activations exist.
+        deferred: those of them whose weight gradients are deferred.
+        graded: stages with weight gradients.
+        is_first: whether it is the first backward of its stage.
     """
 
     live: int
@@ -375,18 +370,18 @@ class AtBackward(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def passes_of(schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int) -> tuple[AtBackward, ...]:
-    """What a rank holds at its backwards, by going through the order in which torch runs its passes.
+    """Simulate torch's order of passes and return the counts of a rank at its backwards.
 
     Args:
-        schedule: name of a schedule of several stages a rank.
-        pipeline: ranks.
-        stages_per_rank: stages of each.
-        parts: micro-batches.
-        rank: place along the pipeline.
+        schedule: name of a schedule with several stages per rank.
+        pipeline: number of ranks.
+        stages_per_rank: stages per rank.
+        parts: number of micro-batches.
+        rank: along the pipeline.
 
     Returns:
-        Those of its backwards that others do not exceed in all three counts. The first of a stage counts when it
-        begins: with its pass, without its gradients.
+        Those not exceeded by another in all three counts. The first backward of a stage counts at its begin: with its
+        pass, without its gradients.
     """
     live: set[tuple[int, int]] = set()
     deferred: set[tuple[int, int]] = set()

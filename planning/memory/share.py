@@ -1,4 +1,4 @@
-"""What a rank of a pipeline has of the model."""
+"""Parts of the model on a rank of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainwright.strategies.pipeline.schedules import stages_of_rank
 
 @dataclass(frozen=True)
 class StageShare:
-    """What a rank has of the model: the units of its stages.
+    """Parts of the model on a rank.
 
     Args:
-        stages: for each stage, how many blocks of each kind.
-        has_first, has_last: whether it holds what stands before and after the blocks.
-        place: along the pipeline.
+        stages: for each stage, the number of blocks of each kind.
+        has_first, has_last: whether it has the parts before and after the blocks.
+        place: rank along the pipeline.
     """
 
     stages: tuple[tuple[tuple[int, int], ...], ...]
@@ -26,7 +26,7 @@ class StageShare:
 
     @cached_property
     def blocks(self) -> dict[int, int]:
-        """Kind -> how many."""
+        """Kind -> number of blocks."""
         found: dict[int, int] = {}
         for stage in self.stages:
             for kind, count in stage:
@@ -35,14 +35,14 @@ class StageShare:
 
 
 def share_of(kinds: Sequence[int], spans: Sequence[range], pipeline: int, schedule: str, rank: int) -> StageShare:
-    """What rank ``rank`` of a pipeline has.
+    """Return the parts of the model on rank ``rank`` of a pipeline.
 
     Args:
         kinds: of all blocks, in order.
         spans: blocks of each stage.
-        pipeline: ranks.
+        pipeline: number of ranks.
         schedule: its name.
-        rank: place along the pipeline.
+        rank: along the pipeline.
     """
     mine = stages_of_rank(rank, pipeline, len(spans), schedule) if pipeline > 1 else [0]
     counted = []

@@ -1,6 +1,6 @@
-"""What parameters, gradients and the optimizer weigh on a rank.
+"""Bytes of parameters, gradients and optimizer state on a rank.
 
-They follow the rules of the strategies, as in :mod:`trainwright.planning.layout_report`.
+They follow the rules of the strategies, like :mod:`trainwright.planning.layout_report`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from trainwright.strategies.plan.tensor_rules import plan_splits
 
 FIRST, LAST, BOTH = "first", "last", "both"
 Unit = int | str
-"""A kind of block, or parameters outside of the blocks: used before them, after them, or in both places (tied)."""
+"""A kind of block, or parameters outside of blocks: used before them, after them, or both (tied)."""
 
 
 class UnitState(NamedTuple):
-    """Bytes that the parameters of a unit take on a rank.
+    """State bytes of a unit on a rank.
 
     Args:
         kept: parameters between steps.
-        whole: parameters before ZeRO splits them.
+        whole: parameters before ZeRO shards them.
         gradients: averaged.
-        whole_gradients: before they are averaged and split.
+        whole_gradients: before averaging and sharding.
         optimizer: state.
-        stepped: what the optimizer steps.
-        largest: of the whole parameters, the largest.
-        reduced: of the whole gradients, those that other ranks of the state's axes have too.
+        stepped: parameters stepped by the optimizer.
+        largest: largest whole parameter.
+        reduced: whole gradients shared with other ranks of the state's axes.
     """
 
     kept: float = 0.0
@@ -53,11 +53,11 @@ class UnitState(NamedTuple):
     reduced: float = 0.0
 
     def plus(self, other: UnitState) -> UnitState:
-        """Of this unit and another one."""
+        """Return the sum with another unit."""
         return UnitState(*map(add, self, other))._replace(largest=max(self.largest, other.largest))
 
     def times(self, count: float) -> UnitState:
-        """Of so many equal units."""
+        """Return the state of several equal units."""
         return UnitState(*(each * count for each in self))._replace(largest=self.largest) if count else UnitState()
 
 
@@ -66,13 +66,13 @@ def _sum(states: Iterable[UnitState]) -> UnitState:
 
 
 class _Division(NamedTuple):
-    """How a layout divides parameters among ranks.
+    """Division of parameters among ranks.
 
     Args:
         tensor, expert: sizes of these axes.
-        ranks: that share a copy of the state.
+        ranks: sharing a copy of the state.
         stage: of ZeRO.
-        splits: whether parameters are split, see :attr:`Work.splits_parameters`.
+        splits: see :attr:`Work.splits_parameters`.
         alone: whether no other rank trains the same parameters, in a layout that cuts the module.
     """
 
@@ -86,7 +86,7 @@ class _Division(NamedTuple):
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter: ``dim`` is that which the tensor axis splits; ``None``: none."""
+    """A parameter; ``dim`` is split by the tensor axis, ``None``: not split."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -98,11 +98,11 @@ class _Weight:
 
 
 class StateTable:
-    """What the parameters of a module weigh on a rank, unit by unit.
+    """State bytes of a module's parameters, unit by unit.
 
     Args:
         facts: of the module.
-        plans: gives the plan of ``small`` for a size of the tensor axis.
+        plans: returns the plan of ``small`` for a size of the tensor axis.
         small: the module with a few of its blocks, see :meth:`ModelFacts.reduced`.
         halves: whether floating-point weights become bf16 (``precision=bf16-true``).
     """
@@ -129,7 +129,7 @@ class StateTable:
         aliases = {alias: names[id(p)] for alias, p in module.named_parameters(remove_duplicate=False)}
         dims = {aliases[a]: split.dim for a, split in plan_splits(module, plan).items()} if tensor > 1 else {}
         sides = _sides(self._small, plan)
-        seen: dict[int, str] = {}  # kind -> the block that stands for all
+        seen: dict[int, str] = {}  # kind -> its representative block
         for name, kind in zip(blocks, self.facts.kinds, strict=True):
             seen.setdefault(kind, name)
         prefixes = {f"{name}.": kind for kind, name in seen.items()}
@@ -151,11 +151,11 @@ class StateTable:
         return found
 
     def _unit_state(self, unit: Unit, division: _Division) -> UnitState:
-        """Bytes of a kind of block, or of a place outside, on the rank that holds most."""
-        return _sum(self._weigh(each, division) for each in self._units(division.tensor).get(unit, ()))
+        """Return the bytes of a unit on the rank that holds most."""
+        return _sum(self._parameter_state(each, division) for each in self._units(division.tensor).get(unit, ()))
 
     def _of_share(self, share: StageShare, division: _Division) -> tuple[UnitState, UnitState, UnitState]:
-        """See :func:`state_of`."""
+        """Return the sums of :func:`state_of`."""
 
         def each(unit: Unit) -> UnitState:
             return self._of_unit(unit, division)
@@ -167,7 +167,7 @@ class StateTable:
         outside += [each(BOTH)] if share.has_first or share.has_last else []
         return blocks, heaviest, _sum(outside)
 
-    def _weigh(self, weight: _Weight, division: _Division) -> UnitState:
+    def _parameter_state(self, weight: _Weight, division: _Division) -> UnitState:
         shape, ranks = list(weight.shape), division.ranks
         if weight.dim is not None:
             shape[weight.dim] //= division.tensor
@@ -193,7 +193,7 @@ class StateTable:
         )
 
     def _optimizer(self, weight: _Weight, numel: int) -> float:
-        """Bytes of state; in the number of elements, which is exact for optimizers that work element by element."""
+        """Return state bytes, linear in the number of elements, which is exact for elementwise optimizers."""
         parameter = self.facts.module.get_parameter(weight.name)
         key = (weight.name, weight.dtype)
         if key not in self._linear:
@@ -204,24 +204,24 @@ class StateTable:
                 slope = (sizes[1] - sizes[0]) / 64
                 self._linear[key] = (sizes[0] - 64 * slope, slope)
         linear = self._linear[key]
-        # Without an optimizer that can be asked, Adam's two numbers are the cautious guess.
+        # If the optimizer is unknown, assume Adam's two numbers.
         return 8.0 * numel if linear is None else linear[0] + linear[1] * numel
 
 
 def _sides(module: LightningModule, plan: ModelPlan) -> dict[str, str]:
-    """For parameters outside of the blocks: whether they are used before the blocks, after them, or in both places."""
+    """Return for each parameter outside of blocks whether it is used before them, after them, or both."""
     if len(plan.blocks) < 2:
         return {}
     spans = [range(1), range(1, len(plan.blocks))]
     try:
         holders = PipelineCut(module, plan, spans, []).holders
-    except ValueError:  # nothing tells; no pipeline is possible then, and the place does not matter
+    except ValueError:  # unknown, but then no pipeline is possible and the place does not matter
         return {}
     return {name: BOTH if len(at) > 1 else (FIRST, LAST)[at[0]] for name, at in holders.items()}
 
 
 def state_of(table: StateTable, work: Work, share: StageShare) -> tuple[UnitState, UnitState, UnitState]:
-    """What the parameters of a rank weigh: its blocks, the heaviest block, and what is outside of them."""
+    """Return the state of a rank: its blocks, the largest block, and the parts outside of blocks."""
     layout = work.layout
     alone = cuts_module(layout) and layout.replicate == 1
     ranks, splits = layout.state_ranks, work.splits_parameters

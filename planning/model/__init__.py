@@ -1,1 +1,1 @@
-"""Measure what one pass of a module costs."""
+"""Measured costs of one pass of a module."""

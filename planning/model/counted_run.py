@@ -1,4 +1,4 @@
-"""One forward and one backward of a module, and what was counted while they ran, by the part of the module."""
+"""Operations, memory and traffic counted during one forward and backward of a module."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from trainwright.callbacks.monitor.flops import operations_of
 from trainwright.core.layout import Layout
 from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.planning.model.without_memory import autocast_of, loss_of
+from trainwright.planning.model.fake_run import autocast_of, loss_of
 from trainwright.strategies.contract.communication.axes import name_of
 from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.communication.costs import least_bytes
 from trainwright.strategies.contract.communication.meter import Sent
 
 BEFORE, AFTER = "before", "after"
-"""Phases of a run beside the places of its blocks: what stands before the blocks, and what stands after them."""
+"""Phases of a run besides the indices of its blocks: before the first block, and after the last."""
 
 
 class CountedRun:
-    """One forward and one backward, and what was counted.
+    """One forward and backward of a module, and its costs.
 
     Args:
-        module: whose `training_step` is run; it is changed, and of no use afterwards.
-        blocks: of it, with their places.
-        batch: that it is run with.
-        layout: of the ranks that it is cut for.
+        module: whose `training_step` is run; unusable afterwards.
+        blocks: of it, with their indices.
+        batch: input of the step.
+        layout: for which the module is cut.
         precision: of the group of that name.
 
     Attributes:
-        phase: where the run is: :data:`BEFORE`, the place of a block, or :data:`AFTER`.
-        in_backward: whether it is in its second half.
-        counter: of its operations.
-        kept: bytes alive when the loss is there, by the phase that made them.
-        boundaries: bytes of what a block has returned, by its place.
-        outputs: bytes that layers with weights of their own have returned, by place.
-        sent: by phase, then by axis and kind of collective; of that ``sent_forward`` by forward alone.
-        at_loss: bytes alive when the loss is there.
+        phase: current phase: :data:`BEFORE`, the index of a block, or :data:`AFTER`.
+        in_backward: whether backward is running.
+        counter: of operations and memory.
+        kept: bytes alive at the loss, by the phase that allocated them.
+        boundaries: bytes of a block's output, by index.
+        outputs: bytes of outputs of modules with parameters, by index.
+        sent: by phase, then by axis and kind of collective; ``sent_forward`` is the part of forward.
+        at_loss: bytes alive at the loss.
         entry: bytes alive when backward enters the last block.
-        forward_block: most bytes within the forward of the last block, beyond those that are alive after it.
-        forward_peak: most bytes alive in forward.
-        head_peak: most bytes alive before backward enters the last block.
-        block_peak, accumulating_peak: most bytes alive from there on; the second without gradients of weights.
+        forward_block: peak within the forward of the last block, beyond what stays alive.
+        forward_peak: peak of forward.
+        head_peak: peak until backward enters the last block.
+        block_peak, accumulating_peak: peak from then on; the second without weight gradients.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CountedRun:
 
     def _run(self, module: LightningModule, batch: Any, precision: str) -> None:
         counter = self.counter
-        with _heard(self._hear), counter:
+        with _listening(self._count_collective), counter:
             with autocast_of(precision):
                 loss = loss_of(module.training_step(batch, 0))
             self.kept = counter.alive()
@@ -97,7 +97,7 @@ class CountedRun:
             loss.backward()
         self._close_peaks()
 
-    def _hear(self, call: CollectiveCall) -> None:
+    def _count_collective(self, call: CollectiveCall) -> None:
         ranks = call.group.size()
         if ranks == 1 or call.kind == "barrier":
             return
@@ -114,47 +114,47 @@ class CountedRun:
                 return inner(*args, **kwargs)
             self.phase = place
             self.counter.block_peak = self.counter.now
-            args, kwargs = pytree.tree_map(lambda leaf: self._leaving(place, leaf), (args, kwargs))
+            args, kwargs = pytree.tree_map(lambda leaf: self._hook_input(place, leaf), (args, kwargs))
             output = inner(*args, **kwargs)
             self.phase = AFTER
             self.forward_block = self.counter.block_peak - self.counter.now
             self.boundaries[place] = _bytes_in(output)
             first = next((leaf for leaf in _tensors_in(output) if leaf.requires_grad), None)
             if first is not None:
-                first.register_hook(lambda gradient: self._entering(place))
+                first.register_hook(lambda gradient: self._enter_backward(place))
             return output
 
         block.forward = forward
         for part in block.modules():
             if any(parameter is not None for parameter in part._parameters.values()):
-                part.register_forward_hook(lambda module, args, output: self._returned(place, output))
+                part.register_forward_hook(lambda module, args, output: self._count_output(place, output))
 
-    def _returned(self, place: int, output: Any) -> None:
+    def _count_output(self, place: int, output: Any) -> None:
         if not self.in_backward:
             self.outputs[place] = self.outputs.get(place, 0) + _bytes_in(output)
 
-    def _leaving(self, place: int, leaf: Any) -> Any:
-        """Backward leaves a block when it has the gradient of the block's input."""
+    def _hook_input(self, place: int, leaf: Any) -> Any:
+        """Register a hook on a block's input, whose gradient marks the end of the block's backward."""
         if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:
             return leaf
-        leaf.register_hook(lambda gradient: self._left(place))
+        leaf.register_hook(lambda gradient: self._leave_backward(place))
         return leaf
 
-    def _entering(self, place: int) -> None:
-        self._drop()
+    def _enter_backward(self, place: int) -> None:
+        self._drop_gradients()
         self.phase = place
         if place == self.blocks[-1][0]:
             self.head_peak = self.counter.peak
             self.entry = self.counter.now
             self.counter.peak = self.counter.accumulating_peak = self.counter.now
 
-    def _left(self, place: int) -> None:
+    def _leave_backward(self, place: int) -> None:
         if self.phase == place:
-            self._drop()
+            self._drop_gradients()
             self.phase = BEFORE
 
-    def _drop(self) -> None:
-        """Gradients are there until a block has gone backward; who keeps them longer counts them himself."""
+    def _drop_gradients(self) -> None:
+        """Free gradients after the backward of each block; the memory model counts those that stay."""
         for parameter in self._graded:
             parameter.grad = None
         self._graded.clear()
@@ -168,18 +168,18 @@ class CountedRun:
 
     @property
     def graded_bytes(self) -> int:
-        """Of gradients of weights that are there."""
+        """Bytes of existing weight gradients."""
         return sum(each.grad.nbytes for each in self._graded if each.grad is not None)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted of the operations of forward, or of backward, by phase.
+    """Costs of forward or backward, by phase.
 
     Args:
         flops: arithmetic operations.
-        calls: operations of torch that they are in, and all others.
-        moved: bytes that operations without arithmetic of matrices read and write.
+        calls: torch operations.
+        moved: bytes read and written by operations other than matrix products.
     """
 
     flops: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
@@ -188,41 +188,41 @@ class Counts:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts operations, and the storages that are alive, by phase of a run.
+    """Counter of operations and live storages, by phase of a run.
 
     Args:
-        run: its ``phase``, ``in_backward`` and ``graded_bytes`` are read.
+        run: whose ``phase``, ``in_backward`` and ``graded_bytes`` are read.
 
     Attributes:
-        forward, backward: what was counted; in backward also what is computed again.
+        forward, backward: costs; recomputation counts as backward.
         now: bytes alive.
-        peak: most bytes alive since :meth:`reset_peak`.
-        block_peak: most bytes alive since the forward of a block began.
-        accumulating_peak: most bytes alive in backward, gradients of weights left out.
+        peak: peak since :meth:`reset_peak`.
+        block_peak: peak since the forward of a block began.
+        accumulating_peak: peak of backward without weight gradients.
     """
 
     def __init__(self, run: CountedRun) -> None:
         super().__init__()
         self._run = run
-        # By the address of a storage: what tells when it is gone, the phase that made it, its bytes.
+        # id of a storage -> weak reference, phase that allocated it, bytes.
         self._seen: dict[int, tuple[Any, Any, int]] = {}
         self._ignored = WeakIdKeyDictionary()
         self.forward, self.backward = Counts(), Counts()
         self.now = self.peak = self.accumulating_peak = self.block_peak = 0
 
     def alive(self) -> dict[Any, int]:
-        """Return the bytes alive by the phase that made them."""
+        """Return the bytes alive by the phase that allocated them."""
         found: dict[Any, int] = {}
         for _, phase, size in list(self._seen.values()):
             found[phase] = found.get(phase, 0) + size
         return found
 
     def reset_peak(self) -> None:
-        """Look for the peak from here on."""
+        """Restart the peak."""
         self.peak = self.now
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Leave out tensors that exist before the run."""
+        """Exclude tensors that exist before the run."""
         for tensor in tensors:
             self._ignored[tensor.untyped_storage()] = None
 
@@ -233,13 +233,13 @@ class OperationCounter(TorchDispatchMode):
         output = func(*args, **kwargs)
         before = self.now
         for tensor in _tensors_in(output):
-            self._see(tensor)
+            self._track(tensor)
         if self.now > before:
             self._raise_peaks()
         self._count(func, args, kwargs, output)
         return output
 
-    def _see(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._seen or storage in self._ignored:
@@ -267,15 +267,15 @@ class OperationCounter(TorchDispatchMode):
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation only looks at memory in another way, or sends it, which is counted elsewhere."""
+    """Return whether an operation moves no memory (views), or communicates, which is counted elsewhere."""
     schema = func._schema
     aliases = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     return aliases or func.namespace in ("c10d", "_c10d_functional", "fsdp") or not schema.returns
 
 
 @contextlib.contextmanager
-def _heard(listener: Callable[[CollectiveCall], None]) -> Iterator[None]:
-    """Tell of every collective; where there is no process group there are none."""
+def _listening(listener: Callable[[CollectiveCall], None]) -> Iterator[None]:
+    """Report every collective to a listener, if there is a process group."""
     with contextlib.ExitStack() as stack:
         if dist.is_initialized():
             stack.callback(listen(listener))

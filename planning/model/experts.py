@@ -1,10 +1,10 @@
-"""Where tokens go in a pass that nobody else takes part in: to all experts alike, or as evenly as was seen in a run.
+"""Assumed routing of tokens to experts for passes without values: even, or as imbalanced as measured in a run.
 
-Under expert parallelism a rank computes what arrives, and what arrives depends on values that a plan does not have. The
-engine's own exchange runs nevertheless, its two questions about values answered by counts. With N tokens of each of S
-ranks, K of E experts chosen by each token, and all sets of K equally likely:
+Under expert parallelism a rank computes the tokens that arrive, which depend on values that a plan does not have. The
+engine's own exchange runs, with counts instead of values. With N tokens on each of S ranks, K of E experts per token,
+and all sets of K equally likely:
 
-- a token goes to a rank with probability p = 1 - C(E - E/S, K) / C(E, K), once however many of its experts are there,
+- a token is sent to a rank with probability p = 1 - C(E - E/S, K) / C(E, K), once for all its experts there,
 - S N p rows leave a rank and as many arrive,
 - N K pairs of a row and an expert are computed there.
 """
@@ -24,11 +24,11 @@ from trainwright.strategies.expert.engine import Dispatcher, TokenRoutes
 
 @dataclass(frozen=True)
 class Routing:
-    """How much a rank has to do with other ranks' tokens, as parts of what an even routing gives it.
+    """Load of a rank relative to even routing.
 
     Args:
-        sent: rows that leave it.
-        received: rows that arrive.
+        sent: rows sent.
+        received: rows received.
         computed: pairs of a row and an expert.
     """
 
@@ -40,29 +40,29 @@ class Routing:
 EVEN = Routing()
 
 
-def part_that_travels(experts: int, chosen: int, ranks: int) -> float:
-    """Probability that a token has one of its experts on a given rank.
+def probability_sent(experts: int, chosen: int, ranks: int) -> float:
+    """Return the probability that a token has one of its experts on a given rank.
 
     Args:
         experts: of a layer.
-        chosen: experts of a token.
-        ranks: that share the experts.
+        chosen: experts per token.
+        ranks: sharing the experts.
     """
     return 1 - math.comb(experts - experts // ranks, chosen) / math.comb(experts, chosen)
 
 
 def assume_routing(dispatchers: Iterable[Dispatcher], routing: Routing) -> None:
-    """Let exchanges of tokens take counts for answers; nothing is asked of values."""
+    """Make dispatchers use assumed counts instead of values."""
     for dispatcher in dispatchers:
-        dispatcher.answers = Assumed(dispatcher, routing)
+        dispatcher.answers = AssumedRouting(dispatcher, routing)
 
 
-class Assumed:
-    """Tells an exchange where tokens go, with tensors of the sizes that are assumed.
+class AssumedRouting:
+    """Routing answers of assumed sizes for an exchange.
 
     Args:
         dispatcher: the exchange.
-        routing: how evenly tokens are spread.
+        routing: load of this rank.
     """
 
     def __init__(self, dispatcher: Dispatcher, routing: Routing) -> None:
@@ -71,22 +71,22 @@ class Assumed:
         self._pairs = 0
 
     def agree(self, index_NK: Tensor) -> TokenRoutes:  # noqa: N803
-        """As many rows to each rank, and as many from each."""
+        """Return the assumed number of rows, spread evenly over ranks."""
         tokens, chosen = index_NK.shape
-        travel = tokens * self._size * part_that_travels(self._experts, chosen, self._size)
+        travel = tokens * self._size * probability_sent(self._experts, chosen, self._size)
         sent, received = (round(travel * part) for part in (self._routing.sent, self._routing.received))
         rows = torch.arange(sent, device=index_NK.device)
-        # Both are views of one tensor, as `nonzero` gives them.
+        # Both are views of one tensor, like the result of `nonzero`.
         destination, token = torch.stack((rows * self._size // max(sent, 1), rows % tokens), 1).unbind(1)
         self._pairs = round(tokens * chosen * self._routing.computed)
-        return TokenRoutes(token, destination, self._dealt(sent), self._dealt(received), unused=[])
+        return TokenRoutes(token, destination, self._evenly(sent), self._evenly(received), unused=[])
 
-    def _dealt(self, rows: int) -> list[int]:
+    def _evenly(self, rows: int) -> list[int]:
         bounds = [rows * rank // self._size for rank in range(self._size + 1)]
         return [after - before for before, after in pairwise(bounds)]
 
     def places(self, local_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
-        """The pairs dealt out to rows and experts in turn."""
+        """Return pairs assigned to rows and experts round-robin."""
         rows, chosen = local_MK.shape
         pairs = rows if 1 in (chosen, self._per_rank) else max(self._pairs, rows)
         numbers = torch.arange(pairs, device=local_MK.device)

@@ -1,15 +1,14 @@
-"""What one pass of a module costs: operations, bytes that it keeps for backward, bytes that its parts send.
+"""Costs of one pass of a module: operations, bytes kept for backward, bytes sent.
 
-Nothing of this is a formula about transformers. The module's own `training_step` runs once forward and once backward on
-tensors that have shapes and no memory (torch's `FakeTensorMode`), cut by the very engines that cut it on ranks, over a
-process group of which nobody else is there (torch's fake backend). What is counted while it runs:
+No formula about transformers: the module's own `training_step` runs forward and backward on fake tensors (torch's
+`FakeTensorMode`), cut by the engines of a run, over torch's fake process group. Counted are:
 
-- operations, by torch's table of them (`torch.utils.flop_counter`),
-- every storage that is alive, from the operation that makes it to the last reference to it, by the block that made it,
-- what collectives along the tensor and the context axis send.
+- operations, by torch's table (`torch.utils.flop_counter`),
+- live storages, from allocation to the last reference, by block,
+- traffic along the tensor and the context axis.
 
-Of repeated blocks that are equal one runs, and counts as often as there are such blocks; so 80 layers take as long as
-one. Two runs, with two and with three samples, tell what grows with the batch from what does not.
+Of equal blocks one runs and is multiplied, so 80 layers take as long as one. Runs with two and three samples separate
+what grows with the batch from what does not.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.planning.model.counted_run import AFTER, BEFORE, CountedRun
 from trainwright.planning.model.experts import assume_routing
-from trainwright.planning.model.without_memory import (
+from trainwright.planning.model.fake_run import (
     FactsError,
     default_dtype,
     fake_tensors,
@@ -46,29 +45,29 @@ from trainwright.strategies.contract.communication.meter import Sent
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.plan.blocks import checkpoint_activations, count_parameters, find_blocks
 
-# Attributes in which equal blocks differ: their place in the model.
+# Attributes in which equal blocks may differ: their index in the model.
 _PLACE = re.compile(r"(^|_)(idx|index|layer_id|layer_number|layer_idx|depth|name)$")
-# Bytes of parameters up to which a module that reads values is run with real ones.
+# Largest parameters, bytes, of a module that reads values and so runs with real tensors.
 _REAL_BYTES = 2**29
-# A module, its blocks that run with their places, a batch, and a layout of the ranks that the module is cut for.
+# A module, its running blocks with their indices, a batch, and the layout for which the module is cut.
 _Sample = tuple[LightningModule, list[tuple[int, nn.Module]], Any, Layout]
 
 
 class ModelFacts:
-    """The costs of a module, measured as they are asked for.
+    """Costs of a module, measured on demand.
 
     Args:
         module: whole, on the meta device.
-        batch: one batch as the data module gives it; any number of samples.
+        batch: a batch of the data module.
         samples: number of its samples.
         precision: of the group ``precision``.
-        plan: parts of the plan of the model from the configuration (``strategy.plan``).
-        blocks: patterns of the repeated blocks; ``None``: they are found.
-        real: makes the module with memory on the CPU, for a module that reads values; ``None``: it cannot be made so.
+        plan: parts of the model's plan from the configuration (``strategy.plan``).
+        blocks: patterns of the repeated blocks; ``None``: found automatically.
+        real: builds the module with memory on the CPU, for a module that reads values; ``None``: not possible.
 
     Attributes:
         blocks: names of the repeated blocks, in order.
-        kinds: for each of them, which of :attr:`PassCost.blocks` it is.
+        kinds: index into :attr:`PassCost.blocks`, for each block.
     """
 
     def __init__(
@@ -88,56 +87,56 @@ class ModelFacts:
         self.blocks = block_names(module, found)
         self.kinds = kinds_of([module.get_submodule(name) for name in self.blocks])
         self._passes: dict[ModelCut, PassCost] = {}
-        self._near: dict[ModelCut, PassCost] = {}
-        # Whether the step runs on tensors without values; None: it was not tried yet.
+        self._approximate: dict[ModelCut, PassCost] = {}
+        # Whether the step runs on fake tensors; None: not tried yet.
         self._without_values: bool | None = None
 
     def of(self, cut: ModelCut) -> PassCost:
-        """What a pass costs one rank.
+        """Return the cost of a pass on one rank.
 
         Raises:
-            FactsError: if the module cannot be run so.
+            FactsError: if the module cannot be run.
         """
         if cut not in self._passes:
             self._passes[cut] = self._measure(cut)
         return self._passes[cut]
 
-    def near(self, cut: ModelCut) -> PassCost:
-        """As :meth:`of`, put together from passes that are split along one axis at a time; faster.
+    def approximate(self, cut: ModelCut) -> PassCost:
+        """Approximate :meth:`of` by combining passes split along one axis at a time, which is faster.
 
         Raises:
-            FactsError: if the module cannot be run so.
+            FactsError: if the module cannot be run.
         """
-        for known in (self._passes, self._near):
+        for known in (self._passes, self._approximate):
             if cut in known:
                 return known[cut]
         if cut.checkpointing == "full":
-            found = self.near(replace(cut, checkpointing="none")).again()
+            found = self.approximate(replace(cut, checkpointing="none")).checkpointed()
         elif cut.expert > 1 and cut.tensor * cut.context > 1:
             plain = replace(cut, tensor=1, context=1, sequence_parallel=False, loss_parallel=False)
             dense = replace(plain, expert=1)
-            found = self.near(replace(cut, expert=1)).over(self.of(dense), self.of(plain))
+            found = self.approximate(replace(cut, expert=1)).over(self.of(dense), self.of(plain))
         elif cut.tensor > 1 and cut.context > 1:
             plain = replace(cut, tensor=1, context=1, sequence_parallel=False, loss_parallel=False)
             tensor, context = replace(cut, context=1), replace(plain, context=cut.context)
             found = self.of(tensor).over(self.of(plain), self.of(context))
         else:
             return self.of(cut)
-        self._near[cut] = found
+        self._approximate[cut] = found
         return found
 
     def reduced(self, each: int = 2) -> tuple[LightningModule, list[str]]:
-        """The module with so many blocks of each kind, and their names; what is true of these is true of all.
+        """Return the module with ``each`` blocks of each kind, and their names; checks of these hold for all blocks.
 
-        The others are shells without parameters.
+        The other blocks become shells without parameters.
         """
         kept: list[int] = []
         for kind in sorted(set(self.kinds)):
             kept += [index for index, other in enumerate(self.kinds) if other == kind][:each]
-        return with_blocks(self.module, self.blocks, kept, Last()), [self.blocks[index] for index in sorted(kept)]
+        return with_blocks(self.module, self.blocks, kept, LastOutput()), [self.blocks[index] for index in sorted(kept)]
 
     def resized(self, samples: int) -> Any:
-        """A batch of so many samples, without memory or values; only within a mode of torch's fake tensors."""
+        """Return a batch of another size without memory or values. Only within a fake mode."""
 
         def like(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -154,7 +153,7 @@ class ModelFacts:
         if self._without_values is not False:
             try:
                 measured = self._twice(cut, with_values=False)
-            except Exception as error:  # whatever the user's code raises where tensors have no values
+            except Exception as error:  # the user's code can raise anything on tensors without values
                 reason = error
                 if self._without_values:
                     raise self._error(error) from error
@@ -174,11 +173,11 @@ class ModelFacts:
         lines = str(error).strip().splitlines() or [repr(error)]
         return FactsError(
             f"training_step of {type(self.module).__name__} cannot be run without a Trainer and without memory, so "
-            f"what it costs is not known: {type(error).__name__}: {lines[0]}"
+            f"its cost is unknown: {type(error).__name__}: {lines[0]}"
         )
 
     def _twice(self, cut: ModelCut, with_values: bool) -> PassCost:
-        # Not with one: views that are contiguous for one sample alone hold on to more than they show.
+        # Not one sample: views that are contiguous only for one sample keep larger storages alive.
         two, three = (self._run(cut, samples, with_values) for samples in (2, 3))
         active = [place for place, _ in two.blocks]
         return pass_of(two, three, self._representatives(active))
@@ -189,7 +188,7 @@ class ModelFacts:
 
     @contextlib.contextmanager
     def _prepared(self, cut: ModelCut, samples: int, with_values: bool) -> Iterator[_Sample]:
-        """The module with the blocks that run, cut, where it can run: within torch's fake mode unless it has values."""
+        """Provide the module with its running blocks, cut and ready to run; in a fake mode unless it has values."""
         active = self._active(cut)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -200,7 +199,7 @@ class ModelFacts:
                 stack.enter_context(fake_world(layout.world_size))
             if not with_values:
                 stack.enter_context(fake_tensors())
-            last = Last()
+            last = LastOutput()
             module = self._sample(active, last, with_values)
             batch = self._real_batch(samples) if with_values else self.resized(samples)
             stack.enter_context(default_dtype(self.precision))
@@ -213,7 +212,7 @@ class ModelFacts:
             yield module, list(zip(sorted(active), chosen, strict=True)), batch, layout
 
     def _active(self, cut: ModelCut) -> set[int]:
-        """Places of the blocks that run: one of each kind, and where activations are sliced, the first and the last."""
+        """Return the indices of running blocks: one per kind; with sliced activations also the first and the last."""
         chosen = {self.kinds.index(kind) for kind in set(self.kinds)}
         if not self.blocks or (cut.context == 1 and not (cut.sequence_parallel and cut.tensor > 1)):
             return chosen
@@ -221,17 +220,17 @@ class ModelFacts:
         between = {
             kind: [i for i, k in enumerate(self.kinds) if k == kind and i not in ends] for kind in set(self.kinds)
         }
-        return ends | {places[0] for places in between.values() if places} | (chosen - ends)
+        return ends | {indices[0] for indices in between.values() if indices} | (chosen - ends)
 
     def _representatives(self, active: Sequence[int]) -> list[int]:
-        """For each kind, the place of the block that stands for it: one between others, if there is one."""
+        """Return for each kind the index of its representative block, an inner one if possible."""
         return [
             min((i for i in active if self.kinds[i] == kind), key=lambda i: (i in (active[0], active[-1]), i))
             for kind in sorted(set(self.kinds))
         ]
 
-    def _sample(self, active: set[int], last: Last, with_values: bool) -> LightningModule:
-        """The module with those blocks alone; the others are shells that hand on what the last one gave."""
+    def _sample(self, active: set[int], last: LastOutput, with_values: bool) -> LightningModule:
+        """Return the module with only the active blocks; the others forward the output of the last active one."""
         module = self._real() if with_values and self._real is not None else self.module
         sample = with_blocks(module, self.blocks, active, last)
         dtype = torch.bfloat16 if self.precision == "bf16-true" else None
@@ -266,11 +265,11 @@ def _cut_module(module: LightningModule, layout: Layout, cut: ModelCut, plan: Ma
 
 
 def block_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Names of the repeated blocks, in order; of several lists of blocks, of the one with the most parameters.
+    """Return the names of the repeated blocks in order; of several lists of blocks, the one with the most parameters.
 
     Args:
         module: whole.
-        patterns: of the blocks; ``None``: they are found.
+        patterns: of the blocks; ``None``: found automatically.
     """
     found = find_blocks(module, patterns)
     runs: dict[str, list[str]] = {}
@@ -278,18 +277,18 @@ def block_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
         runs.setdefault(name.rpartition(".")[0], []).append(name)
     if not runs:
         return []
-    # Of several lists the heaviest is the model; the others count with what is outside.
+    # The other lists count as parts outside of the blocks.
     weight = {parent: sum(count_parameters(found[name]) for name in names) for parent, names in runs.items()}
     return runs[max(weight, key=lambda parent: weight[parent])]
 
 
 def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:
-    """For each block the number of its kind: equal ones have the same classes, shapes and settings within."""
+    """Return a kind number per block; equal blocks have the same classes, shapes and settings."""
     known: dict[tuple[Any, ...], int] = {}
-    return [known.setdefault(_likeness(block), len(known)) for block in blocks]
+    return [known.setdefault(_signature(block), len(known)) for block in blocks]
 
 
-def _likeness(block: nn.Module) -> tuple[Any, ...]:
+def _signature(block: nn.Module) -> tuple[Any, ...]:
     parts: list[Any] = []
     for name, module in block.named_modules():
         settings = tuple(
@@ -304,31 +303,33 @@ def _likeness(block: nn.Module) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-class Last:
-    """What the last block that ran has returned."""
+class LastOutput:
+    """Output of the last block that ran."""
 
     def __init__(self) -> None:
         self.output: Any = None
 
     def remember(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep it; a forward hook of the blocks that run."""
+        """Store an output; a forward hook of the running blocks."""
         self.output = output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.output
 
-    def __deepcopy__(self, memo: Any) -> Last:
+    def __deepcopy__(self, memo: Any) -> LastOutput:
         return self
 
 
-def with_blocks(module: LightningModule, names: Sequence[str], active: Collection[int], last: Last) -> LightningModule:
-    """A copy of a module with some of its blocks; the others are shells without parameters.
+def with_blocks(
+    module: LightningModule, names: Sequence[str], active: Collection[int], last: LastOutput
+) -> LightningModule:
+    """Return a copy of a module with some of its blocks; the others are shells without parameters.
 
     Args:
         module: whole.
         names: of all its blocks.
-        active: places of those that the copy has.
-        last: what the shells hand on.
+        active: indices of the blocks to copy.
+        last: output that the shells return.
     """
     memo: dict[int, Any] = {}
     for index, name in enumerate(names):
@@ -342,8 +343,8 @@ def with_blocks(module: LightningModule, names: Sequence[str], active: Collectio
         module._trainer = trainer
 
 
-def _shell(block: nn.Module, last: Last) -> nn.Module:
-    """A block of the same class and settings without parameters, that hands on what the last real one gave."""
+def _shell(block: nn.Module, last: LastOutput) -> nn.Module:
+    """Return a block of the same class and settings without parameters, which returns the last output."""
     shell = copy.copy(block)
     shell.__dict__ = {**block.__dict__}
     for kind in ("_parameters", "_modules", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
@@ -353,11 +354,11 @@ def _shell(block: nn.Module, last: Last) -> nn.Module:
 
 
 def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) -> PassCost:
-    """From runs with two and with three samples.
+    """Return the cost of a pass from runs with two and three samples.
 
     Args:
         two, three: the runs.
-        representatives: for each kind of block, the place of the one that stands for it.
+        representatives: for each kind of block, the index of its representative.
     """
 
     def grown(value: Callable[[CountedRun], float]) -> Bytes:
@@ -383,8 +384,8 @@ def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) 
     before, after, through = part(BEFORE), part(AFTER), part(BEFORE).kept
     for place, block in two.blocks:
         through = through + part(place).kept
-        alike = _stands_for(block, two.blocks, representatives)
-        # What the first and the last block do besides belongs to what is before and after them.
+        alike = _representative_of(block, two.blocks, representatives)
+        # Extra costs of the first and the last block count with the parts before and after.
         if place != alike and place == two.blocks[0][0]:
             before = before.with_excess(part(place), part(alike))
         elif place != alike and place == two.blocks[-1][0]:
@@ -404,17 +405,19 @@ def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) 
     )
 
 
-def _stands_for(block: nn.Module, blocks: Sequence[tuple[int, nn.Module]], representatives: Sequence[int]) -> int:
-    """The place of the representative that is of the same class and shapes as a block."""
-    shapes = {place: _likeness_of_parts(other) for place, other in blocks}
-    own = _likeness_of_parts(block)
+def _representative_of(
+    block: nn.Module, blocks: Sequence[tuple[int, nn.Module]], representatives: Sequence[int]
+) -> int:
+    """Return the index of the representative with the same parameter shapes as a block."""
+    shapes = {place: _shapes(other) for place, other in blocks}
+    own = _shapes(block)
     return next((place for place in representatives if shapes[place] == own), representatives[0])
 
 
-def _likeness_of_parts(block: nn.Module) -> tuple[Any, ...]:
+def _shapes(block: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
 
 
 def _of_one(sent: Mapping[tuple[str, str], Sent]) -> dict[tuple[str, str], Sent]:
-    """What a micro-batch of three samples has sent, for one of them."""
+    """Return the traffic per sample of a micro-batch of three samples."""
     return {key: Sent(each.calls, each.bytes / 3, each.least / 3) for key, each in sent.items()}

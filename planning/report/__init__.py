@@ -1,1 +1,1 @@
-"""Show a plan."""
+"""Output of a plan."""

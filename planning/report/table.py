@@ -1,4 +1,4 @@
-"""A plan as text for a terminal, and as plain values."""
+"""Plan as text for a terminal, and as plain values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainwright.planning.search.plan import USABLE, LayoutCandidate, Plan, Refu
 
 SHOWN = 10
 _SHOWN_REASONS, _SHOWN_NAMES = 6, 3
-# More columns than any table has.
+# Wider than any table.
 _NO_WIDTH = 10_000
 _GIB = 2**30
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the answer of `trainwright plan`: on a terminal as wide as that is, elsewhere as wide as the tables are."""
+    """Print a plan, as wide as the terminal; into files and pipes as wide as its tables."""
     tables = [_layouts(plan), _details(plan)] if plan.ranked else []
     if not console.is_terminal:  # a file or a pipe has no width
         console.width = max([console.width, *(_width_of(table, console) for table in tables)])
@@ -31,7 +31,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.ranked:
         for table in tables:
             console.print(table)
-        console.print("\nwhat to type for the first:", style="bold")
+        console.print("\noverrides of the first layout:", style="bold")
         assert plan.best is not None
         console.print(f"  {command_of(plan.best)}", soft_wrap=True, markup=False)
     for note in plan.notes:
@@ -43,24 +43,24 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _width_of(table: Table, console: Console) -> int:
-    """Columns that a table takes with one line to a row."""
+    """Return the columns of a table with one line per row."""
     return Measurement.get(console, console.options.update(max_width=_NO_WIDTH), table).maximum
 
 
 def headline(plan: Plan) -> list[str]:
-    """What was asked, and how much was found."""
+    """Return the lines about the request and the number of layouts."""
     batch = "each layout's own batch" if plan.global_batch_size is None else f"{plan.global_batch_size} samples a step"
     return [
         f"{plan.name}: {plan.parameters:,} parameters, {plan.precision}, {batch}, {plan.world_size} x "
         f"{plan.profile.name} ({USABLE * plan.profile.memory_bytes / _GIB:.1f} GiB usable of each)",
         *([plan.profile.source] if plan.profile.source else []),
-        f"{len(plan.ranked)} layouts possible, {len(plan.refused)} not; {plan.considered} ways weighed in "
+        f"{len(plan.ranked)} layouts possible, {len(plan.refused)} not; {plan.considered} variants evaluated in "
         f"{plan.seconds:.1f} s",
     ]
 
 
 def command_of(candidate: LayoutCandidate) -> str:
-    """The overrides of a candidate in one line."""
+    """Return the overrides of a candidate in one line."""
     return " ".join(shlex.quote(word) for word in candidate.overrides)
 
 
@@ -77,7 +77,7 @@ def _layouts(plan: Plan) -> Table:
 
 
 def cells_of(plan: Plan, candidate: LayoutCandidate) -> tuple[str, ...]:
-    """A row of the table of layouts, behind its number: what the candidate is, takes and needs, for people."""
+    """Return the cells of a candidate's row, without its number."""
     time, work = candidate.time, candidate.work
     return (
         candidate.title,
@@ -94,7 +94,7 @@ def cells_of(plan: Plan, candidate: LayoutCandidate) -> tuple[str, ...]:
 
 
 def extras(candidate: LayoutCandidate) -> list[str]:
-    """What a candidate does beside its axes."""
+    """Return what a candidate uses besides its axes."""
     work, cut = candidate.work, candidate.cut
     found = [f"{work.schedule} of {work.stages_per_rank}" if work.stages_per_rank > 1 else work.schedule]
     found = found if work.has_pipeline else []
@@ -105,7 +105,7 @@ def extras(candidate: LayoutCandidate) -> list[str]:
 
 
 def utilization(plan: Plan, candidate: LayoutCandidate) -> float:
-    """Model operations per second as a part of what the devices can do at most."""
+    """Return the model FLOP/s as a part of the devices' peak."""
     peak = plan.profile.peak_at(plan.precision) * plan.world_size
     return candidate.time.flops / candidate.time.total / peak
 
@@ -115,7 +115,7 @@ def _details(plan: Plan) -> Table:
     axes = sorted({axis for each in shown for axis, traffic in each.time.traffic.items() if traffic.seconds})
     table = Table(
         box=None, pad_edge=False, padding=(0, 1), title_justify="left",
-        title="\nGiB of the fullest rank at its fullest moment, and seconds of waiting (of sending) by axis in a step",
+        title="\nGiB of the largest rank at its peak, and exposed (total) seconds of communication per step by axis",
     )  # fmt: skip
     table.add_column("#", justify="right")
     for name in (*KINDS, "moment"):
@@ -137,7 +137,7 @@ def _wait(candidate: LayoutCandidate, axis: str) -> str:
 
 
 def reasons(refused: Sequence[Refusal]) -> list[str]:
-    """Why layouts are not possible: equal reasons once, with those that they hold for."""
+    """Return why layouts are not possible, each reason with the layouts it holds for."""
     lines = []
     for kind, group in grouped(refused).items():
         shown = group[:_SHOWN_REASONS]
@@ -145,17 +145,15 @@ def reasons(refused: Sequence[Refusal]) -> list[str]:
         rest = len(group) - len(shown)
         if rest > 0:
             names = "; ".join(each.what for each in group[len(shown) : len(shown) + _SHOWN_NAMES])
-            lines.append(
-                f"... and {rest} more for want of {_WANT[kind]}: {names}{'; ...' if rest > _SHOWN_NAMES else ''}"
-            )
+            lines.append(f"... and {rest} more {_WHY[kind]}: {names}{'; ...' if rest > _SHOWN_NAMES else ''}")
     return lines
 
 
-_WANT = {"layout": "a module that can be cut so", "batch": "samples", "memory": "memory"}
+_WHY = {"layout": "refused for the module", "batch": "refused for the batch", "memory": "out of memory"}
 
 
 def grouped(refused: Sequence[Refusal]) -> dict[str, list[Refusal]]:
-    """By kind: what the strategies refuse, then batches, then memory, those first that lack least."""
+    """Group refusals by kind: layouts, batches, memory; within a kind by missing memory."""
     found: dict[str, list[Refusal]] = defaultdict(list)
     for kind in ("layout", "batch", "memory"):
         found[kind] = sorted((each for each in refused if each.kind == kind), key=lambda each: each.needed)
@@ -163,7 +161,7 @@ def grouped(refused: Sequence[Refusal]) -> dict[str, list[Refusal]]:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Plain values; bytes and seconds."""
+    """Return plain values; bytes and seconds."""
     return {
         "recipe": plan.name,
         "world_size": plan.world_size,
@@ -186,7 +184,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def candidate_as_dict(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
-    """Plain values of one layout; bytes and seconds."""
+    """Return plain values of one layout; bytes and seconds."""
     work, time, memory = candidate.work, candidate.time, candidate.memory
     return {
         "strategy": candidate.strategy,

@@ -1,1 +1,1 @@
-"""Search the layouts that a module and a cluster allow."""
+"""Search for layouts that a module and a cluster allow."""

@@ -1,4 +1,4 @@
-"""What a plan may choose from, where a configuration has decided a part of it. Imports nothing heavy."""
+"""Choices left to a plan by a configuration. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Limits:
-    """Layouts and ways to run them that count; `None` and absent axes: whatever is best.
+    """Fixed parts of layouts and executions; `None` and missing axes are chosen by the planner.
 
     Args:
         axes: axis of the layout -> its size.
         stage: of ZeRO; 0: none (``single``, ``ddp``).
         offload: ``none``, ``optimizer`` or ``parameters``.
         activation_checkpointing: ``none`` or ``full``.
-        schedule: of the pipeline; so are the next two.
+        schedule: of the pipeline.
         stages_per_rank: of the pipeline.
-        micro_batches: parts that a pipeline splits a batch into.
+        micro_batches: of the pipeline.
         sequence_parallel: whether activations are split over the tensor axis.
-        loss_parallel: whether logits are.
+        loss_parallel: whether logits are split.
         micro_batch_size: samples that a data rank reads at a time.
-        accumulation: micro-batches of a step.
+        accumulation: micro-batches per step.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -38,16 +38,16 @@ class Limits:
     accumulation: int | None = None
 
     def allow_axis(self, axis: str, size: int) -> bool:
-        """Whether an axis may have this size."""
+        """Return whether an axis may have this size."""
         return self.axes.get(axis, size) == size
 
     def allow_layout(self, layout: Any, stage: int) -> bool:
-        """Whether a closed layout may be chosen with this stage of ZeRO."""
+        """Return whether a closed layout may be chosen with this stage of ZeRO."""
         fitting = all(getattr(layout, axis) == size for axis, size in self.axes.items())
         return fitting and self.stage in (None, stage)
 
     def allow_work(self, work: Any) -> bool:
-        """Whether a step may be run so."""
+        """Return whether this execution of a step is allowed."""
         reads = work.micro_batch * work.parts
         wanted = [
             (self.micro_batch_size, reads),
@@ -59,6 +59,6 @@ class Limits:
         return all(want is None or want == has for want, has in wanted)
 
     def allowed(self, name: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those of these choices of an argument that count."""
+        """Return the allowed choices of an argument."""
         want = getattr(self, name)
         return tuple(choice for choice in choices if want is None or want == choice)

@@ -1,4 +1,4 @@
-"""What to type to have a layout: overrides of the command line."""
+"""Command-line overrides that select a layout."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import asdict, fields
 from trainwright.core.config.override_words import typed
 from trainwright.core.layout import Layout
 from trainwright.planning.search.plan import LayoutCandidate
-from trainwright.planning.search.searched import Searched
+from trainwright.planning.search.planned_config import PlannedConfig
 from trainwright.strategies.contract.registry import strategy_options
 
 
-def overrides_of(searched: Searched, candidate: LayoutCandidate) -> tuple[str, ...]:
-    """What to type behind the recipe to have a candidate.
+def overrides_of(config: PlannedConfig, candidate: LayoutCandidate) -> tuple[str, ...]:
+    """Return the overrides that select a candidate, after the recipe.
 
     Args:
-        searched: the configuration that it was found for.
-        candidate: a layout and how it is run.
+        config: the configuration it was found for.
+        candidate: a layout and its execution.
     """
     return (
-        *_machines(searched),
+        *_machines(config),
         *overrides_of_layout(candidate.strategy, candidate.layout, candidate.work.stage),
         *_overrides_of_step(candidate),
-        *_overrides_of_module(searched, candidate),
-        *_overrides_of_batch(searched, candidate),
+        *_overrides_of_module(config, candidate),
+        *_overrides_of_batch(config, candidate),
     )
 
 
 def overrides_of_axes(**sizes: int) -> tuple[str, ...]:
-    """Those of a layout of the whole world with these axes, for what is refused whatever the others are."""
+    """Return the overrides of some axes, for refusals that hold whatever the others are."""
     return ("strategy=hybrid", *(f"strategy.{axis}={size}" for axis, size in sizes.items()))
 
 
 def overrides_of_layout(strategy: str, layout: Layout, stage: int) -> tuple[str, ...]:
-    """Those of a strategy and its axes.
+    """Return the overrides of a strategy and its axes.
 
     Args:
         strategy: name.
@@ -45,14 +45,14 @@ def overrides_of_layout(strategy: str, layout: Layout, stage: int) -> tuple[str,
     takes = {item.name: item.default for item in fields(options)}
     sizes = {axis: size for axis, size in asdict(layout).items() if axis in takes and size != takes[axis]}
     if sizes.keys() == {"shard"} and not options.has_any_stage:
-        sizes = {}  # it takes the rest, which are all
-    of_any_stage = [f"strategy.stage={stage}"] if options.has_any_stage else []
-    return (f"strategy={strategy}", *(f"strategy.{axis}={size}" for axis, size in sizes.items()), *of_any_stage)
+        sizes = {}  # defaults to all ranks
+    stage_option = [f"strategy.stage={stage}"] if options.has_any_stage else []
+    return (f"strategy={strategy}", *(f"strategy.{axis}={size}" for axis, size in sizes.items()), *stage_option)
 
 
-def _machines(searched: Searched) -> Iterator[str]:
-    """Devices of a machine and machines, where more were asked of one machine than it has."""
-    node, devices, world_size = searched.profile.devices_per_node, searched.cfg.devices, searched.world_size
+def _machines(config: PlannedConfig) -> Iterator[str]:
+    """Yield devices and nodes, if more devices were requested than a node has."""
+    node, devices, world_size = config.profile.devices_per_node, config.cfg.devices, config.world_size
     if isinstance(devices, int) and devices > node and world_size % node == 0:
         yield f"devices={node}"
         yield f"nodes={world_size // node}"
@@ -78,14 +78,14 @@ def _overrides_of_step(candidate: LayoutCandidate) -> Iterator[str]:
         yield f"strategy.offload={work.offload}"
 
 
-def _overrides_of_module(searched: Searched, candidate: LayoutCandidate) -> Iterator[str]:
-    """What the configuration says about the model, as far as the strategy takes it."""
-    for key, value in searched.said.items():
+def _overrides_of_module(config: PlannedConfig, candidate: LayoutCandidate) -> Iterator[str]:
+    """Yield the model options that the strategy accepts."""
+    for key, value in config.model_options.items():
         if key in strategy_options(candidate.strategy).__dataclass_fields__:
             yield f"strategy.{key}={typed(value)}"
 
 
-def _overrides_of_batch(searched: Searched, candidate: LayoutCandidate) -> Iterator[str]:
+def _overrides_of_batch(config: PlannedConfig, candidate: LayoutCandidate) -> Iterator[str]:
     yield f"micro_batch_size={candidate.micro_batch_size}"
-    if searched.cfg.accumulation.steps is not None:
+    if config.cfg.accumulation.steps is not None:
         yield f"accumulation.steps={candidate.accumulation}"

@@ -1,4 +1,4 @@
-"""What a plan answers: layouts that are possible, ranked, and why others are not."""
+"""Result of a plan: possible layouts, ranked, and refused ones."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from trainwright.planning.time.step import PredictedStepTime
 from trainwright.strategies.contract.registry import strategy_options
 
 USABLE = 0.92
-"""Part of a device's memory that tensors may take; the rest is for its context, communicators, and gaps."""
+"""Part of a device's memory for tensors; the rest is for context, communicators and fragmentation."""
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout that is possible, how it is run, and what is predicted of it.
+    """A possible layout, its execution, and predictions.
 
     Args:
         strategy: name: ``single``, ``ddp``, ``zero1`` to ``zero3``, ``hybrid``.
         work: layout and step.
-        cut: how a pass is split.
-        memory: of the rank that needs most, at the moment at which it does.
+        cut: of a pass.
+        memory: peak memory of the largest rank.
         time: of an optimizer step.
         samples: of an optimizer step.
-        overrides: what to type behind the recipe to have it.
-        at_step: most of each kind on any rank when the optimizer steps; what can be seen of it in a run.
-        blocks: of the module that a rank has.
-        block: the heaviest of them.
+        overrides: that select it, after the recipe.
+        at_step: maximum of each kind on any rank at the optimizer step, which a run can measure.
+        blocks: number of blocks on a rank.
+        block: the largest of them.
     """
 
     strategy: str
@@ -48,7 +48,7 @@ class LayoutCandidate:
 
     @property
     def layout(self) -> Layout:
-        """Its axes, closed."""
+        """Its closed axes."""
         return self.work.layout
 
     @property
@@ -63,25 +63,25 @@ class LayoutCandidate:
 
     @property
     def samples_per_second(self) -> float:
-        """Predicted."""
+        """Predicted throughput."""
         return self.samples / self.time.total
 
     @property
     def title(self) -> str:
-        """The strategy and its axes, for people."""
+        """The strategy and its axes as text."""
         return describe(self.strategy, self.layout, self.work.stage)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A layout that cannot be had.
+    """A layout that is not possible.
 
     Args:
         what: strategy and axes.
-        kind: ``"layout"`` (a strategy refuses it), ``"batch"`` or ``"memory"``.
-        reason: what was given, what is allowed, what to type.
-        overrides: what would be refused so if it was typed.
-        needed: bytes a rank, where that is the reason.
+        kind: ``"layout"`` (refused by a strategy), ``"batch"`` or ``"memory"``.
+        reason: given value, allowed values, remedy.
+        overrides: that would be refused for this reason.
+        needed: bytes per rank, if memory is the reason.
     """
 
     what: str
@@ -93,20 +93,20 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """Result of a plan.
 
     Args:
         name: of the recipe.
-        world_size: ranks.
+        world_size: number of ranks.
         profile: of their devices.
         precision: of the run.
-        global_batch_size: samples of a step; None: each layout its own.
-        ranked: possible layouts, the fastest first; one for each set of axes and stage.
+        global_batch_size: samples per step; None: each layout its own.
+        ranked: possible layouts, fastest first; one per set of axes and stage.
         refused: all others.
         parameters: elements of the module.
-        seconds: that planning took.
-        considered: ways to run that were weighed.
-        notes: what the first layout's bytes depend on beside sizes; sentences.
+        seconds: duration of planning.
+        considered: executions evaluated.
+        notes: sentences on assumptions about the first layout's memory.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Plan:
 
 
 def describe(strategy: str, layout: Layout, stage: int) -> str:
-    """``hybrid, stage 1: pipeline 8 x shard 16 x tensor 8``."""
+    """Return a layout as text: ``hybrid, stage 1: pipeline 8 x shard 16 x tensor 8``."""
     sizes = {**layout.sizes, "expert": layout.expert}
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     is_open = layout.state_ranks > 1 and strategy_options(strategy).has_any_stage
@@ -137,7 +137,7 @@ def describe(strategy: str, layout: Layout, stage: int) -> str:
 
 
 def describe_data(layout: Layout) -> str:
-    """``16 data ranks x pipeline 8 x tensor 8``: the data ranks of a layout, however they share state."""
+    """Return the data ranks and other axes of a layout: ``16 data ranks x pipeline 8 x tensor 8``."""
     axes = {axis: getattr(layout, axis) for axis in ("pipeline", "context", "tensor")}
     return f"{layout.data_ranks} data ranks" + "".join(f" x {axis} {size}" for axis, size in axes.items() if size > 1)
 
@@ -146,42 +146,42 @@ _GIB = 2**30
 
 
 class Refusals:
-    """One refusal for each layout and kind: the first, and of those for want of memory the one that lacks least."""
+    """The first refusal of each layout and kind; for memory, the one that lacks least."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Refusal] = {}
 
     def add(self, what: str, kind: str, reason: str, overrides: Sequence[str] = (), needed: float = 0.0) -> None:
-        """Take note of one; the arguments are those of :class:`~trainwright.planning.search.plan.Refusal`."""
+        """Record a refusal; the arguments are those of :class:`~trainwright.planning.search.plan.Refusal`."""
         known = self._known.get((what, kind))
         if known is None or (needed and needed < known.needed):
             self._known[what, kind] = Refusal(what, kind, reason, tuple(overrides), needed)
 
-    def beside(self, possible: Collection[str]) -> tuple[Refusal, ...]:
-        """Those of layouts that are possible in no way.
+    def excluding(self, possible: Collection[str]) -> tuple[Refusal, ...]:
+        """Return the refusals of layouts that are not possible in another way.
 
         Args:
-            possible: titles of all that are.
+            possible: titles of all possible layouts.
         """
         return tuple(each for each in self._known.values() if each.what not in possible)
 
 
 def too_large(held: Held, capacity: float, profile: DeviceProfile) -> str:
-    """The reason for want of memory.
+    """Return the reason of a refusal for memory.
 
     Args:
-        held: what the layout needs at the least.
-        capacity: bytes of a device that tensors may take.
+        held: least memory of the layout.
+        capacity: device memory for tensors, bytes.
         profile: of the device.
     """
     if held.host > profile.host_memory_bytes:
         return (
-            f"needs {held.host / _GIB:.1f} GiB of host memory a rank, device={profile.name} has "
+            f"needs {held.host / _GIB:.1f} GiB of host memory per rank, device={profile.name} has "
             f"{profile.host_memory_bytes / _GIB:.1f} GiB"
         )
     sizes = {kind: getattr(held, kind) for kind in KINDS}
     listed = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in sizes.items() if size > 0.05 * _GIB)
     return (
-        f"needs {held.total / _GIB:.1f} GiB a rank at the least ({listed}), device={profile.name} has "
-        f"{capacity / _GIB:.1f} GiB for it"
+        f"needs {held.total / _GIB:.1f} GiB per rank at least ({listed}), device={profile.name} has "
+        f"{capacity / _GIB:.1f} GiB"
     )

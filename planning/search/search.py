@@ -1,9 +1,8 @@
-"""Which layouts are possible, what each would need and take, and which is fastest.
+"""Search for possible layouts, their memory and step time.
 
-Axes are enumerated as divisors of the number of ranks. What the strategies refuse is refused here with their own words:
-each axis is held against the module by the very checks that a run goes through, once for all layouts that share it.
-For each layout the fastest way to run it that fits is found (micro-batches, schedules, activation checkpointing,
-offloading).
+Axes are enumerated as divisors of the world size. Each axis is checked against the module by the checks of a run, once
+for all layouts that share it, with the same messages. For each layout the fastest execution that fits is found
+(micro-batches, schedules, activation checkpointing, offloading).
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from trainwright.core.global_batch import solve_accumulation
 from trainwright.core.layout import Layout
 from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.experts import Routing
-from trainwright.planning.model.without_memory import FactsError
+from trainwright.planning.model.fake_run import FactsError
 from trainwright.planning.search.axes import Axes
 from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.overrides import overrides_of, overrides_of_layout
 from trainwright.planning.search.plan import LayoutCandidate, Plan, Refusals, describe, describe_data, too_large
-from trainwright.planning.search.searched import Searched
+from trainwright.planning.search.planned_config import PlannedConfig
 from trainwright.planning.search.sizes import micro_batches_of, shards_of, strategies_for
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelCut, PassCost
@@ -37,40 +36,40 @@ from trainwright.strategies.pipeline.schedules import can_run
 _MOST_IN_PIPELINE = 3
 
 
-class Ways:
-    """Finds for a layout the fastest way to run it that fits; where none does, the refusals get a reason.
+class ExecutionSearch:
+    """Search for the fastest execution of a layout that fits; records a refusal if none does.
 
     Args:
-        searched: the configuration.
-        limits: what has been decided.
-        refusals: what is added to.
+        config: the configuration.
+        limits: fixed choices.
+        refusals: extended by this object.
 
     Attributes:
-        considered: ways that were weighed.
+        considered: number of executions evaluated.
     """
 
-    def __init__(self, searched: Searched, limits: Limits, refusals: Refusals) -> None:
-        self._searched, self._limits, self._refusals = searched, limits, refusals
+    def __init__(self, config: PlannedConfig, limits: Limits, refusals: Refusals) -> None:
+        self._config, self._limits, self._refusals = config, limits, refusals
         self.considered = 0
 
     def fastest(
         self, strategy: str, stage: int, layout: Layout, cut: ModelCut, samples: int | None
     ) -> LayoutCandidate | None:
-        """With and without checkpointing; offloading only if nothing fits without.
+        """Return the fastest execution, with or without checkpointing; offloaded only if nothing else fits.
 
         Args:
             strategy: name.
             stage: of ZeRO; 0: none.
             layout: closed.
-            cut: how a pass is split, but for checkpointing.
-            samples: of a data rank in a step; ``None``: as many as are best.
+            cut: of a pass, except for checkpointing.
+            samples: of a data rank per step; ``None``: chosen.
         """
         least: Held | None = None
         for offload in self._limits.allowed("offload", OFFLOADS):
             if offload != "none" and (stage == 0 or (offload == "parameters" and not _may_offload(stage, layout))):
                 continue
             fitting = []
-            ways = ("none", "full") if self._searched.facts.blocks else ("none",)
+            ways = ("none", "full") if self._config.facts.blocks else ("none",)
             for checkpointing in self._limits.allowed("activation_checkpointing", ways):
                 way = replace(cut, checkpointing=checkpointing)
                 cost = self._cost(way)
@@ -81,31 +80,31 @@ class Ways:
                         held = self._held(work, cost)
                         if least is None or held.total < least.total:
                             least = held
-                        if self._searched.fits(held):
-                            fitting.append(self._searched.candidate(strategy, work, way, cost, held))
-                            break  # the first of these that fits is the fastest
+                        if self._config.fits(held):
+                            fitting.append(self._config.candidate(strategy, work, way, cost, held))
+                            break  # the first one that fits is the fastest
             if fitting:
                 return min(fitting, key=lambda each: each.time.total / each.samples)
         if least is not None:
-            reason = too_large(least, self._searched.capacity, self._searched.profile)
+            reason = too_large(least, self._config.capacity, self._config.profile)
             overrides = overrides_of_layout(strategy, layout, stage)
             self._refusals.add(describe(strategy, layout, stage), "memory", reason, overrides, least.total)
         return None
 
     def _cost(self, cut: ModelCut) -> PassCost | None:
         try:
-            return self._searched.facts.near(cut)
+            return self._config.facts.approximate(cut)
         except FactsError:
             return None
 
     def _held(self, work: Work, cost: PassCost) -> Held:
         self.considered += 1
-        return self._searched.held(work, cost)
+        return self._config.held(work, cost)
 
     def _works(self, stage: int, layout: Layout, samples: int | None, offload: str) -> Iterator[Iterator[Work]]:
-        """Ways to run a layout, those together that are the faster the sooner they come."""
+        """Yield groups of executions of a layout, each in order of speed."""
         asked = self._limits.micro_batch_size
-        reads = asked or samples  # of a data rank in one round
+        reads = asked or samples  # samples of a data rank per round
         if reads is not None and samples is not None and samples % reads:
             return
         if layout.pipeline > 1:
@@ -127,7 +126,7 @@ class Ways:
         if reads is not None and reads < layout.pipeline:
             self._refuse_few(layout, stage, reads)
         for schedule, per_rank in self._schedules(layout.pipeline):
-            # Many micro-batches leave less of a bubble, and need less memory each.
+            # More micro-batches shrink the bubble and need less memory each.
             for size in self._sizes_in_pipeline(reads):
                 parts = 4 * layout.pipeline if reads is None else reads // size
                 stages = layout.pipeline * per_rank
@@ -141,8 +140,8 @@ class Ways:
         return sorted(micro_batches_of(reads))[:_MOST_IN_PIPELINE]
 
     def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
-        """Schedules and stages of a rank; the most interleaved first: it idles least."""
-        blocks = len(self._searched.facts.blocks)
+        """Return schedules and stages per rank; the most interleaved first, since it idles least."""
+        blocks = len(self._config.facts.blocks)
         several = [v for v in (8, 6, 5, 4, 3, 2) if pipeline * v <= blocks and (blocks % (pipeline * v) == 0 or v == 2)]
         return [*(("interleaved_1f1b", v) for v in several[:3]), ("1f1b", 1)]
 
@@ -157,38 +156,37 @@ def _may_offload(stage: int, layout: Layout) -> bool:
 
 
 _GIB = 2**30
-# Of tokens that arrive at a rank, beside what arrives where all experts are chosen equally often.
+# Assumed tokens at the busiest rank, relative to even routing.
 _UNEVEN = 1.25
 
 
 def plan(cfg: DictConfig, limits: Limits | None = None) -> Plan:
-    """Rank all layouts of a configuration's ranks by predicted step time.
+    """Rank all layouts of a configuration by predicted step time.
 
     Args:
-        cfg: as ``trainwright.compose`` returns it. Of ``strategy`` counts what says something about the model
-            (``plan``, ``blocks``, ``batch_dims``), of ``devices`` and ``nodes`` their product; this machine need not
-            have them.
-        limits: what has been decided already; None: nothing.
+        cfg: as returned by ``trainwright.compose``. Used are the model options of ``strategy`` (``plan``, ``blocks``,
+            ``batch_dims``) and ``devices`` times ``nodes``; this machine need not have them.
+        limits: fixed choices; None: none.
 
     Raises:
-        ConfigError: if the module cannot be built or run without memory, or the profile of the device is unknown.
+        ConfigError: if the module cannot be built or run without memory, or the device profile is unknown.
     """
     began = time.monotonic()
-    found = _Search(Searched(resolved(cfg)), limits or Limits()).run()
+    found = _Search(PlannedConfig(resolved(cfg)), limits or Limits()).run()
     return replace(found, seconds=time.monotonic() - began)
 
 
 class _Search:
-    """Goes through all layouts of a configuration's ranks."""
+    """Search through all layouts of a configuration."""
 
-    def __init__(self, searched: Searched, limits: Limits) -> None:
-        self._searched, self._limits = searched, limits
+    def __init__(self, config: PlannedConfig, limits: Limits) -> None:
+        self._config, self._limits = config, limits
         self._refusals = Refusals()
-        self._axes = Axes(searched, limits, self._refusals)
-        self._ways = Ways(searched, limits, self._refusals)
+        self._axes = Axes(config, limits, self._refusals)
+        self._executions = ExecutionSearch(config, limits, self._refusals)
 
     def run(self) -> Plan:
-        """The plan, but for the seconds that it took."""
+        """Return the plan without its duration."""
         best: dict[tuple[Any, ...], LayoutCandidate] = {}
         for candidate in self._candidates():
             key = (candidate.strategy, candidate.layout, candidate.work.stage)
@@ -196,23 +194,23 @@ class _Search:
             if known is None or candidate.samples_per_second > known.samples_per_second:
                 best[key] = candidate
         ranked = sorted(best.values(), key=lambda each: -each.samples_per_second)
-        ranked = [replace(each, overrides=overrides_of(self._searched, each)) for each in ranked]
-        cfg = self._searched.cfg
+        ranked = [replace(each, overrides=overrides_of(self._config, each)) for each in ranked]
+        cfg = self._config.cfg
         return Plan(
             name=cfg.name,
-            world_size=self._searched.world_size,
-            profile=self._searched.profile,
+            world_size=self._config.world_size,
+            profile=self._config.profile,
             precision=cfg.precision,
             global_batch_size=cfg.global_batch_size,
             ranked=tuple(ranked),
-            refused=self._refusals.beside({each.title for each in ranked}),
-            parameters=self._searched.parameters,
+            refused=self._refusals.excluding({each.title for each in ranked}),
+            parameters=self._config.parameters,
             notes=tuple(self._notes(ranked[0])) if ranked else (),
-            considered=self._ways.considered,
+            considered=self._executions.considered,
         )
 
     def _candidates(self) -> Iterator[LayoutCandidate]:
-        world = self._searched.world_size
+        world = self._config.world_size
         for tensor in self._axes.tensors():
             sequence = self._axes.splits_sequence(tensor)
             for context in self._axes.contexts(world // tensor, tensor, sequence):
@@ -223,9 +221,9 @@ class _Search:
                     yield from self._with_data(cut, pipeline, world // (tensor * context * pipeline))
 
     def _with_data(self, cut: ModelCut, pipeline: int, data: int) -> Iterator[LayoutCandidate]:
-        """Candidates that leave so many ranks to the data axes."""
+        """Yield candidates with ``data`` ranks on the data axes."""
         whole = Layout(pipeline=pipeline, replicate=data, context=cut.context, tensor=cut.tensor)
-        batch = self._searched.cfg.global_batch_size
+        batch = self._config.cfg.global_batch_size
         if batch is not None and batch % data:
             self._refuse_batch(whole, batch)
             return
@@ -236,18 +234,18 @@ class _Search:
                 for strategy, stage in strategies_for(layout):
                     if self._limits.allow_layout(layout, stage):
                         samples = None if batch is None else batch // data
-                        found = self._ways.fastest(strategy, stage, layout, way, samples)
+                        found = self._executions.fastest(strategy, stage, layout, way, samples)
                         yield from [found] if found is not None else []
 
     def _shards(self, layout: Layout) -> list[int]:
-        """Sizes of the shard axis among the data ranks of a layout, one that was decided on included."""
+        """Return sizes of the shard axis among the data ranks of a layout, including a fixed one."""
         data, axes = layout.data_ranks, self._limits.axes
-        node = max(self._searched.profile.devices_per_node // (layout.tensor * layout.context), 1)
+        node = max(self._config.profile.devices_per_node // (layout.tensor * layout.context), 1)
         given = axes.get("shard") or data // axes.get("replicate", data)
         return sorted({*shards_of(data, node), *([given] if given and data % given == 0 else [])})
 
     def _refuse_batch(self, layout: Layout, batch: int) -> None:
-        """A batch that its data ranks cannot share, in the words of a run."""
+        """Refuse a batch that the data ranks cannot share, with the message of a run."""
         strategy = "hybrid" if cuts_module(layout) else "ddp"
         try:
             solve_accumulation(batch, 1, layout.data_ranks)
@@ -256,15 +254,15 @@ class _Search:
             self._refusals.add(describe_data(layout), "batch", str(error), overrides)
 
     def _notes(self, best: LayoutCandidate) -> Iterator[str]:
-        """What a plan takes for granted."""
+        """Yield the plan's assumptions."""
         if best.layout.expert == 1:
             return
         more = replace(best.cut, routing=Routing(received=_UNEVEN, computed=_UNEVEN))
         even, uneven = (
-            self._searched.held(best.work, self._searched.facts.near(cut)).total for cut in (best.cut, more)
+            self._config.held(best.work, self._config.facts.approximate(cut)).total for cut in (best.cut, more)
         )
         yield (
-            "experts are taken to be chosen evenly by the tokens of all ranks; a rank to which "
-            f"{100 * (_UNEVEN - 1):.0f} % more travels than to the mean needs {max(uneven - even, 0) / _GIB:.2f} GiB "
-            "more in the first layout (seen in a run: rank_imbalance)"
+            "even routing of tokens to experts is assumed; a rank that receives "
+            f"{100 * (_UNEVEN - 1):.0f} % more than the mean needs {max(uneven - even, 0) / _GIB:.2f} GiB "
+            "more in the first layout (a run logs rank_imbalance)"
         )

@@ -1,4 +1,4 @@
-"""A layout and how a step is run on it."""
+"""A layout and the execution of a step on it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from trainwright.core.layout import Layout
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.data.bucket_size import bucket_bytes_for
 
-# Of torch's DistributedDataParallel, and of ZeRO's buckets (strategy.bucket_mib).
+# Default of torch's DistributedDataParallel, and of ZeRO's buckets (strategy.bucket_mib).
 _BUCKET = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Work:
-    """A layout and how a step is run on it, as far as memory and time depend on it.
+    """A layout and the execution of a step on it, as far as memory and time depend on it.
 
     Args:
         layout: closed.
         stage: of ZeRO over ``shard x context``; 0: none (``single``, ``ddp``).
         micro_batch: samples of a micro-batch; in a pipeline, of one of its parts.
-        rounds: forward and backward passes of a data rank in a step; in a pipeline, rounds of it.
-        parts: micro-batches of a pipeline in a round; 1 without.
+        rounds: forward and backward passes of a data rank per step; in a pipeline, rounds of it.
+        parts: micro-batches of a pipeline per round; 1 without.
         schedule, stages_per_rank: of the pipeline.
         offload: none, optimizer or parameters.
-        no_sync: stages 2 and 3 send gradients once a step.
+        no_sync: stages 2 and 3 reduce gradients once a step.
         bucket_bytes: of the buckets in which gradients are averaged.
-        prefetch: blocks that stage 3 gathers ahead; None: as FSDP2 does.
+        prefetch: blocks that stage 3 gathers ahead; None: FSDP2's default.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -43,16 +43,16 @@ class Work:
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether blocks are dealt out to ranks."""
+        """True if blocks are divided among pipeline ranks."""
         return self.layout.pipeline > 1
 
     @property
     def splits_parameters(self) -> bool:
-        """Whether FSDP2 shards parameters: not those that a rank of a layout that cuts the module trains alone."""
+        """True if FSDP2 shards parameters; not for those that a rank trains alone in a layout that cuts the module."""
         trains_alone = cuts_module(self.layout) and self.layout.replicate * self.layout.state_ranks == 1
         return self.stage == 3 and not trains_alone
 
 
 def bucket_bytes(work: Work, whole: float) -> float:
-    """Of ZeRO's reducer for so many bytes of parameters."""
+    """Return the bucket size of ZeRO's reducer for ``whole`` bytes of parameters."""
     return bucket_bytes_for(work.bucket_bytes, whole)

@@ -1,1 +1,1 @@
-"""Predict the seconds of an optimizer step."""
+"""Predicted seconds of an optimizer step."""

@@ -1,7 +1,6 @@
-"""Seconds of an optimizer step under a layout: computing, waiting for other stages, and waiting for communication.
+"""Predicted seconds of an optimizer step: compute, pipeline bubble, and exposed communication.
 
-Arithmetic alone, from what was measured of the module without memory and from the profile of a device. The formulas,
-their sources and what is left out are in docs/planning.md.
+Computed from the module's costs and a device profile. Formulas, sources and omissions: docs/planning.md.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ from trainwright.strategies.contract.communication.costs import least_bytes
 from trainwright.strategies.pipeline.schedules import CHOICES
 
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "send": 0}
-# Of the seconds that a collective is hidden behind computing, the part by which the two slow each other down: mean
-# slowdown of computing (18.9 %) of
-# "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning" (arXiv:2507.03114).
+# Slowdown of compute during overlapped communication: mean of 18.9 % in "Characterizing Compute-Communication Overlap
+# in GPU-Accelerated Distributed Deep Learning" (arXiv:2507.03114).
 _INTERFERENCE = 0.19
-# Schedules whose sends torch waits for right away; the others run while the next micro-batch computes.
+# Schedules in which torch waits for sends immediately; others overlap them with the next micro-batch.
 _WAITS_FOR_SENDS = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one axis costs a rank in an optimizer step.
+    """Communication of a rank along an axis in an optimizer step.
 
     Args:
-        bytes: that it sends.
-        seconds: that sending takes.
-        exposed: seconds of these that nothing is computed in.
+        bytes: sent.
+        seconds: of communication.
+        exposed: seconds of these without overlapping compute.
     """
 
     bytes: float = 0.0
@@ -49,14 +47,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PredictedStepTime:
-    """Predicted seconds of one optimizer step.
+    """Predicted seconds of an optimizer step.
 
     Args:
-        compute: forward and backward of all micro-batches on the rank that has most to do.
+        compute: forward and backward of all micro-batches on the busiest rank.
         bubble: waiting for other stages of the pipeline.
-        optimizer: the update itself.
-        traffic: axis -> what it sends, and how much of that a step waits for.
-        flops: operations of the module itself for one step on all ranks, recomputation left out.
+        optimizer: update.
+        traffic: axis -> communication.
+        flops: model operations of one step on all ranks, without recomputation.
     """
 
     compute: float
@@ -67,7 +65,7 @@ class PredictedStepTime:
 
     @property
     def exposed(self) -> float:
-        """Seconds of waiting for communication."""
+        """Seconds of exposed communication."""
         return sum(each.exposed for each in self.traffic.values())
 
     @property
@@ -77,17 +75,17 @@ class PredictedStepTime:
 
 
 def link_of(profile: DeviceProfile, layout: Layout, axis: str) -> MeasuredLink:
-    """What the ranks along an axis have between them.
+    """Return the link between the ranks along an axis.
 
-    Neighbouring ranks share a node. A group of which a node holds k ranks sends over k network cards at once, which a
-    ring within the node feeds; messages within and across nodes have latencies of their own.
+    Neighboring ranks share a node. A group with k ranks on a node sends over k network cards at once, fed by a ring
+    within the node; messages within and across nodes have different latencies.
 
     Args:
         profile: of the devices.
         layout: closed.
-        axis: a name of the layout's, or ``state``: shard x context.
+        axis: an axis of the layout, or ``state``: shard x context.
     """
-    stride, size = _place_of(layout, axis)
+    stride, size = _stride_and_size(layout, axis)
     per_node = max(profile.devices_per_node, 1)
     if (size - 1) * stride < per_node or layout.world_size <= per_node:
         return MeasuredLink(axis, size, profile.within.latency, profile.within.bandwidth, profile.within.call)
@@ -97,8 +95,8 @@ def link_of(profile: DeviceProfile, layout: Layout, axis: str) -> MeasuredLink:
     return MeasuredLink(axis, size, latency, bandwidth, profile.across.call)
 
 
-def _place_of(layout: Layout, axis: str) -> tuple[int, int]:
-    """Distance of two ranks along an axis, and how many there are."""
+def _stride_and_size(layout: Layout, axis: str) -> tuple[int, int]:
+    """Return the stride of ranks along an axis, and its size."""
     tensor, context, shard = layout.tensor, layout.context, layout.shard
     return {
         "tensor": (1, tensor),
@@ -112,15 +110,15 @@ def _place_of(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 def collective(link: MeasuredLink, kind: str, size: float, calls: float = 1.0) -> tuple[float, float]:
-    """Bytes that a rank sends and seconds that it takes.
+    """Return the bytes that a rank sends and the seconds of a collective.
 
-    All-reduces of many ranks go along a tree where that is faster than a ring: latency grows with the logarithm.
+    All-reduces of many ranks use a tree where it is faster than a ring: its latency is logarithmic.
 
     Args:
         link: of the axis.
         kind: of collective.
-        size: S of :mod:`trainwright.strategies.contract.communication.costs`, bytes of all calls together.
-        calls: into which these are cut.
+        size: S of :mod:`trainwright.strategies.contract.communication.costs`, bytes of all calls.
+        calls: number of calls.
     """
     if link.ranks == 1:
         return 0.0, 0.0
@@ -136,19 +134,19 @@ def collective(link: MeasuredLink, kind: str, size: float, calls: float = 1.0) -
 
 
 def bubble_of(schedule: str, pipeline: int, stages_per_rank: int, forward: float, backward: float) -> float:
-    """Seconds for which a rank of a pipeline waits for others in one round.
+    """Return the seconds that a rank of a pipeline waits for others per round.
 
     Args:
         schedule: its name.
-        pipeline: ranks.
-        stages_per_rank: stages of each.
+        pipeline: number of ranks.
+        stages_per_rank: stages per rank.
         forward, backward: seconds of one micro-batch in all stages of a rank.
     """
     if pipeline == 1:
         return 0.0
     choice = CHOICES[schedule]
     if choice.splits_backward:
-        # Half of backward, the gradients of weights, fills most of the gap (arXiv:2401.10241, table 1).
+        # Weight gradients, half of backward, fill most of the gap (arXiv:2401.10241, table 1).
         weights = backward / 2
         return (
             (pipeline - 1) * max(forward + backward - weights - (weights if choice.vee else 0.0), 0.0) / stages_per_rank
@@ -164,13 +162,13 @@ def step_time(
     profile: DeviceProfile,
     precision: str,
 ) -> PredictedStepTime:
-    """Seconds of a step.
+    """Return the predicted time of a step.
 
     Args:
         table: of the module's parameters.
         cost: of a pass, cut as the layout cuts it.
         work: layout and step.
-        shares: what the ranks along the pipeline have; those that may have most to do.
+        shares: parts of the model on those ranks of the pipeline that may be the busiest.
         profile: of the devices.
         precision: of the group of that name.
     """
@@ -197,21 +195,21 @@ def step_time(
 
 
 def idle(critical: float, work: float, share: float) -> float:
-    """Seconds of a step in which the part of a core that a rank has does nothing.
+    """Return the seconds per step in which a rank's part of a core is idle.
 
-    Where ranks share cores, one that waits leaves its part to others: the step lasts as long as it would with a core
-    for each, or as all their work lasts, whichever is longer.
+    A waiting rank leaves its part of a shared core to others: the step lasts as long as with one core per rank, or
+    as long as all work, whichever is longer.
 
     Args:
-        critical: seconds of the rank of a pipeline that has most to do and of its waiting, with its part of a core.
-        work: of a rank in the mean, so computed.
+        critical: seconds of compute and waiting of the busiest pipeline rank, with its part of a core.
+        work: mean seconds of a rank, with the same part.
         share: that part, less than 1.
     """
     return max(share * critical - work, 0.0)
 
 
 def model_flops(table: StateTable, cost: PassCost, work: Work) -> float:
-    """Operations of forward and backward for the samples of a step on all ranks; backward counts twice forward."""
+    """Return the operations of a step on all ranks; backward counts as twice forward."""
     ranks = work.layout.tensor * work.layout.context
     counts = {kind: table.facts.kinds.count(kind) for kind in set(table.facts.kinds)}
     forward = sum(count * cost.blocks[kind].flops for kind, count in counts.items())
@@ -220,7 +218,7 @@ def model_flops(table: StateTable, cost: PassCost, work: Work) -> float:
 
 
 class _Passes:
-    """Seconds that one micro-batch computes on a rank."""
+    """Compute time of a micro-batch on a rank."""
 
     def __init__(self, cost: PassCost, work: Work, share: StageShare, profile: DeviceProfile, precision: str) -> None:
         self.share = share
@@ -236,8 +234,8 @@ class _Passes:
         gathering = (sum(share.blocks.values()) + 1) * profile.gather_seconds if work.splits_parameters else 0.0
         calls = sum(count * part.calls for part, count in parts) * profile.operation_seconds
         again = sum(count * part.backward_calls for part, count in parts) * profile.operation_seconds
-        self.forward = _with_starting(self.forward, calls + gathering, profile)
-        self.backward = _with_starting(self.backward, again + 2 * gathering, profile)
+        self.forward = _with_launches(self.forward, calls + gathering, profile)
+        self.backward = _with_launches(self.backward, again + 2 * gathering, profile)
 
     @property
     def seconds(self) -> float:
@@ -245,20 +243,20 @@ class _Passes:
 
 
 def _parts_of(cost: PassCost, share: StageShare) -> list[tuple[ModelPart, int]]:
-    """The parts of a pass that a rank runs, each with how often."""
+    """Return the parts of a pass that a rank runs, each with its multiplicity."""
     parts = [(cost.blocks[kind], count) for kind, count in share.blocks.items()]
     parts += [(cost.before, 1)] if share.has_first else []
     parts += [(cost.after, 1)] if share.has_last else []
     return parts
 
 
-def _with_starting(work: float, starting: float, profile: DeviceProfile) -> float:
-    """Seconds of work and of what starts it: a core does both, a GPU works while its host starts more."""
-    return work + starting if profile.is_cpu else max(work, starting)
+def _with_launches(work: float, launches: float, profile: DeviceProfile) -> float:
+    """Return the seconds of kernels with their launches: added on a CPU, overlapped on a GPU."""
+    return work + launches if profile.is_cpu else max(work, launches)
 
 
 def _reading(state: UnitState, profile: DeviceProfile) -> float:
-    """Least seconds of a micro-batch: weights are read twice and their gradients written once."""
+    """Return the memory-bound minimum of a micro-batch: weights are read twice, their gradients written once."""
     return (2 * state.whole + state.whole_gradients) / profile.memory_bandwidth
 
 
@@ -270,12 +268,12 @@ def _add(traffic: dict[str, Traffic], more: Mapping[str, Traffic]) -> None:
 def _within_passes(
     cost: PassCost, work: Work, share: StageShare, profile: DeviceProfile, micro_batches: int
 ) -> dict[str, Traffic]:
-    """What blocks send along the tensor, the context and the expert axis; computing waits for all of it."""
+    """Return the communication of blocks along the tensor, context and expert axes, which is never overlapped."""
     traffic: dict[str, Traffic] = {}
     links = {axis: link_of(profile, work.layout, axis) for axis in ("tensor", "context", "expert")}
     for part, count in _parts_of(cost, share):
         for (name, kind), sent in part.sent.items():
-            axis = "expert" if name == "context-expert" else name  # where these are the same ranks
+            axis = "expert" if name == "context-expert" else name  # if both axes have the same ranks
             if axis not in links:
                 continue
             link, size = links[axis], sent.least * work.micro_batch
@@ -288,32 +286,27 @@ def _within_passes(
 
 
 def _of_pipeline(cost: PassCost, work: Work, profile: DeviceProfile, compute: float) -> dict[str, Traffic]:
-    """Activations and their gradients at the borders of stages."""
+    """Return the communication of activations and their gradients between stages."""
     if not work.has_pipeline:
         return {}
     link = link_of(profile, work.layout, "pipeline")
     times = 2 * work.stages_per_rank * work.parts * work.rounds
     size = cost.boundary.of(work.micro_batch)
     seconds = times * (link.latency + link.call + size / link.bandwidth)
-    exposed = seconds if work.schedule in _WAITS_FOR_SENDS else _waiting(seconds, times, compute)
+    exposed = seconds if work.schedule in _WAITS_FOR_SENDS else _exposed_seconds(seconds, times, compute)
     return {"pipeline": Traffic(times * size, seconds, exposed)}
 
 
-def _waiting(seconds: float, pieces: float, window: float) -> float:
-    """Seconds that a step gets longer by collectives in so many pieces, of which computing can hide some."""
+def _exposed_seconds(seconds: float, pieces: float, window: float) -> float:
+    """Return the seconds added to a step by collectives in ``pieces`` parts, overlapped with compute."""
     waits = overlapped(seconds, max(round(pieces), 1), window)
     return waits + _INTERFERENCE * (seconds - waits)
 
 
 def _of_state(
-    work: Work,
-    blocks: UnitState,
-    outside: UnitState,
-    heaviest: UnitState,
-    passes: _Passes,
-    profile: DeviceProfile,
+    work: Work, blocks: UnitState, outside: UnitState, heaviest: UnitState, passes: _Passes, profile: DeviceProfile
 ) -> dict[str, Traffic]:
-    """Gradients, and parameters that are gathered, along the shard and the replicate axis."""
+    """Return the communication of gradients and gathered parameters along the shard and replicate axes."""
     layout, state = work.layout, blocks.plus(outside)
     pieces = max(round(blocks.whole / heaviest.whole), 1) + 1 if heaviest.whole else 1
     if work.stage in (0, 1, 2) or not work.splits_parameters:
@@ -324,7 +317,7 @@ def _of_state(
 
     def wait(axis: str, link: MeasuredLink, kind: str, size: float, times: float, window: float) -> None:
         sent, seconds = collective(link, kind, size, pieces)
-        exposed = seconds if work.has_pipeline or not window else _waiting(seconds, pieces, window)
+        exposed = seconds if work.has_pipeline or not window else _exposed_seconds(seconds, pieces, window)
         traffic[axis] = traffic.get(axis, Traffic()) + Traffic(sent * times, seconds * times, exposed * times)
 
     if work.stage == 0:
@@ -333,7 +326,7 @@ def _of_state(
     reductions = 1 if work.stage == 1 or work.no_sync else work.rounds
     wait("shard", shards, "reduce_scatter", state.whole_gradients, reductions, backward)
     if work.splits_parameters:
-        # Blocks are gathered for forward and again for backward; what is outside of them once.
+        # Blocks are gathered for forward and for backward; parts outside of them once.
         wait("shard", shards, "all_gather", blocks.whole + outside.whole, work.rounds, forward)
         if not work.has_pipeline:
             wait("shard", shards, "all_gather", blocks.whole, work.rounds, backward)
@@ -345,9 +338,9 @@ def _of_state(
 
 
 def _update(work: Work, state: UnitState, profile: DeviceProfile) -> float:
-    """The optimizer reads gradients, reads and writes what it steps and its state."""
+    """Return the seconds of the optimizer, which reads gradients, and reads and writes parameters and state."""
     moved = state.gradients + 2 * (state.stepped + state.optimizer)
     if work.offload == "none":
         return moved / profile.memory_bandwidth
-    # Gradients go to the host and parameters come back; the host's cores work at about the speed of that link.
+    # Gradients go to the host and parameters return; the host computes at about the speed of that link.
     return (state.gradients + state.stepped + moved) / profile.host_bandwidth

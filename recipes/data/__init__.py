@@ -1,1 +1,1 @@
-"""Text as data modules."""
+"""Data modules of text."""

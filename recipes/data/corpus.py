@@ -1,6 +1,6 @@
-"""Finding text, checking it and bringing it into one file of bytes that can be memory-mapped.
+"""Discovery and validation of text files, and their concatenation into one file for memory mapping.
 
-Imports neither torch nor lightning, so that a configuration is checked before any process pays for them.
+Imports neither torch nor lightning, so configurations are checked before any process pays for them.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SNIFF_BYTES = 1 << 20
-"""How much of a file decides whether it is text, bytes."""
+"""Bytes of a file checked for text."""
 
 STALE_SECONDS = 3600.0
-"""Age at which an unfinished cache file is taken for the rest of a killed process, seconds."""
+"""Age, seconds, at which an unfinished cache file is considered abandoned by a killed process."""
 
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 class CorpusError(ValueError):
-    """The text that was asked for cannot be used; the message says what was given and what to give instead."""
+    """The requested text cannot be used; the message has the given value and the remedy."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of text, in the order in which they are read."""
+    """Files of text in reading order."""
 
     root: Path
-    """The file itself, or the folder that ``files`` are in."""
+    """The file itself, or the folder of ``files``."""
     files: tuple[Path, ...]
     """Absolute paths, sorted by path relative to ``root``."""
 
     @property
     def is_single_file(self) -> bool:
-        """Whether the text is one file, which is mapped where it lies."""
+        """True if the text is one file, which is mapped in place."""
         return self.files == (self.root,)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files together."""
+        """Total bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
 
 def standard_library() -> Corpus:
-    """Source text of the running Python's standard library, without its tests and installed packages."""
+    """Return the source files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     found = [file for file in _walk(root, skip=_TEST_FOLDERS) if file.suffix == ".py"]
     if not found:
         raise CorpusError(
             f"The standard library at {root} has no source files (*.py). "
-            "Give a text file or folder: data.path=/path/to/text"
+            "Type data.path=/path/to/text, a text file or folder"
         )
     return Corpus(root, tuple(found))
 
 
 def find_corpus(path: str | os.PathLike[str] | None, pattern: str = "*") -> Corpus:
-    """The text at ``path``.
+    """Return the text at ``path``.
 
     Args:
-        path: a text file, or a folder, whose files are read in the order of their relative paths; files and folders
-            whose name begins with a dot are left out. ``None``: :func:`standard_library`.
-        pattern: shell-style pattern of the names of a folder's files, such as ``*.txt``.
+        path: a text file, or a folder, whose files are read in order of their relative paths, without hidden ones.
+            ``None``: :func:`standard_library`.
+        pattern: shell-style pattern for names of a folder's files, such as ``*.txt``.
 
     Raises:
-        CorpusError: if the path is missing, has no such file, is empty, or holds a file that is not text.
+        CorpusError: if the path is missing, has no such file, is empty, or has a file that is not text.
     """
     if path is None:
         return standard_library()
     root = Path(path).expanduser().absolute()
     if not root.exists():
         raise CorpusError(
-            f"data.path={path} does not exist (looked at {root}). Give a text file or a folder of text files."
+            f"data.path={path} does not exist (resolved to {root}). Type a text file or a folder of text files."
         )
     if root.is_file():
         corpus = Corpus(root, (root,))
@@ -86,24 +86,24 @@ def find_corpus(path: str | os.PathLike[str] | None, pattern: str = "*") -> Corp
         if not corpus.files:
             raise CorpusError(
                 f"data.path={path} has no file whose name matches data.pattern={pattern!r}. "
-                "Give a folder of text files, or another pattern, such as data.pattern='*.txt'."
+                "Type a folder of text files, or another pattern, such as data.pattern='*.txt'."
             )
     for file in corpus.files:
         _refuse_binary(file, in_folder=not corpus.is_single_file)
     if corpus.num_bytes == 0:
-        raise CorpusError(f"data.path={path} is empty (0 bytes of text). Give a file or folder that has text in it.")
+        raise CorpusError(f"data.path={path} is empty (0 bytes of text). Type a file or folder with text.")
     return corpus
 
 
 def default_cache_dir() -> Path:
-    """Where joined text is kept: ``$XDG_CACHE_HOME/trainwright/corpora``, by default under ``~/.cache``."""
+    """Return the folder of concatenated text: ``$XDG_CACHE_HOME/trainwright/corpora``, by default in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainwright" / "corpora"
 
 
 def joined_file(corpus: Corpus, cache_dir: Path) -> Path:
-    """The one file that holds the text of ``corpus``; it may not exist yet.
+    """Return the file with the text of ``corpus``, which may not exist yet.
 
-    A folder's file is named after the folder and a hash of every file's relative path, size and time of change, so
+    A folder's file is named after the folder and a hash of every file's relative path, size and modification time, so
     changed text gets a new file.
     """
     if corpus.is_single_file:
@@ -118,10 +118,10 @@ def joined_file(corpus: Corpus, cache_dir: Path) -> Path:
 
 
 def join_files(corpus: Corpus, cache_dir: Path) -> Path:
-    """Write the joined text of ``corpus`` unless it is there, and return its file.
+    """Concatenate the text of ``corpus`` unless that exists, and return its file.
 
-    A file that does not end with a newline gets one. The text is written beside its place and renamed, so several
-    nodes may do this at once and a killed process leaves nothing that looks whole.
+    A newline is appended to files that do not end with one. Written to a temporary file and renamed, so several nodes
+    may do this at once and a killed process leaves no incomplete file.
 
     Raises:
         CorpusError: if a file is not UTF-8 text.
@@ -137,9 +137,9 @@ def join_files(corpus: Corpus, cache_dir: Path) -> Path:
 
 @contextmanager
 def new_file(target: Path) -> Iterator[BinaryIO]:
-    """A file of the cache to write to, whose folder is made; it becomes ``target`` at the end, after an error nothing.
+    """Open a temporary cache file that is renamed to ``target`` on success and deleted on an error.
 
-    What killed processes left unfinished in the folder is removed.
+    Creates the folder, and removes abandoned files in it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
@@ -154,7 +154,7 @@ def new_file(target: Path) -> Iterator[BinaryIO]:
 
 @dataclass(frozen=True)
 class Split:
-    """Where the parts of a text begin and end, byte positions: training, then validation, then test."""
+    """Byte ranges of the training, validation and test text."""
 
     train: tuple[int, int]
     validation: tuple[int, int]
@@ -162,35 +162,35 @@ class Split:
 
 
 def split_by_position(num_bytes: int, held_out: float) -> Split:
-    """Training text is the beginning; of the last ``held_out`` part, the first half validates and the second tests.
+    """Split a text: the beginning trains; of the last ``held_out`` part, the first half validates, the second tests.
 
     Raises:
         CorpusError: if ``held_out`` is not between 0 and 1.
     """
     if not 0 < held_out < 1:
-        raise CorpusError(f"data.held_out={held_out} (allowed: more than 0, less than 1). Give a part, such as 0.05.")
-    held = round(num_bytes * held_out)
-    first, second = num_bytes - held, num_bytes - held // 2
+        raise CorpusError(f"data.held_out={held_out} (allowed: more than 0, less than 1). Type a part, such as 0.05.")
+    num_held_out = round(num_bytes * held_out)
+    first, second = num_bytes - num_held_out, num_bytes - num_held_out // 2
     return Split((0, first), (first, second), (second, num_bytes))
 
 
 def num_windows(num_bytes: int, seq_len: int) -> int:
-    """Windows of ``seq_len + 1`` bytes whose inputs do not overlap: each next one begins ``seq_len`` bytes later."""
+    """Return the number of windows of ``seq_len + 1`` bytes that start ``seq_len`` bytes apart."""
     return max(0, (num_bytes - 1) // seq_len)
 
 
 def problems_of_size(num_bytes: int, seq_len: int, held_out: float, num_data_ranks: int) -> list[str]:
-    """Why a text of ``num_bytes`` is too short for these windows and data ranks; empty when it is long enough."""
+    """Return why a text of ``num_bytes`` is too short for these windows and data ranks, if it is."""
     if seq_len < 1:
         return [f"data.seq_len={seq_len} (allowed: 1 or more bytes)"]
     try:
         split = split_by_position(num_bytes, held_out)
     except CorpusError as error:
         return [str(error)]
-    # Evaluation may leave a rank without a window of its own, training may not.
+    # Every rank needs a training window, but not an evaluation window.
     parts = (("training", split.train, num_data_ranks), ("validation", split.validation, 1), ("test", split.test, 1))
     found = (_problem_of_part(name, end - begin, seq_len, needed) for name, (begin, end), needed in parts)
-    # The first alone: a text too short for one part is mostly too short for the others too, and the remedy is one.
+    # Only the first: the remedy of the others is the same.
     return [problem for problem in found if problem is not None][:1]
 
 
@@ -198,18 +198,18 @@ def _problem_of_part(name: str, num_bytes: int, seq_len: int, needed: int) -> st
     windows = num_windows(num_bytes, seq_len)
     if windows >= needed:
         return None
-    why = "one at least is needed" if needed == 1 else f"{needed} data ranks need one each"
+    why = "at least one is needed" if needed == 1 else f"{needed} data ranks need one each"
     remedies = ["more text (data.path)", "a shorter data.seq_len", "another data.held_out"]
     if needed > 1:
         remedies.append("fewer devices")
     return (
         f"The {name} text has {num_bytes} bytes, which is {windows} windows of data.seq_len={seq_len}, but {why}. "
-        f"Give {', '.join(remedies[:-1])} or {remedies[-1]}."
+        f"Use {', '.join(remedies[:-1])} or {remedies[-1]}."
     )
 
 
 def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
-    """Problems of the ``data`` part of a recipe's configuration that uses ``TextCorpus``; empty when there are none.
+    """Return problems of the ``data`` part of a configuration that uses ``TextCorpus``.
 
     Args:
         config: the composed configuration, with a mapping ``data``.
@@ -225,7 +225,7 @@ def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
 
 
 def _walk(root: Path, skip: Iterable[str] = ()) -> list[Path]:
-    """Files below ``root`` that are not hidden nor in a folder named in ``skip``, sorted by relative path."""
+    """Return files below ``root``, sorted by relative path, that are not hidden nor in a folder named in ``skip``."""
     skip = frozenset(skip)
     found = []
     for folder, names, files in os.walk(root):
@@ -248,9 +248,7 @@ def _decode(decoder: codecs.IncrementalDecoder, piece: bytes, file: Path, in_fol
     except UnicodeDecodeError as error:
         why = f"byte {error.object[error.start]:#04x} is not UTF-8"
     if why:
-        remedy = (
-            "Choose the text files by name, such as data.pattern='*.txt', or" if in_folder else "Give a text file, or"
-        )
+        remedy = "Select the text files, such as data.pattern='*.txt', or" if in_folder else "Type a text file, or"
         raise CorpusError(f"{file} is not text: {why}. {remedy} convert it to UTF-8.")
 
 
@@ -268,10 +266,10 @@ def _append_text(file: Path, out: BinaryIO) -> None:
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Remove what killed processes left unfinished in ``cache_dir``."""
+    """Remove abandoned unfinished files in ``cache_dir``."""
     for file in cache_dir.glob("*.unfinished"):
         try:
             if time.time() - file.stat().st_mtime > STALE_SECONDS:
                 file.unlink()
         except FileNotFoundError:
-            continue  # its own process finished it, or another one removed it
+            continue  # finished by its process, or removed by another

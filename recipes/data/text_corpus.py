@@ -25,16 +25,16 @@ from trainwright.recipes.data.corpus import (
 
 
 class TextWindows(Dataset[Tensor]):
-    """Windows of ``seq_len + 1`` bytes, or other symbols, of a part of a memory-mapped file.
+    """Windows of ``seq_len + 1`` bytes or tokens of a part of a memory-mapped file.
 
-    Window i begins at ``begin + i * seq_len``: every symbol but the first is predicted exactly once.
+    Window i begins at ``begin + i * seq_len``, so every id but the first is predicted exactly once.
 
     Args:
         file: the text.
-        begin: first symbol of the part.
-        end: symbol after its last.
-        seq_len: symbols that a window predicts.
-        dtype: of a symbol in the file; ``uint8``: bytes.
+        begin: first id of the part.
+        end: id after its last.
+        seq_len: predicted ids per window.
+        dtype: of an id in the file; ``uint8``: bytes.
     """
 
     def __init__(self, file: Path, begin: int, end: int, seq_len: int, dtype: str = "uint8") -> None:
@@ -43,40 +43,40 @@ class TextWindows(Dataset[Tensor]):
         self.seq_len = seq_len
         self.dtype = dtype
         self.windows = num_windows(end - begin, seq_len)
-        self._symbols: np.ndarray | None = None
+        self._ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.windows
 
     def __getitem__(self, index: int) -> Tensor:
-        """Symbols of window ``index``, ``(seq_len + 1,)``."""
+        """Return the ids of window ``index``, ``(seq_len + 1,)``."""
         if not 0 <= index < self.windows:
             raise IndexError(f"window {index} of {self.windows}")
-        if self._symbols is None:
-            self._symbols = np.memmap(self.file, dtype=self.dtype, mode="r")
+        if self._ids is None:
+            self._ids = np.memmap(self.file, dtype=self.dtype, mode="r")
         start = self.begin + index * self.seq_len
-        return torch.from_numpy(self._symbols[start : start + self.seq_len + 1].copy())
+        return torch.from_numpy(self._ids[start : start + self.seq_len + 1].copy())
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled map would carry the whole text into every loader process.
-        return {**self.__dict__, "_symbols": None}
+        # Pickling a memmap would copy the whole text into every loader process.
+        return {**self.__dict__, "_ids": None}
 
 
 class TextCorpus(LightningDataModule):
     """Text in windows of bytes, uint8 ``(B, seq_len + 1)``, split by position.
 
     The first part trains (shuffled); of the last ``held_out`` part, the first half validates, the second tests and is
-    what ``predict`` reads. One file is mapped where it lies; a folder is joined once into a file under ``cache_dir``.
+    read by ``predict``. One file is mapped in place; a folder is concatenated once into a file under ``cache_dir``.
 
     Args:
         path: a UTF-8 text file, or a folder of them; ``None``: the source text of the running Python's standard
             library (about 11 MiB).
-        seq_len: bytes that a window predicts.
+        seq_len: predicted bytes per window.
         batch_size: windows per micro-batch.
-        held_out: part of the text that is not trained on, more than 0, less than 1.
-        pattern: shell-style pattern of the names of a folder's files.
-        cache_dir: where a folder's joined text is kept; ``None``: ``~/.cache/trainwright/corpora``.
-        num_workers: processes per rank that read ahead; 0: the rank itself reads (mapped text is quick).
+        held_out: part of the text for validation and test, more than 0, less than 1.
+        pattern: shell-style pattern for names of a folder's files.
+        cache_dir: folder of concatenated text; ``None``: ``~/.cache/trainwright/corpora``.
+        num_workers: loader processes per rank; 0: the rank itself (reading mapped text is fast).
 
     Raises:
         ValueError: (in ``setup``) if the path is missing, empty, not text, or too short.
@@ -105,29 +105,29 @@ class TextCorpus(LightningDataModule):
         self.test: TextWindows | None = None
 
     dtype = "uint8"
-    """Of a symbol."""
+    """Type of an id."""
 
     def encode(self, text: str) -> list[int]:
-        """The symbols of ``text``."""
+        """Return the ids of ``text``."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of symbols; what is not UTF-8 becomes ``\\xff`` and the like."""
+        """Return the text of ids; bytes that are not UTF-8 become ``\\xff`` and the like."""
         return bytes(ids).decode(errors="backslashreplace")
 
     def file(self) -> Path:
-        """The file of symbols, made if it is not there."""
+        """Return the file of ids, created if missing."""
         return join_files(find_corpus(self.path, self.pattern), self.cache_dir)
 
     def prepare_data(self) -> None:
-        """Join a folder's files, on one rank of each node."""
+        """Concatenate a folder's files, on one rank per node."""
         self.file()
 
     def setup(self, stage: str) -> None:
         """Map the text and split it."""
         if self.train is not None:
             return
-        # Only reads: prepare_data has joined the files unless someone calls setup alone.
+        # Reads only, unless setup is called without prepare_data.
         file = self.file()
         size = file.stat().st_size // np.dtype(self.dtype).itemsize
         world_size = self.trainer.world_size if self.trainer is not None else 1
@@ -142,19 +142,19 @@ class TextCorpus(LightningDataModule):
         self.test = TextWindows(file, *split.test, self.seq_len, self.dtype)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Training windows, shuffled."""
+        """Return training windows, shuffled."""
         return self._loader(self.train, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Validation windows, in order."""
+        """Return validation windows, in order."""
         return self._loader(self.validation)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
-        """Test windows, in order."""
+        """Return test windows, in order."""
         return self._loader(self.test)
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
-        """Test windows, in order."""
+        """Return test windows, in order."""
         return self._loader(self.test)
 
     def _loader(self, windows: TextWindows | None, shuffle: bool = False) -> DataLoader[Tensor]:

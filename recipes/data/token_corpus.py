@@ -1,4 +1,4 @@
-"""Windows of the tokens of a text, by a tokenizer that lies on disk."""
+"""Windows of tokens of a text, by a tokenizer on disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainwright.recipes.data.corpus import new_file
 from trainwright.recipes.data.text_corpus import TextCorpus
 
 TOKENIZER_FILE = "tokenizer.json"
-"""What a folder that Hugging Face's fast tokenizers were saved to has in it: data alone, nothing that is run."""
+"""File of Hugging Face's fast tokenizers; contains data, no code."""
 
 
 class TokenCorpus(TextCorpus):
     """:class:`TextCorpus` in tokens, int32 ``(B, seq_len + 1)``; without a tokenizer in bytes.
 
-    The tokens of a text are computed once, into a file under ``cache_dir`` that is named after the text and the
-    tokenizer. No token is put before, between or behind the texts.
+    Tokens are computed once, into a file under ``cache_dir`` named after the text and the tokenizer. No special tokens
+    are added.
 
     Args:
         tokenizer: a folder with a ``tokenizer.json`` of Hugging Face; ``None``: a token is a byte.
@@ -42,21 +42,21 @@ class TokenCorpus(TextCorpus):
         return Tokenizer.from_file(str(self.tokenizer_file))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of ``text``."""
+        """Return the tokens of ``text``."""
         if self.tokenizer_file is None:
             return super().encode(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Return the text of tokens, including special ones."""
         if self.tokenizer_file is None:
             return super().decode(ids)
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def file(self) -> Path:
-        """The file of tokens, written beside its place and renamed if it is not there."""
+        """Return the file of tokens, created by a rename if missing."""
         text = super().file()
         if self.tokenizer_file is None:
             return text
@@ -77,7 +77,7 @@ class TokenCorpus(TextCorpus):
 
 
 def _pieces(text: Path, size: int = 1 << 20) -> Iterator[str]:
-    """The text in pieces of whole lines of about ``size`` characters: where a piece ends, no word does."""
+    """Yield the text in pieces of whole lines of about ``size`` characters, which never split a word."""
     with text.open(encoding="utf-8", newline="") as lines:
         while piece := lines.readlines(size):
             yield "".join(piece)

@@ -1,4 +1,4 @@
-"""Adapters of ``peft`` around a model."""
+"""Adapters of ``peft``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import nn
 
 
 def needs_weights(adapter: Mapping[str, Any]) -> bool:
-    """Whether initial values of an adapter are computed from the weights that it adapts."""
+    """Return whether initial values of an adapter are computed from the adapted weights."""
     plain = adapter.get("init_lora_weights", True) in (True, "gaussian", "orthogonal")
-    # Layers in four bits are read as such: a trained copy of one (modules_to_save) is of the whole weights.
+    # modules_to_save copies whole weights, which four-bit layers do not have.
     copies = bool(adapter.get("quantize") and adapter.get("modules_to_save"))
     return adapter["kind"] == "dora" or copies or not plain
 
 
 def with_adapter(model: nn.Module, adapter: Mapping[str, Any], seed: int = 0) -> nn.Module:
-    """Freeze a model and put an adapter into it.
+    """Freeze a model and add an adapter.
 
     Args:
         model: of ``transformers``; its weights may be on the meta device.
         adapter: ``kind`` (``lora``, ``dora`` or ``ia3``) and the arguments of peft's ``LoraConfig`` or ``IA3Config``;
-            ``quantize`` does not count here.
-        seed: of the initial values, which are the same on every rank.
+            ``quantize`` is ignored.
+        seed: of the initial values, equal on every rank.
 
     Raises:
         ValueError: if peft refuses the arguments.
@@ -40,16 +40,16 @@ def with_adapter(model: nn.Module, adapter: Mapping[str, Any], seed: int = 0) ->
         config = peft.LoraConfig(task_type="CAUSAL_LM", use_dora=kind == "dora", **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The context of the caller may put new tensors on the meta device; peft puts an adapter where its layer is.
+        # The caller may set the meta device as default; peft puts an adapter on its layer's device.
         adapted: nn.Module = peft.get_peft_model(model, config)
     for name, layer in adapted.named_modules():
         if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
-            _give_values(name, layer, config, seed)
+            _initialize(name, layer, config, seed)
     return adapted
 
 
-def _give_values(name: str, layer: Any, config: Any, seed: int) -> None:
-    """Initial values for an adapter on the meta device: it is small, and its reset is no module's own."""
+def _initialize(name: str, layer: Any, config: Any, seed: int) -> None:
+    """Initialize an adapter on the meta device, whose reset is not a module's own."""
     parts = [getattr(layer, part) for part in layer.adapter_layer_names if isinstance(getattr(layer, part), nn.Module)]
     if not any(tensor.is_meta for part in parts for tensor in part.parameters()):
         return

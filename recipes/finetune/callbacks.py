@@ -1,4 +1,4 @@
-"""What a run of the ``finetune`` recipe keeps beside its checkpoints."""
+"""Callback that saves the tokenizer of a ``finetune`` run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainwright.recipes.finetune.encoding import load_tokenizer
 
 
 class SaveTokenizer(Callback):
-    """Write the tokenizer, with the chat template that the run uses, to ``tokenizer/`` in the run directory."""
+    """Write the tokenizer, with the run's chat template, to ``tokenizer/`` in the run directory."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write it, on the first rank."""
+        """Write it on the first rank."""
         data = getattr(trainer, "datamodule", None)
         if trainer.is_global_zero and isinstance(data, FineTuneData):
             tokenizer = load_tokenizer(data.tokenizer_folder, data.chat_template)

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration of the ``finetune`` recipe; imports neither torch nor transformers."""
+"""Checks of a configuration of the ``finetune`` recipe; imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainwright.recipes.hugging_face import checks as of_model
 from trainwright.recipes.hugging_face.folders import missing_folder, offline_problem
 
 _KINDS = ("lora", "dora", "ia3")
-_LOOKED_AT = 8  # records
+_CHECKED_RECORDS = 8
 
 
 def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
-    """Problems of a configuration whose module is ``FineTuneModule`` and whose data are ``FineTuneData``.
+    """Return problems of a configuration whose module is ``FineTuneModule`` and whose data is ``FineTuneData``.
 
     Args:
         config: the composed configuration.
@@ -57,7 +57,7 @@ def _of_adapter(adapter: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"module.adapter.quantize={adapter['quantize']} (allowed: null, nf4). Type module.adapter.quantize=nf4"
     elif adapter.get("quantize") and adapter.get("kind") == "dora":
         yield (
-            "module.adapter.kind=dora with module.adapter.quantize=nf4 (allowed: lora, ia3): DoRA computes with the "
+            "module.adapter.kind=dora with module.adapter.quantize=nf4 (allowed: lora, ia3): DoRA needs the "
             "norms of whole weights. Type adapter=qlora"
         )
     if importlib.util.find_spec("peft") is None:
@@ -76,13 +76,13 @@ def _of_values(data: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(length, bool) or not isinstance(length, int) or length < 2:
         yield f"data.seq_len={length} (allowed: 2 or more tokens). Type module.seq_len=512"
     elif data["format"] == "preference" and length % 2:
-        yield f"data.seq_len={length} with data.format=preference (allowed: an even number: each answer has one half)"
+        yield f"data.seq_len={length} with data.format=preference (allowed: an even number, one half per answer)"
 
 
 def _of_tokenizer(data: Mapping[str, Any]) -> Iterator[str]:
     folder = Path(str(data["tokenizer"])).expanduser()
     if not folder.is_dir():
-        return  # the module's folder is looked at by itself, an id by the Hub
+        return  # the module's folder is checked separately, an id by the Hub
     if not (folder / "tokenizer.json").is_file():
         yield f"data.tokenizer={folder}: has no tokenizer.json. Type data.tokenizer=/path/to/a folder with one"
     template = data.get("chat_template")
@@ -110,11 +110,11 @@ def _of_records(data: Mapping[str, Any], num_data_ranks: int) -> Iterator[str]:
         return
     read = {"text": records.text_of, "chat": records.messages_of, "preference": records.pair_of}[data["format"]]
     try:
-        found = list(islice(records.read_records(path, str(data["split"])), _LOOKED_AT))
+        found = list(islice(records.read_records(path, str(data["split"])), _CHECKED_RECORDS))
         for record in found:
             read(record)
     except (records.RecordsError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
         yield str(error)
         return
     if not found:
-        yield f"data.path={path}: has no records. Give a file with at least one"
+        yield f"data.path={path}: has no records. Type a path with at least one"

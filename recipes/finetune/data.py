@@ -23,16 +23,16 @@ from trainwright.recipes.finetune.records import RecordsError, files_of, read_re
 from trainwright.recipes.hugging_face.folders import model_folder
 
 IGNORED = -100
-"""Label of a position whose prediction is not trained, as in torch and transformers."""
+"""Label of an untrained position, as in torch and transformers."""
 _ARRAYS = {"tokens": "int32", "targets": "int16", "lengths": "int64"}
-_VERSION = 1  # of what the cache holds
+_VERSION = 1  # of the cache format
 
 
 class Documents:
     """Tokens of documents in memory-mapped files.
 
     Args:
-        stem: path of the files, to which the name of each array is appended.
+        stem: path of the files without the suffixes of the arrays.
     """
 
     def __init__(self, stem: Path) -> None:
@@ -44,32 +44,31 @@ class Documents:
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
 
     def __reduce__(self) -> Any:
-        return Documents, (self.stem,)  # a pickled map would carry all tokens into every worker
+        return Documents, (self.stem,)  # pickling a memmap would copy all tokens into every worker
 
     def of(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens read, tokens predicted, and their bytes, each ``(piece.size,)``."""
+        """Return input tokens, target tokens, and bytes of the targets, each ``(piece.size,)``."""
         start = self.starts[piece.document]
         begin, end = start + piece.begin, start + piece.end
         return self.tokens[begin:end], self.tokens[begin + 1 : end + 1], self.targets[begin + 1 : end + 1]
 
     def trains(self, piece: DocumentPiece) -> bool:
-        """Whether any token of a piece is predicted."""
+        """Return whether any token of a piece is trained."""
         return bool((self.of(piece)[2] != NOT_TRAINED).any())
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
-    """TokenRows of ``seq_len`` positions, in which every piece begins at position 0.
+    """Rows of ``seq_len`` positions with packed pieces, each starting at position id 0.
 
-    An item is ``input_ids``, ``labels`` (the token to predict at each position, or -100) and ``position_ids``, all
-    int64 ``(seq_len,)``; ``num_bytes``, UTF-8 bytes of the text that the labels are, and ``number``, that of the
-    row, both int64 ``()``.
+    An item is ``input_ids``, ``labels`` (the target at each position, or -100) and ``position_ids``, all int64
+    ``(seq_len,)``; ``num_bytes``, UTF-8 bytes of the labels' text, and ``number``, the row's index, both int64 ``()``.
 
     Args:
-        documents: their tokens.
+        documents: the tokens.
         rows: pieces of each row.
-        seq_len: positions of a row.
-        pad: token at positions that no piece fills.
-        width: positions from the start of one piece to that of the next; ``None``: pieces follow each other.
+        seq_len: positions per row.
+        pad: token at unused positions.
+        width: distance of the starts of pieces; ``None``: pieces are contiguous.
     """
 
     def __init__(
@@ -80,12 +79,12 @@ class TokenRows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def apart(self, index: int, most: int) -> TokenRows:
-        """The first pieces of a row, at most ``most``, each in a row of its own."""
+    def separate(self, index: int, most: int) -> TokenRows:
+        """Return the first pieces of a row, at most ``most``, each in a separate row."""
         return TokenRows(self.documents, [[piece] for piece in self.rows[index][:most]], self.seq_len, self.pad)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """The row number ``index``."""
+        """Return the row ``index``."""
         ids = np.full(self.seq_len, self.pad, np.int64)
         labels = np.full(self.seq_len, IGNORED, np.int64)
         positions = np.arange(self.seq_len)
@@ -106,26 +105,25 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
 
 class FineTuneData(LightningDataModule):
-    """Records in rows of tokens, see :class:`TokenRows`, split into training and validation rows by document.
+    """Records as rows of tokens, see :class:`TokenRows`, with a training and validation split by document.
 
-    Tokens are computed once per node, into files under ``cache_dir`` that are named after the records and the
-    tokenizer.
+    Tokens are computed once per node, into files under ``cache_dir`` named after the records and the tokenizer.
 
     Args:
         path: see :func:`~trainwright.recipes.finetune.records.read_records`.
         tokenizer: a folder with a fast tokenizer of Hugging Face, or the id of one on the Hub.
         format: ``"text"``, ``"chat"`` or ``"preference"``.
-        seq_len: positions of a row. A longer text is split, of a longer conversation the end is cut off.
+        seq_len: positions per row. A longer text is split, a longer conversation truncated.
         batch_size: rows per micro-batch.
-        packing: put several documents into one row; off: one document per row. A row of ``"preference"`` is always
+        packing: pack several documents into one row; off: one document per row. A row of ``"preference"`` is always
             one pair, each answer in one half of the row.
-        held_out: part of the documents that validates, 0 or more, less than 1; 0: no validation.
+        held_out: part of the documents used for validation, 0 or more, less than 1; 0: no validation.
         chat_template: ``None``: the tokenizer's own; ``"chatml"``; or a file with a Jinja template.
         split: of a dataset with several.
         allow_download: whether ids may be looked up on the Hub.
-        cache_dir: where tokens are kept; ``None``: ``~/.cache/trainwright/corpora``.
-        num_workers: processes per rank that read ahead; 0: the rank itself.
-        seed: of the draw of documents that validate.
+        cache_dir: folder of cached tokens; ``None``: ``~/.cache/trainwright/corpora``.
+        num_workers: loader processes per rank; 0: the rank itself.
+        seed: of the split.
 
     Raises:
         RecordsError: (in ``prepare_data`` and ``setup``) if a record cannot be used, or there are too few.
@@ -158,7 +156,7 @@ class FineTuneData(LightningDataModule):
         self.validation: TokenRows | None = None
 
     def prepare_data(self) -> None:
-        """Encode the records, on one rank of each node."""
+        """Encode the records, on one rank per node."""
         stem = self.stem()
         if all(_file(stem, name).exists() for name in _ARRAYS):
             return
@@ -173,10 +171,10 @@ class FineTuneData(LightningDataModule):
                 lengths.append(len(encoded.ids))
             outs["lengths"].write(np.asarray(lengths, _ARRAYS["lengths"]).tobytes())
         if not sum(lengths):
-            raise RecordsError(f"data.path={self.path}: has no records. Give a file with at least one")
+            raise RecordsError(f"data.path={self.path}: has no records. Type a path with at least one")
 
     def stem(self) -> Path:
-        """Path of the encoded records, without the names of the arrays."""
+        """Return the path of the encoded records without the suffixes of the arrays."""
         key = hashlib.blake2b(digest_size=8)
         files = [*self.tokenizer_folder.glob("tokenizer*.json"), *self.tokenizer_folder.glob("*.jinja")]
         if Path(self.path).expanduser().exists():
@@ -188,40 +186,40 @@ class FineTuneData(LightningDataModule):
         return self.cache_dir / f"{Path(self.path).name}-{key.hexdigest()}"
 
     def setup(self, stage: str) -> None:
-        """Map the tokens, split documents and plan the rows; the same on every rank."""
+        """Map the tokens, split documents and plan the rows, equally on every rank."""
         if self.train is not None:
             return
         documents = Documents(self.stem())
-        in_unit = 2 if self.format == "preference" else 1
-        units = len(documents.lengths) // in_unit
+        per_unit = 2 if self.format == "preference" else 1
+        units = len(documents.lengths) // per_unit
         order = np.random.default_rng(self.seed).permutation(units)
-        held = round(units * self.held_out)
-        held = max(1, held) if self.held_out else 0
-        train, validation = sorted(order[held:].tolist()), sorted(order[:held].tolist())
+        num_held_out = round(units * self.held_out)
+        num_held_out = max(1, num_held_out) if self.held_out else 0
+        train, validation = sorted(order[num_held_out:].tolist()), sorted(order[:num_held_out].tolist())
         if not train:
-            raise RecordsError(f"data.path={self.path}: {units} record(s), of which none is left to train. Give more")
+            raise RecordsError(f"data.path={self.path}: {units} record(s) leave none for training. Add records")
         pad = self._pad()
-        self.train, self.validation = (self._rows(documents, part, in_unit, pad) for part in (train, validation))
+        self.train, self.validation = (self._rows(documents, part, per_unit, pad) for part in (train, validation))
         rank_zero_info(
-            f"{len(train)} records in {len(self.train)} rows to train, {len(validation)} in {len(self.validation)} to "
-            f"validate; rows of {self.seq_len} tokens"
+            f"{len(train)} records in {len(self.train)} training rows, {len(validation)} in {len(self.validation)} "
+            f"validation rows; rows of {self.seq_len} tokens"
         )
 
-    def _rows(self, documents: Documents, units: list[int], in_unit: int, pad: int) -> TokenRows:
-        chosen = [unit * in_unit + number for unit in units for number in range(in_unit)]
-        width = self.seq_len // in_unit
+    def _rows(self, documents: Documents, units: list[int], per_unit: int, pad: int) -> TokenRows:
+        chosen = [unit * per_unit + number for unit in units for number in range(per_unit)]
+        width = self.seq_len // per_unit
         pieces = pieces_of(documents.lengths[chosen].tolist(), width, split=self.format == "text")
         pieces = [piece._replace(document=chosen[piece.document]) for piece in pieces]
         cut = sum(documents.lengths[number] - 1 > width for number in chosen) if self.format != "text" else 0
-        empty = {piece.document // in_unit for piece in pieces if not documents.trains(piece)}
-        empty |= {number // in_unit for number in chosen if documents.lengths[number] < 2}
+        empty = {piece.document // per_unit for piece in pieces if not documents.trains(piece)}
+        empty |= {number // per_unit for number in chosen if documents.lengths[number] < 2}
         if cut or empty:
             rank_zero_warn(
-                f"{cut} of {len(chosen)} conversations are longer than {width} tokens, their ends are cut off; "
+                f"{cut} of {len(chosen)} conversations are longer than {width} tokens and truncated; "
                 f"{len(empty)} records without an answer in the rest are left out. A larger data.seq_len keeps them."
             )
-        pieces = [piece for piece in pieces if piece.document // in_unit not in empty]
-        if in_unit == 2:
+        pieces = [piece for piece in pieces if piece.document // per_unit not in empty]
+        if per_unit == 2:
             pairs = [list(pair) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
             return TokenRows(documents, pairs, self.seq_len, pad, width)
         rows = pack(pieces, self.seq_len) if self.packing else [[piece] for piece in pieces]
@@ -232,21 +230,21 @@ class FineTuneData(LightningDataModule):
         return next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt; of one of a conversation with what the chat template puts around it."""
+        """Return the tokens of a prompt; for conversations rendered with the chat template."""
         tokenizer = load_tokenizer(self.tokenizer_folder, self.chat_template)
         if self.format == "text":
             return list(tokenizer(text)["input_ids"])
-        asked = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         text: str = load_tokenizer(self.tokenizer_folder).decode(list(ids), skip_special_tokens=True)
         return text
 
     def sample_prompt(self) -> list[int]:
-        """The beginning of a record, validation first: a conversation up to its first answer, 16 tokens of a text."""
+        """Return the beginning of a record, preferably of validation: up to its first answer, or 16 tokens of text."""
         rows = self.validation or self.train
         assert rows, "setup has not run"
         read, _, targets = rows.documents.of(rows.rows[0][0])
@@ -255,15 +253,15 @@ class FineTuneData(LightningDataModule):
         return prompt
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Training rows, shuffled."""
+        """Return training rows, shuffled."""
         return self._loader(self.train, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
-        """Validation rows, in order."""
+        """Return validation rows, in order."""
         return self._loader(self.validation) if self.held_out else []
 
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Validation rows, in order."""
+        """Return validation rows, in order."""
         return self._loader(self.validation)
 
     def _loader(self, rows: TokenRows | None, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
@@ -283,7 +281,7 @@ def _file(stem: Path, name: str) -> Path:
 
 
 def _stamps(files: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of change of files."""
+    """Yield name, size and modification time of files."""
     for file in sorted(files):
         status = file.stat()
         yield str(file.absolute()), status.st_size, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""From records to tokens, and which of them are trained."""
+"""Encoding of records as tokens, with masks of trained tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ CHATML = (
     "{{ '\n' }}{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The chat template behind the name ``chatml``."""
+"""Chat template named ``chatml``."""
 
 
 class Encoded(NamedTuple):
-    """The tokens of one document."""
+    """Tokens of one document."""
 
     ids: list[int]
     targets: list[int]
-    """Per token the UTF-8 bytes that predicting it accounts for, or ``NOT_TRAINED``."""
+    """UTF-8 bytes of each token, or ``NOT_TRAINED``."""
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
-    """A fast tokenizer of Hugging Face from a folder; runs no code of it.
+    """Load a fast tokenizer of Hugging Face from a folder, without executing its code.
 
     Args:
         folder: with a ``tokenizer.json``.
@@ -44,7 +44,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
 
 
 def encode_all(records: Iterator[Mapping[str, Any]], tokenizer: Any, format: str) -> Iterator[Encoded]:
-    """Encode records in their order; a preference pair gives two documents, the chosen one first.
+    """Encode records in order; a preference pair gives two documents, the chosen one first.
 
     Args:
         records: see :mod:`trainwright.recipes.finetune.records`.
@@ -62,7 +62,7 @@ def encode_all(records: Iterator[Mapping[str, Any]], tokenizer: Any, format: str
 
 
 def encode_text(tokenizer: Any, text: str) -> Encoded:
-    """All of a text, with the tokens that the tokenizer puts around it and the end-of-text token."""
+    """Encode a text with the tokenizer's special tokens and the end-of-text token; all tokens are trained."""
     found = tokenizer(text, return_offsets_mapping=True)
     ids = list(found["input_ids"])
     targets = _bytes_of(text, found["offset_mapping"])
@@ -73,14 +73,13 @@ def encode_text(tokenizer: Any, text: str) -> Encoded:
 
 
 def encode_chat(tokenizer: Any, messages: Messages) -> Encoded:
-    """A conversation by the tokenizer's chat template; the assistant's messages are trained.
+    """Encode a conversation by the tokenizer's chat template; the assistant's messages are trained.
 
-    Which text is the assistant's is marked by ``{% generation %}`` in the template. Without it, a message is what the
-    template appends to the messages before and the generation prompt; a template that rewrites earlier messages is
-    refused.
+    The assistant's text is marked by ``{% generation %}`` in the template. Without it, a message is what the template
+    appends to earlier messages and the generation prompt; a template that rewrites earlier messages is refused.
 
     Raises:
-        RecordsError: if the tokenizer has no chat template, or the template hides where an answer begins.
+        RecordsError: if the tokenizer has no chat template, or the template does not show where answers begin.
     """
     if not tokenizer.chat_template:
         raise RecordsError(
@@ -102,7 +101,7 @@ def encode_chat(tokenizer: Any, messages: Messages) -> Encoded:
 
 
 def _rendered(tokenizer: Any, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and where the assistant's messages begin and end in it, in characters."""
+    """Return the text of a conversation, and character spans of the assistant's messages."""
     render = tokenizer.apply_chat_template
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -123,8 +122,8 @@ def _rendered(tokenizer: Any, messages: Messages) -> tuple[str, list[tuple[int, 
         until = render(messages[: position + 1], tokenize=False)
         if not (text.startswith(until) and until.startswith(before)):
             raise RecordsError(
-                f"The chat template changes what was before message {position} ({message['role']}) of a conversation, "
-                "so the answer cannot be told from the rest. Put {% generation %} around answers in a copy of the "
+                f"The chat template changes the text before message {position} ({message['role']}) of a conversation, "
+                "so the answer cannot be located. Put {% generation %} around answers in a copy of the "
                 "template and type data.chat_template=/path/to/it"
             )
         spans.append((len(before), len(until)))
@@ -132,7 +131,7 @@ def _rendered(tokenizer: Any, messages: Messages) -> tuple[str, list[tuple[int, 
 
 
 def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """UTF-8 bytes that each token adds to those before it: tokens of one character share its bytes."""
+    """Return the UTF-8 bytes that each token adds; tokens within one character share its bytes."""
     ends = [0]
     for character in text:
         ends.append(ends[-1] + len(character.encode(errors="surrogatepass")))

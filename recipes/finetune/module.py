@@ -1,4 +1,4 @@
-"""The ``finetune`` recipe's module: a pretrained causal language model, whole or by adapters."""
+"""Module of the ``finetune`` recipe: a pretrained causal language model, trained whole or by adapters."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from trainwright.recipes.hugging_face.chunked_logits import logits_in_chunks
 Batch = Mapping[str, Tensor]
 _IDLE = "idle"  # the phase of a hook
 _MOST_COMPARED = 8  # documents
-_EQUAL, _EQUAL_16 = 1e-4, 5e-2  # nats, in float32 and in 16-bit precision
+_TOLERANCE, _TOLERANCE_16 = 1e-4, 5e-2  # nats, in float32 and in 16-bit precision
 
 
 class FineTuneModule(HuggingFaceModule):
-    """Next-token prediction on rows of documents, conversations or both, see :class:`~.data.TokenRows`.
+    """Next-token prediction on rows of documents or conversations, see :class:`~.data.TokenRows`.
 
     Logs ``train_loss`` (nats per trained token of this rank's micro-batch), and over all validation rows ``val_loss``
-    (nats per trained token), ``val_perplexity`` (its exponential) and ``val_bits_per_byte`` (bits per UTF-8 byte of the
+    (nats per trained token), ``val_perplexity`` (its exponential) and ``val_bits_per_byte`` (bits per UTF-8 byte of
     trained text), likewise ``test_...``.
 
     Args:
         pretrained: see :class:`~trainwright.recipes.hugging_face.causal_lm.HuggingFaceModule`.
-        adapter: ``kind`` (``lora``, ``dora`` or ``ia3``) and arguments of that configuration of peft; with
-            ``quantize="nf4"`` frozen linear layers but the head are in four bits (not ``dora``); ``None``: all weights
+        adapter: ``kind`` (``lora``, ``dora`` or ``ia3``) and arguments of peft's configuration class; with
+            ``quantize="nf4"`` frozen linear layers except the head have four bits (not ``dora``); ``None``: all weights
             are trained.
-        meta: as there; where an adapter's initial values are computed from the weights, each rank reads them whole.
+        meta: like there; if an adapter's initial values depend on the weights, each rank reads them whole.
         **options: see there.
     """
 
@@ -51,7 +51,7 @@ class FineTuneModule(HuggingFaceModule):
         super().__init__(pretrained=pretrained, meta=meta, **options)
 
     def build(self) -> nn.Module:
-        """The network with its adapter."""
+        """Return the network with its adapter."""
         model = super().build()
         if self.adapter is None:
             return model
@@ -61,17 +61,17 @@ class FineTuneModule(HuggingFaceModule):
         return adapted
 
     def weights_as_held(self, source: Any) -> Any:
-        """The tensors of a file in the form in which the network holds them."""
+        """Return the tensors of a file in the network's format."""
         return QuantizedSource(source, self._quantized) if self._quantized else source
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # type: ignore[override]
-        """Mean loss in nats per trained token."""
+        """Return the mean loss in nats per trained token."""
         loss = F.cross_entropy(self.logits(batch), batch["labels"].flatten(), ignore_index=IGNORED)
         self.log("train_loss", loss)
         return loss
 
     def logits(self, batch: Batch) -> Tensor:
-        """Float32 logits ``(B * T, V)`` of the tokens that follow; documents of a row do not see each other."""
+        """Return float32 logits ``(B * T, V)`` of next tokens; documents of a row do not attend to each other."""
         assert self.model is not None, "configure_model has not run"
         with logits_in_chunks(self.model, self.loss_chunk):
             found = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
@@ -79,46 +79,46 @@ class FineTuneModule(HuggingFaceModule):
         return logits
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """For rows the loss at each position in nats, float32 ``(B, T)``, 0 where nothing is trained.
+        """For rows, return the loss at each position in nats, float32 ``(B, T)``, 0 where not trained.
 
         For other batches see :meth:`~trainwright.recipes.language_model.LanguageModule.predict_step`.
         """
         return self._nats(batch) if isinstance(batch, dict) else super().predict_step(batch, batch_idx)
 
     def on_train_start(self) -> None:
-        """Refuse packed rows if the documents of a row see each other.
+        """Refuse packed rows if the documents of a row attend to each other.
 
         Raises:
-            ValueError: if a loss is another one than that of the document alone.
+            ValueError: if a loss differs from that of the document alone.
         """
         data = getattr(self.trainer, "datamodule", None)
         rows = getattr(data, "train", None)
         if not isinstance(rows, TokenRows):
             return
         number = max(range(len(rows)), key=lambda number: len(rows.rows[number]))
-        apart = rows.apart(number, _MOST_COMPARED)
-        if len(apart) < 2:
+        separate = rows.separate(number, _MOST_COMPARED)
+        if len(separate) < 2:
             return
         batch_size = data.batch_size  # type: ignore[union-attr]
-        alone = torch.cat([each[each != 0] for each in self.predicted(apart, range(len(apart)), batch_size)])
-        packed = self.predicted(rows, [number], batch_size)[0]
+        alone = torch.cat([each[each != 0] for each in self.losses_of(separate, range(len(separate)), batch_size)])
+        packed = self.losses_of(rows, [number], batch_size)[0]
         packed = packed[packed != 0][: len(alone)]
-        limit = _EQUAL if self.trainer.precision in ("32-true", "64-true") else _EQUAL_16
+        limit = _TOLERANCE if self.trainer.precision in ("32-true", "64-true") else _TOLERANCE_16
         if not torch.allclose(packed, alone, rtol=limit, atol=limit):
             raise ValueError(
-                "data.packing=true: the losses of documents in one row differ from those of the documents alone, by up "
+                "data.packing=true: losses of documents in one row differ from those of the documents alone by up "
                 f"to {float((packed - alone).abs().max()):.2g} nats: in {type(self.model).__name__} the documents of a "
-                "row see each other. Type data.packing=false"
+                "row attend to each other. Type data.packing=false"
             )
 
-    def predicted(self, rows: TokenRows, numbers: Sequence[int], batch_size: int) -> list[Tensor]:
-        """The losses at the positions of some rows, by all ranks together, each float32 ``(T,)``."""
+    def losses_of(self, rows: TokenRows, numbers: Sequence[int], batch_size: int) -> list[Tensor]:
+        """Return the losses at the positions of some rows, each float32 ``(T,)``. A collective of all ranks."""
         found: list[Tensor] = []
         for begin in range(0, len(numbers), batch_size):
             if phases := getattr(self.trainer, "phases", None):
-                phases.begin(_IDLE)  # each batch is progress
+                phases.begin(_IDLE)  # report progress to the watchdog
             chosen = list(numbers[begin : begin + batch_size])
-            # Every batch has the shape of training: a layout may depend on it.
+            # Layouts may depend on the shape of a training batch.
             batch = default_collate([rows[number] for number in chosen + chosen[:1] * (batch_size - len(chosen))])
             with evaluating(self):
                 values: Any = self.trainer.strategy.predict_step(move_data_to_device(batch, self.device), 0)
@@ -141,7 +141,7 @@ class FineTuneModule(HuggingFaceModule):
     def _log_held_out(self, stage: str, batch: Batch) -> None:  # type: ignore[override]
         nats = self._nats(batch).sum()
         tokens, num_bytes = int((batch["labels"] != IGNORED).sum()), int(batch["num_bytes"].sum())
-        # Means weighted by what they are means of: exact over all rows, whoever has how many.
+        # Weighted means are exact over all rows, whatever their distribution over ranks.
         self.log(f"{stage}_loss", nats / max(1, tokens), batch_size=tokens, sync_dist=True)
         bits = nats / math.log(2) / max(1, num_bytes)
         self.log(f"{stage}_bits_per_byte", bits, batch_size=num_bytes, sync_dist=True, prog_bar=True)

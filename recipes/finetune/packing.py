@@ -1,4 +1,4 @@
-"""TokenRows of equal length from documents of any length."""
+"""Packing of documents of any length into rows of equal length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class DocumentPiece(NamedTuple):
-    """A part of a document: its tokens ``begin`` to ``end`` are read, and the token behind each is predicted."""
+    """Part of a document: tokens ``begin`` to ``end`` are inputs, each predicts the next token."""
 
     document: int
     begin: int
@@ -16,18 +16,18 @@ class DocumentPiece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Positions that it takes."""
+        """Number of its positions."""
         return self.end - self.begin
 
 
 def pieces_of(lengths: Sequence[int], seq_len: int, split: bool) -> list[DocumentPiece]:
-    """Cut documents into pieces that fit a row.
+    """Cut documents into pieces that fit into a row.
 
     Args:
-        lengths: tokens of each document.
-        seq_len: tokens of a row.
-        split: cut a longer document into several pieces, which together predict each of its tokens but the first
-            once; off: keep its beginning alone.
+        lengths: tokens per document.
+        seq_len: tokens per row.
+        split: cut a longer document into several pieces, which predict each of its tokens but the first once; off:
+            keep only its beginning.
     """
     return [
         DocumentPiece(number, begin, min(begin + seq_len, length - 1))
@@ -37,13 +37,13 @@ def pieces_of(lengths: Sequence[int], seq_len: int, split: bool) -> list[Documen
 
 
 def pack(pieces: Sequence[DocumentPiece], seq_len: int) -> list[list[DocumentPiece]]:
-    """Put pieces into as few rows as best-fit decreasing finds: each into the fullest row that has room for it.
+    """Pack pieces into rows by best-fit decreasing: each piece goes into the fullest row with room for it.
 
-    The rows depend on the pieces alone. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the
-    fewest rows, plus 4.
+    Deterministic in the pieces. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the fewest rows,
+    plus 4.
     """
     rows: list[list[DocumentPiece]] = []
-    room: list[tuple[int, int]] = []  # what is free in a row, and its number
+    room: list[tuple[int, int]] = []  # free positions of a row, and its index
     for piece in sorted(pieces, key=lambda piece: piece.size, reverse=True):
         place = bisect_left(room, (piece.size, -1))
         if place == len(room):

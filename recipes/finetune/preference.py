@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO) of pairs of answers."""
+"""Direct preference optimization (DPO) on pairs of answers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from trainwright.recipes.finetune.data import TokenRows
 from trainwright.recipes.finetune.module import Batch, FineTuneModule
 
-_KEPT = "reference_log_probabilities"
+_CHECKPOINT_KEY = "reference_log_probabilities"
 
 
 class PreferenceModule(FineTuneModule):
-    """DPO (Rafailov et al., 2023, equation 7): pairs of answers in the two halves of rows, the chosen one first.
+    """DPO (Rafailov et al., 2023, equation 7) on pairs of answers in the two halves of rows, the chosen one first.
 
-    The reference is the model at the start of training. Its log-probabilities are computed once, by all data ranks
-    together, and kept in checkpoints. Logs ``train_loss`` and, for validation pairs, ``val_loss``, ``val_accuracy``
+    The reference is the model at the start of training. Its log-probabilities are computed once, distributed over the
+    data ranks, and stored in checkpoints. Logs ``train_loss`` and, for validation pairs, ``val_loss``, ``val_accuracy``
     (the fraction of pairs whose chosen answer gained more than the rejected one) and ``val_margin`` (mean difference of
     gains, in nats, times ``beta``).
 
     Args:
-        beta: how strongly the policy is held to the reference, more than 0.
+        beta: strength of the constraint to the reference, more than 0.
         **options: see :class:`~trainwright.recipes.finetune.module.FineTuneModule`.
 
     Raises:
@@ -39,22 +39,22 @@ class PreferenceModule(FineTuneModule):
         self._reference: dict[str, Tensor] = {}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # type: ignore[override]
-        """Mean loss of the pairs."""
+        """Return the mean loss of the pairs."""
         loss = F.softplus(-self._margins(batch, "train")).mean()
         self.log("train_loss", loss)
         return loss
 
     def on_train_start(self) -> None:
-        """Compute the log-probabilities of the reference, unless a checkpoint has brought them."""
+        """Compute the log-probabilities of the reference, unless loaded from a checkpoint."""
         super().on_train_start()
         self._compute_reference()
 
     def on_validation_start(self) -> None:
-        """Likewise."""
+        """Compute the log-probabilities of the reference, unless loaded from a checkpoint."""
         self._compute_reference()
 
     def on_test_start(self) -> None:
-        """Likewise."""
+        """Compute the log-probabilities of the reference, unless loaded from a checkpoint."""
         self._compute_reference()
 
     def _compute_reference(self) -> None:
@@ -62,22 +62,22 @@ class PreferenceModule(FineTuneModule):
             return
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         for stage, rows in (("train", data.train), ("val", data.validation)):
-            self._reference[stage] = self._of_reference(rows, data.batch_size)
+            self._reference[stage] = self._reference_of(rows, data.batch_size)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the log-probabilities of the reference."""
-        checkpoint[_KEPT] = {stage: values.cpu() for stage, values in self._reference.items()}
+        """Store the log-probabilities of the reference."""
+        checkpoint[_CHECKPOINT_KEY] = {stage: values.cpu() for stage, values in self._reference.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them."""
-        self._reference = dict(checkpoint[_KEPT])
+        """Load the log-probabilities of the reference."""
+        self._reference = dict(checkpoint[_CHECKPOINT_KEY])
 
-    def _of_reference(self, rows: TokenRows, batch_size: int) -> Tensor:
-        """Log-probabilities of all rows, ``(rows, 2)``: each data rank computes every n-th one, all as many."""
+    def _reference_of(self, rows: TokenRows, batch_size: int) -> Tensor:
+        """Return log-probabilities of all rows, ``(rows, 2)``; each data rank computes every n-th, all equally many."""
         place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         own = range(place["rank"], len(rows), place["num_replicas"])
         padded = [*own, *[0] * (math.ceil(len(rows) / place["num_replicas"]) - len(own))]
-        nats = self.predicted(rows, padded, batch_size)[: len(own)]
+        nats = self.losses_of(rows, padded, batch_size)[: len(own)]
         found = torch.zeros(len(rows), 2, device=self.device)
         for number, values in zip(own, nats, strict=True):
             found[number] = -values.view(2, -1).sum(dim=1)
@@ -85,8 +85,8 @@ class PreferenceModule(FineTuneModule):
         return summed
 
     def _margins(self, batch: Batch, stage: str) -> Tensor:
-        """How much more the chosen answer has gained than the rejected one, in nats, times beta, ``(B,)``."""
-        stage = "train" if stage == "train" else "val"  # the test rows are those of the validation
+        """Return the difference of the answers' gains in nats, times beta, ``(B,)``."""
+        stage = "train" if stage == "train" else "val"  # test rows are the validation rows
         self._reference[stage] = self._reference[stage].to(self.device)
         log_probabilities = -self._nats(batch).view(len(batch["labels"]), 2, -1).sum(dim=2)
         gains = log_probabilities - self._reference[stage][batch["number"]]
@@ -100,4 +100,4 @@ class PreferenceModule(FineTuneModule):
         self.log(f"{stage}_margin", margins.mean(), **shared)
 
     def _log_perplexity(self, stage: str) -> None:
-        """Pairs have none."""
+        """Do nothing: pairs have no perplexity."""

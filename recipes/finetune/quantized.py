@@ -1,7 +1,7 @@
 """Frozen weights in four bits: NF4 of QLoRA (Dettmers et al., 2023, arXiv:2305.14314) in plain tensors.
 
-A weight is cut into blocks of 64 values in the order of its memory. A block is a row of 36 bytes: two values per byte,
-the first in the high half, then the largest absolute value as a float32. Rows are what ZeRO-3 and checkpoints cut.
+A weight is cut into blocks of 64 values in memory order. A block is a row of 36 bytes: two values per byte, the first
+in the high half, then the largest absolute value as float32. ZeRO-3 and checkpoints cut between rows.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 64
-"""Values that share a scale."""
+"""Values per scale."""
 ROW = BLOCK // 2 + 4
-"""Bytes of a block: 4.5 bits per value."""
+"""Bytes per block: 4.5 bits per value."""
 # Appendix E of the paper: quantiles of the normal distribution, scaled to [-1, 1], one of them 0.
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_BLOCKS_AT_ONCE = 2**14  # what is computed beside a weight stays small
+_BLOCKS_AT_ONCE = 2**14  # bounds temporary memory
 
 
 def packed_shape(shape: Iterable[int]) -> tuple[int, int]:
-    """Shape of a weight's bytes: blocks, the last of which may be filled up with zeros, and :data:`ROW`."""
+    """Return the shape of a packed weight: blocks (the last one zero-padded) and :data:`ROW`."""
     return -(-math.prod(shape) // BLOCK), ROW
 
 
 def quantize(weight: Tensor) -> Tensor:
-    """The nearest NF4 values of a floating-point tensor of any shape, as uint8 ``packed_shape(weight.shape)``."""
+    """Return the nearest NF4 values of a floating-point tensor, as uint8 ``packed_shape(weight.shape)``."""
     found = torch.empty(packed_shape(weight.shape), dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return found
@@ -50,7 +50,7 @@ def quantize(weight: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of :func:`quantize` as a tensor of ``shape``."""
+    """Return the values of :func:`quantize` as a tensor of ``shape``."""
     levels = torch.tensor(LEVELS, device=packed.device)
     pairs = torch.cartesian_prod(levels, levels)  # one for each byte
     codes, scales = packed.split([BLOCK // 2, 4], dim=1)
@@ -59,7 +59,7 @@ def dequantize(packed: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear`` whose backward computes the floating-point weight once more and does not keep it."""
+    """``F.linear`` that recomputes the floating-point weight in backward instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -75,14 +75,14 @@ class _Product(torch.autograd.Function):
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer in four bits.
+    """Frozen linear layer in four bits.
 
     Args:
-        linear: the layer whose nearest NF4 values it takes; may be on the meta device.
+        linear: the layer to quantize; may be on the meta device.
 
     Attributes:
         weight: uint8 ``(blocks, 36)``, see :func:`quantize`.
-        bias: that of ``linear``.
+        bias: of ``linear``.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -93,34 +93,34 @@ class NF4Linear(nn.Module):
 
     @property
     def unpacked_numel(self) -> dict[str, int]:
-        """How many numbers the elements of a packed parameter stand for."""
+        """Number of values of each packed parameter."""
         return {"weight": self.in_features * self.out_features}
 
     def reset_parameters(self) -> None:
-        """Set all to 0: trained values come from a file."""
+        """Set all to 0; trained values come from a file."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``(..., in_features)`` to ``(..., out_features)``."""
+        """Map ``(..., in_features)`` to ``(..., out_features)``."""
         shape = (self.out_features, self.in_features)
         found: Tensor = _Product.apply(inputs, self.weight, shape)
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Return the sizes."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def quantize_frozen(model: nn.Module, head: nn.Module | None) -> list[str]:
-    """Exchange the frozen linear layers of a model for :class:`NF4Linear`, one after the other.
+    """Replace the frozen linear layers of a model by :class:`NF4Linear`, one at a time.
 
     Args:
-        model: with what is trained in it.
+        model: with trained parameters.
         head: stays in floating point.
 
     Returns:
-        Names of the weights that are in four bits now, without what ``peft`` has added to them.
+        Names of the quantized weights, without ``peft``'s additions.
 
     Raises:
         ValueError: if there is no such layer.
@@ -133,18 +133,18 @@ def quantize_frozen(model: nn.Module, head: nn.Module | None) -> list[str]:
                 found.append(f"{owner}.{name}.weight".replace(".base_layer.", "."))
     if not found:
         raise ValueError(
-            f"adapter.quantize=nf4: {type(model).__name__} has no frozen nn.Linear beside its head (GPT-2 has "
-            "convolutions in their place). Type adapter=lora"
+            f"adapter.quantize=nf4: {type(model).__name__} has no frozen nn.Linear besides its head (GPT-2 has "
+            "convolutions instead). Type adapter=lora"
         )
     return found
 
 
 class QuantizedSource:
-    """Tensors of files, some of which are quantized as they are read; each rank computes the blocks that it holds.
+    """Tensors of files, some quantized when read; each rank computes only its blocks.
 
     Args:
         source: has ``keys``, ``shape``, ``dtype`` and ``read`` by name, tensors in floating point.
-        names: the weights to quantize; names in ``source`` may lack their first parts.
+        names: weights to quantize; names in ``source`` may lack leading parts.
     """
 
     def __init__(self, source: Any, names: Collection[str]) -> None:
@@ -153,17 +153,17 @@ class QuantizedSource:
         self._endings = {name.split(".", parts)[-1] for name in names for parts in range(name.count("."))}
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor as the module holds it."""
+        """Return the shape of a tensor in the module."""
         shape: tuple[int, ...] = self._source.shape(key)
         return packed_shape(shape) if key in self._endings else shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor in the module."""
         found: torch.dtype = torch.uint8 if key in self._endings else self._source.dtype(key)
         return found
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """The box ``[offsets, offsets + sizes)``, from the rows of the file's tensor that have its blocks."""
+        """Return the box ``[offsets, offsets + sizes)``, computed from the file's rows that contain its blocks."""
         if key not in self._endings:
             whole: Tensor = self._source.read(key, offsets, sizes)
             return whole

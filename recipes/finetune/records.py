@@ -16,21 +16,21 @@ Messages = list[dict[str, Any]]
 
 
 class RecordsError(ValueError):
-    """A record cannot be used; the message gives its place, what it holds, and what is allowed."""
+    """A record cannot be used; the message has its place, content, and what is allowed."""
 
 
 def read_records(path: str, split: str = "train", allow_download: bool = False) -> Iterator[dict[str, Any]]:
-    """Read records one by one.
+    """Yield records.
 
     Args:
         path: a ``.jsonl`` file (an object per line), a ``.json`` file (a list of objects), a ``.txt`` or ``.md`` file
-            (one document), a folder of these in the order of their names, a folder that ``save_to_disk`` of
-            ``datasets`` wrote, or the id of a dataset on the Hugging Face Hub.
+            (one document), a folder of these in order of names, a folder written by ``save_to_disk`` of ``datasets``,
+            or the id of a dataset on the Hugging Face Hub.
         split: of a dataset with several.
-        allow_download: whether an id may be looked up on the Hub; nothing that is downloaded is executed.
+        allow_download: whether an id may be looked up on the Hub; downloaded files are not executed.
 
     Raises:
-        RecordsError: if there is nothing at ``path``, or a file is not what its name says.
+        RecordsError: if there is nothing at ``path``, or a file does not have the format of its suffix.
         ModuleNotFoundError: if ``datasets`` is needed and not installed.
     """
     where = Path(path).expanduser()
@@ -46,7 +46,7 @@ def read_records(path: str, split: str = "train", allow_download: bool = False) 
 
 
 def files_of(path: str) -> list[Path]:
-    """The files at ``path``.
+    """Return the files at ``path``.
 
     Raises:
         RecordsError: if there are none.
@@ -55,8 +55,8 @@ def files_of(path: str) -> list[Path]:
     found = [where] if where.is_file() else sorted(each for each in where.glob("**/*") if each.suffix in _SUFFIXES)
     if not found or found[0].suffix not in _SUFFIXES:
         raise RecordsError(
-            f"data.path={path}: has no file of records (looked at {where.absolute()}). Give a file or a folder of "
-            f"files that end in {', '.join(_SUFFIXES)}, a folder that save_to_disk of datasets wrote, or, with "
+            f"data.path={path}: has no file of records (resolved to {where.absolute()}). Type a file or a folder of "
+            f"files that end in {', '.join(_SUFFIXES)}, a folder written by save_to_disk of datasets, or, with "
             "data.allow_download=true, the id of a dataset on the Hub"
         )
     return found
@@ -83,7 +83,7 @@ def _of_file(file: Path) -> Iterator[dict[str, Any]]:
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RecordsError(f"{where}: is a {type(value).__name__}; a record is a JSON object")
+        raise RecordsError(f"{where}: is a {type(value).__name__}, but a record is a JSON object")
     return value
 
 
@@ -98,11 +98,11 @@ def _dataset(path: Path | str, split: str, from_disk: bool) -> Iterator[dict[str
     yield from found[split] if isinstance(found, datasets.DatasetDict) else found
 
 
-# ---- what a record says ---------------------------------------------------------------------------------------------
+# ---- contents -------------------------------------------------------------------------------------------------------
 
 
 def text_of(record: Mapping[str, Any]) -> str:
-    """The text of a document ``{"text": ...}``."""
+    """Return the text of a document ``{"text": ...}``."""
     text = record.get("text")
     if not isinstance(text, str):
         raise RecordsError(f"{_shown(record)}: data.format=text needs a string under 'text'")
@@ -110,7 +110,7 @@ def text_of(record: Mapping[str, Any]) -> str:
 
 
 def messages_of(record: Mapping[str, Any]) -> Messages:
-    """The messages of a conversation.
+    """Return the messages of a conversation.
 
     Accepted are ``messages`` (``role``, ``content``), ``conversations`` (``from``, ``value``), ``prompt`` with
     ``completion``, and ``instruction`` (with ``input``) with ``output`` or ``response``.
@@ -135,13 +135,13 @@ def messages_of(record: Mapping[str, Any]) -> Messages:
 
 
 def pair_of(record: Mapping[str, Any]) -> tuple[Messages, Messages]:
-    """Two conversations of a preference record: with the chosen answer, and with the rejected one.
+    """Return the conversations of a preference record with the chosen and with the rejected answer.
 
     Accepted are ``prompt``, ``chosen`` and ``rejected`` as strings or as lists of messages; without a ``prompt``,
     ``chosen`` and ``rejected`` are whole conversations.
     """
     if "chosen" not in record or "rejected" not in record:
-        raise RecordsError(f"{_shown(record)}: data.format=preference needs chosen and rejected (and mostly prompt)")
+        raise RecordsError(f"{_shown(record)}: data.format=preference needs chosen and rejected (and usually prompt)")
     before = _as_messages(record["prompt"], "user") if "prompt" in record else []
     chosen, rejected = (
         _checked(before + _as_messages(record[which], "assistant"), record) for which in ("chosen", "rejected")

@@ -1,1 +1,1 @@
-"""Text that a causal language model continues, on any layout."""
+"""Text generation with any causal language model, on any layout."""

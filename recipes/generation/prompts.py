@@ -1,4 +1,4 @@
-"""Prompts as the data of ``predict``, whose predictions are their continuations."""
+"""Prompts as data of ``predict``, and their continuations as predictions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Prompts(NamedTuple):
     """A batch of prompts."""
 
     ids: list[list[int]]
-    """Token ids of each."""
+    """Token ids of each prompt."""
     indices: list[int]
-    """Number of each among all prompts."""
+    """Global index of each prompt."""
 
 
 class PromptData(LightningDataModule):
-    """Texts for ``predict``, read by the tokenizer of other data.
+    """Texts for ``predict``, tokenized by another data module.
 
     Args:
         prompts: texts of at least one token.
-        data: turn text into ids (``encode(text)``) and back (``decode(ids)``); not set up.
+        data: with ``encode(text)`` and ``decode(ids)``; not set up.
         sampling: how prompts are continued.
-        batch_size: prompts that a rank continues at once.
+        batch_size: prompts per rank and batch.
 
     Raises:
-        TypeError: if ``data`` have no ``encode`` and ``decode``.
+        TypeError: if ``data`` has no ``encode`` or ``decode``.
     """
 
     def __init__(self, prompts: Sequence[str], data: Any, sampling: Sampling, batch_size: int = 8) -> None:
@@ -46,7 +46,7 @@ class PromptData(LightningDataModule):
         self.encode, self.decode = data.encode, data.decode
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The prompts in order, in batches of :class:`Prompts`."""
+        """Return the prompts in order, in batches of :class:`Prompts`."""
         samples: Any = [(self.encode(text), index) for index, text in enumerate(self.prompts)]
         return DataLoader(samples, batch_size=self.batch_size, collate_fn=_collated)
 
@@ -56,14 +56,14 @@ def _collated(samples: Sequence[tuple[list[int], int]]) -> Prompts:
 
 
 class ContinuePrompts(Callback):
-    """Has ``predict`` continue the prompts of :class:`PromptData`, whatever the module's own ``predict_step`` does.
+    """Make ``predict`` continue the prompts of :class:`PromptData` instead of running the module's ``predict_step``.
 
-    A prediction is a dict: ``new`` and ``tokens`` are the new text and the number of new tokens of each prompt,
-    ``seconds`` when the batch began and ended (of ``time.time``).
+    A prediction is a dict: ``new`` and ``tokens`` are the new text and number of new tokens of each prompt, ``seconds``
+    the begin and end of the batch (``time.time``).
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the step in the place of the module's."""
+        """Replace the module's ``predict_step``."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
 
         def predict_step(batch: Prompts, batch_idx: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How next tokens are chosen, and how many; imports no torch."""
+"""Options of sampling next tokens; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Sampling(NamedTuple):
-    """How a text is continued.
+    """Options of continuing a text.
 
     Attributes:
-        max_new_tokens: tokens to add, at least 1; fewer where the model ends the text (its ``eos_token_id``).
-        temperature: divisor of the logits; 0 takes the most likely token each time (greedy decoding).
-        top_p: draw from the most likely tokens that have this probability together, more than 0, at most 1 (all).
-        seed: of the draws. Each prompt has a generator of its own, so that layout and batch size change nothing.
+        max_new_tokens: tokens to add, at least 1; fewer if the model ends the text (its ``eos_token_id``).
+        temperature: divisor of the logits; 0 always takes the most likely token (greedy decoding).
+        top_p: sample from the most likely tokens with this total probability, more than 0, at most 1 (all).
+        seed: of sampling. Each prompt has its own generator, so results do not depend on layout and batch size.
     """
 
     max_new_tokens: int = 100
@@ -22,7 +22,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
     def problems(self) -> list[str]:
-        """What is out of its range, each with what to type."""
+        """Return values out of range, each with a remedy."""
         found = []
         if not _is_count(self.max_new_tokens):
             found.append(
@@ -33,12 +33,12 @@ class Sampling(NamedTuple):
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             found.append(f"top_p={self.top_p} (allowed: more than 0, at most 1). Type top_p=0.9, or 1 for off")
         elif self.top_p < 1 and self.temperature == 0:
-            found.append(f"top_p={self.top_p} with temperature=0, which draws nothing. Type temperature=1 as well")
+            found.append(f"top_p={self.top_p} with temperature=0, which does not sample. Type temperature=1 as well")
         return found
 
 
 def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
-    """Problems of a configuration whose data are ``PromptData``.
+    """Return problems of a configuration whose data is ``PromptData``.
 
     Args:
         config: the composed configuration.

@@ -1,7 +1,7 @@
 """A decoder-only transformer: RoPE, grouped-query SDPA, RMSNorm, SwiGLU, tied or untied head.
 
-Every submodule that owns parameters defines ``reset_parameters()``, which is all its initialisation: the model can be
-built under ``torch.device("meta")`` and filled in piece by piece.
+Every submodule with parameters defines ``reset_parameters()``, its whole initialization, so the model can be
+built under ``torch.device("meta")`` and initialized piece by piece.
 """
 
 # Shape suffixes: B = sequences, T = positions, D = model width, N = query heads, K = key/value heads, H = head width,
@@ -26,23 +26,23 @@ class GPTConfig:
     dim: int = 128
     """Width of the residual stream."""
     heads: int = 4
-    """Number of query heads; ``dim / heads`` is the width of a head and must be even (RoPE turns pairs)."""
+    """Number of query heads; ``dim / heads`` is the width of a head and must be even (RoPE rotates pairs)."""
     kv_heads: int | None = None
-    """Number of key/value heads, a divisor of ``heads``; ``None``: as many as ``heads`` (no grouping)."""
+    """Number of key/value heads, a divisor of ``heads``; ``None``: equal to ``heads`` (no grouping)."""
     hidden: int | None = None
     """Width inside the feed-forward layer; ``None``: 8/3 of ``dim``, rounded up to a multiple of 64."""
     seq_len: int = 128
     """Positions of a training sequence. RoPE has no table, so other lengths run too."""
     vocab: int = 256
-    """Number of symbols; 256 is one per byte."""
+    """Vocabulary size; 256 is one id per byte."""
     tied_head: bool = True
-    """Whether the embedding matrix is the output matrix too."""
+    """Use the embedding matrix as the output matrix too."""
     rope_base: float = 10_000.0
     """Base of the geometric series of RoPE's wavelengths."""
     norm_eps: float = 1e-5
-    """Added to the mean square under the root of RMSNorm."""
+    """Epsilon of RMSNorm."""
     init_std: float = 0.05
-    """Standard deviation of initial weights; projections back into the residual stream take it / sqrt(2 layers)."""
+    """Standard deviation of initial weights; projections into the residual stream divide it by sqrt(2 layers)."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -72,26 +72,25 @@ class GPTConfig:
 
     @property
     def key_value_heads(self) -> int:
-        """Number of key/value heads with the default filled in."""
+        """Number of key/value heads, with the default resolved."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def feed_forward_dim(self) -> int:
-        """Width inside the feed-forward layer with the default filled in."""
+        """Width inside the feed-forward layer, with the default resolved."""
         return 64 * math.ceil(self.dim * 8 / 3 / 64) if self.hidden is None else self.hidden
 
     @property
     def residual_std(self) -> float:
         """Initial standard deviation of projections into the residual stream.
 
-        Each of the ``2 layers`` of them adds its variance to the stream; scaled, the sum does not grow with depth
-        (GPT-2, section 2.3).
+        The variances of all ``2 layers`` of them add up; scaled, the sum does not grow with depth (GPT-2, section 2.3).
         """
         return self.init_std / math.sqrt(2 * self.layers)
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` without bias, initialised from a normal distribution of standard deviation ``std``."""
+    """``nn.Linear`` without bias, initialized from a normal distribution of standard deviation ``std``."""
 
     def __init__(self, in_features: int, out_features: int, std: float) -> None:
         self.std = std  # before super().__init__, which calls reset_parameters
@@ -103,7 +102,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """``nn.Embedding`` initialised from a normal distribution of standard deviation ``std``."""
+    """``nn.Embedding`` initialized from a normal distribution of standard deviation ``std``."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
         self.std = std
@@ -115,12 +114,11 @@ class Embedding(nn.Embedding):
 
 
 def rotary_angles(length: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., https://arxiv.org/abs/2104.09864), float32 ``(length, head_dim / 2)``.
+    """Return RoPE's cosines and sines, float32 ``(length, head_dim / 2)`` (Su et al., https://arxiv.org/abs/2104.09864).
 
-    Computed once per forward of the model instead of kept in a buffer: DDP would broadcast a buffer before every
-    forward, half precision would round it (at position 2,000 bfloat16 knows an angle to a whole turn only), and a model
-    built on the meta device would have to fill it. The blocks receive the angles rather than count positions
-    themselves, so a block that is given some positions of the sequence turns them as it would within the whole.
+    Computed once per forward instead of stored in a buffer, which DDP would broadcast before every forward, half
+    precision would round (at position 2,000 bfloat16 angles are off by a full turn), and a meta-device build would have
+    to fill. Blocks receive the angles, so a block with a slice of the sequence rotates it by the right positions.
     """
     with torch.autocast(device.type, enabled=False):
         pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
@@ -130,7 +128,7 @@ def rotary_angles(length: int, head_dim: int, base: float, device: torch.device)
 
 
 def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
-    """Turn each pair (i, i + H/2) of a head by its position's angle, in float32; the dtype of the input returns."""
+    """Rotate each pair (i, i + H/2) of a head by its position's angle in float32; keeps the input's dtype."""
     first, second = x_BNTH.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x_BNTH.dtype)
@@ -151,7 +149,7 @@ class Attention(nn.Module):
         self.out = Linear(config.dim, config.dim, config.residual_std)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``; position t sees positions 0 to t. RoPE's angles are ``(T, H / 2)``."""
+        """Map ``(B, T, D)`` to the same shape; position t sees positions 0 to t. RoPE's angles are ``(T, H / 2)``."""
         q_BNTH = self._split_heads(self.query(x_BTD), self.heads)  # noqa: N806
         k_BKTH = self._split_heads(self.key(x_BTD), self.kv_heads)  # noqa: N806
         v_BKTH = self._split_heads(self.value(x_BTD), self.kv_heads)  # noqa: N806
@@ -180,13 +178,13 @@ class SwiGLU(nn.Module):
         self.down = Linear(config.feed_forward_dim, config.dim, config.residual_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``."""
+        """Map ``(B, T, D)`` to ``(B, T, D)``."""
         out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each added to the residual stream after a norm of its input."""
+    """Attention and feed-forward, each applied to the normalized residual stream and added to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -196,17 +194,17 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(config)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``. RoPE's angles are ``(T, H / 2)``."""
+        """Map ``(B, T, D)`` to ``(B, T, D)``. RoPE's angles are ``(T, H / 2)``."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)  # noqa: N806
         out: Tensor = x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
         return out
 
 
 class GPT(nn.Module):
-    """The language model: token ids to logits of the next token.
+    """Language model from token ids to logits of the next token.
 
     With ``config.tied_head`` there is no ``head``: the embedding matrix is used twice, so no parameter has two names
-    and nothing has to be tied again after a deferred build or a load.
+    and nothing must be tied again after a deferred build or a load.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -218,7 +216,7 @@ class GPT(nn.Module):
         self.head = None if config.tied_head else Linear(config.dim, config.vocab, config.init_std)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
-        """Integer ids ``(B, T)`` to logits ``(B, T, V)``; those at position t are of token t + 1."""
+        """Map integer ids ``(B, T)`` to logits ``(B, T, V)``; those at position t are of token t + 1."""
         x_BTD: Tensor = self.embedding(tokens_BT)  # noqa: N806
         angles = rotary_angles(tokens_BT.size(1), self.config.head_dim, self.config.rope_base, tokens_BT.device)
         for block in self.blocks:

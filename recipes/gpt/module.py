@@ -1,4 +1,4 @@
-"""The ``gpt`` recipe's module: a byte-level language model as an ordinary LightningModule."""
+"""Module of the ``gpt`` recipe: a byte-level language model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class GPTModule(LanguageModule):
     Args:
         config: sizes of the model; ``None``: the size ``nano``.
         optimizer: takes parameters (or parameter groups) and returns the optimizer; ``None``: AdamW with learning rate
-            4e-3, betas (0.9, 0.95), weight decay 0.1. Weight decay, whoever sets it, is for matrices only.
+            4e-3, betas (0.9, 0.95), weight decay 0.1. Weight decay always applies to matrices only.
         warmup_steps: optimizer steps of linear warm-up; 0 is off.
         schedule_steps: optimizer steps until the cosine reaches ``final_lr_factor``; ``None``: the run's own length.
         final_lr_factor: learning rate at the end as a part of the peak; 1 is off.
-        meta: build the model in ``configure_model`` without memory (``torch.device("meta")``), for a strategy that
-            fills it in shard by shard; ``False`` builds it here, as any module does.
+        meta: build the model in ``configure_model`` without memory (``torch.device("meta")``), for strategies that
+            initialize it shard by shard; ``False`` builds it in the constructor.
     """
 
     config_class: type[GPTConfig] = GPTConfig
@@ -42,11 +42,11 @@ class GPTModule(LanguageModule):
         self.model: GPT | None = None if meta else self.build()
 
     def build(self) -> GPT:
-        """A new network of the configured sizes."""
+        """Return a new network of the configured sizes."""
         return GPT(self.config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
-        """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next byte."""
+        """Map integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next byte."""
         assert self.model is not None, "configure_model has not run"
         logits_BTV: Tensor = self.model(tokens_BT)  # noqa: N806
         return logits_BTV

@@ -1,4 +1,4 @@
-"""Text that the model has written, at the end of training."""
+"""Text sample generated at the end of training."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trainwright.recipes.language_model import LanguageModule
 class SampleText(Callback):
     """Print a sample when training ends, write it to ``sample.txt`` in the run directory and to TensorBoard.
 
-    For :class:`~trainwright.recipes.language_model.LanguageModule`. Text becomes ids by ``encode`` and ``decode`` of
-    the data module; without these an id is a byte.
+    For :class:`~trainwright.recipes.language_model.LanguageModule`. Uses ``encode`` and ``decode`` of the data module;
+    without them an id is a byte.
 
-    A sharded model needs all ranks in each forward pass, so every rank writes the text, and rank 0's is kept. The
-    draws have a generator of their own, so the run's random numbers stay as they are.
+    A sharded model needs all ranks in each forward pass, so every rank generates the text, and rank 0 publishes it.
+    Sampling has its own generator, so the run's random numbers do not change.
 
     Args:
-        length: tokens to write; 0 is off.
-        temperature: divisor of the logits; less than 1 prefers likely tokens, 0 takes the likeliest.
-        prompt: text to continue, at least one character; ``None``: what ``sample_prompt()`` of the data module returns.
-        seed: seed of the draws.
+        length: tokens to generate; 0 is off.
+        temperature: divisor of the logits; less than 1 prefers likely tokens, 0 takes the most likely.
+        prompt: text to continue, at least one character; ``None``: ``sample_prompt()`` of the data module.
+        seed: of sampling.
 
     Raises:
         ValueError: if an argument is out of its range.
@@ -49,19 +49,19 @@ class SampleText(Callback):
         self.seed = seed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a module that cannot write.
+        """Refuse a module that is not a ``LanguageModule``.
 
         Raises:
-            TypeError: if it is no ``LanguageModule``.
+            TypeError: if it is not.
         """
         if self.length and not isinstance(pl_module, LanguageModule):
             raise TypeError(
-                f"SampleText writes with a LanguageModule or a subclass of it, not with a {type(pl_module).__name__}. "
-                "Leave the callback out: callbacks.sample=null"
+                f"SampleText needs a LanguageModule, not a {type(pl_module).__name__}. "
+                "Type callbacks.sample=null to leave it out"
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the sample."""
+        """Generate the sample."""
         if self.length == 0:
             return
         assert isinstance(pl_module, LanguageModule)
@@ -71,7 +71,7 @@ class SampleText(Callback):
         sampling = Sampling(self.length, self.temperature, seed=self.seed)
         (new,) = continued(trainer, pl_module, [ids], sampling)
         text = decode([*ids, *new])
-        # A terminal would obey control characters.
+        # Terminals interpret control characters.
         text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
         if trainer.is_global_zero:
             self._publish(trainer, text)
@@ -84,7 +84,7 @@ class SampleText(Callback):
         (folder / "sample.txt").write_text(f"{text}\n", encoding="utf-8")
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                # Four spaces: TensorBoard shows text as Markdown, and this is code.
+                # Indented by four spaces, a code block in TensorBoard's Markdown.
                 logger.experiment.add_text(
                     "sample", "".join(f"    {line}\n" for line in text.split("\n")), trainer.global_step
                 )

@@ -1,4 +1,4 @@
-"""The ``hf_causal_lm`` recipe's module: any causal language model of Hugging Face transformers."""
+"""Module of the ``hf_causal_lm`` recipe: any causal language model of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from trainwright.recipes.hugging_face.folders import covers, model_folder, tenso
 from trainwright.recipes.language_model import LanguageModule, OptimizerFactory
 
 ATTENTION = "sdpa"
-"""torch's own attention, which a context axis can split and a GPU has quick kernels for."""
+"""torch's own attention, which has fast GPU kernels and which a context axis can split."""
 
 
 class HuggingFaceModule(LanguageModule):
     """Next-token prediction by a model of ``transformers``, from its configuration or from a folder.
 
-    Nothing is fetched from a network and nothing that is loaded runs code: weights come from safetensors, classes from
-    the installed ``transformers`` alone. Logs what :class:`~trainwright.recipes.language_model.LanguageModule` logs.
+    Nothing is downloaded and no loaded file runs code: weights come from safetensors, classes only from the installed
+    ``transformers``. Logs the metrics of :class:`~trainwright.recipes.language_model.LanguageModule`.
 
     Args:
         config: ``model_type`` (such as ``llama``) and sizes by the names of that model's configuration; with
-            ``pretrained``: values that take the place of those in the folder, without ``model_type``.
-        pretrained: a folder that ``save_pretrained`` has written, or with ``allow_download`` the id of a model on the
-            Hugging Face Hub; ``None``: random initial weights.
-        seq_len: tokens that a window trains.
+            ``pretrained``: values that override those in the folder, without ``model_type``.
+        pretrained: a folder written by ``save_pretrained``, or with ``allow_download`` the id of a model on the Hugging
+            Face Hub; ``None``: random initial weights.
+        seq_len: trained tokens per window.
         optimizer, warmup_steps, schedule_steps, final_lr_factor: see
             :class:`~trainwright.recipes.language_model.LanguageModule`.
-        meta: build the model in ``configure_model`` without memory, for a strategy that fills it in piece by piece;
-            with ``pretrained`` each rank then reads the parts of the weights that it holds. ``"auto"``: wherever the
-            folder has the weights under the names of the model; without ``pretrained`` off.
-        allow_download: whether an id is looked up on the Hub.
-        loss_chunk: positions whose logits exist at once while a loss is computed; in backward they are computed once
-            more. 0: those of all positions.
+        meta: build the model in ``configure_model`` without memory, for strategies that initialize it piece by piece;
+            with ``pretrained`` each rank then reads its parts of the weights. ``"auto"``: if the folder has the weights
+            under the names of the model; without ``pretrained`` off.
+        allow_download: whether an id may be looked up on the Hub.
+        loss_chunk: positions whose logits exist at once while a loss is computed; backward recomputes them. 0: all
+            positions.
 
     Raises:
         ModuleNotFoundError: if ``transformers`` is not installed.
@@ -68,12 +68,12 @@ class HuggingFaceModule(LanguageModule):
             )
         self.pretrained = None if pretrained is None else model_folder(pretrained, allow_download)
         self.deferred = self._can_defer() if meta == "auto" else bool(meta)
-        # Strategies read their parts of these weights, unless a checkpoint is loaded.
+        # Strategies load their parts of these weights, unless a checkpoint is loaded.
         self.initial_weights = self.pretrained if self.deferred else None
         self.model: nn.Module | None = None if self.deferred else self.build()
 
     def build(self) -> nn.Module:
-        """A new network in float32 with random weights, or with those of the folder."""
+        """Return a new network in float32 with random weights, or with those of the folder."""
         import transformers
 
         sizes = dict(self.config)
@@ -83,7 +83,7 @@ class HuggingFaceModule(LanguageModule):
         else:
             config = auto.from_pretrained(self.pretrained, local_files_only=True, trust_remote_code=False, **sizes)
         found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        attention = ATTENTION if getattr(found, "_supports_sdpa", True) else None  # a state space model has none
+        attention = ATTENTION if getattr(found, "_supports_sdpa", True) else None  # state space models have none
         if self.pretrained is not None and not self.deferred:
             return self._load(config, attention)
         made: Any = transformers.AutoModelForCausalLM.from_config(
@@ -95,7 +95,7 @@ class HuggingFaceModule(LanguageModule):
         return network
 
     def _can_defer(self) -> bool:
-        """Whether the tensors of the folder are those of the model: some architectures fuse them when they load."""
+        """Return whether the folder has the tensors of the model, which some architectures fuse when they load."""
         self.deferred = True
         if self.pretrained is None:
             return False
@@ -112,9 +112,9 @@ class HuggingFaceModule(LanguageModule):
         assert self.pretrained is not None
         loaded: nn.Module
         about: Mapping[str, Any]
-        both: Any  # the types of transformers know of the module alone
+        both: Any  # transformers' types omit the loading info
         had_bar = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # every rank would draw one
+        logging.disable_progress_bar()  # every rank would show one
         try:
             both = transformers.AutoModelForCausalLM.from_pretrained(
                 self.pretrained,
@@ -131,15 +131,15 @@ class HuggingFaceModule(LanguageModule):
                 logging.enable_progress_bar()
         loaded, about = both
         if all(name in about["missing_keys"] for name, _ in loaded.named_parameters()):
-            there = ", ".join(sorted(about["unexpected_keys"])[:4]) or "there are none"
+            found = ", ".join(sorted(about["unexpected_keys"])[:4]) or "there are none"
             raise ValueError(
-                f"pretrained={self.pretrained}: none of its tensors ({there}) is one of {type(loaded).__name__}, so "
-                "all weights would be random. Give a folder that save_pretrained has written for this architecture."
+                f"pretrained={self.pretrained}: none of its tensors ({found}) belongs to {type(loaded).__name__}, so "
+                "all weights would be random. Type a folder written by save_pretrained for this architecture."
             )
         return loaded.train()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
-        """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""
+        """Map integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""
         assert self.model is not None, "configure_model has not run"
         logits_BTV: Tensor = self.model(input_ids=tokens_BT, use_cache=False).logits  # noqa: N806
         return logits_BTV

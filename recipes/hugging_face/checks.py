@@ -1,4 +1,4 @@
-"""What is wrong with a configuration of the ``hf_causal_lm`` recipe; imports neither torch nor transformers."""
+"""Checks of a configuration of the ``hf_causal_lm`` recipe; imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MISSING = (
     'Type: pip install "trainwright[huggingface]"'
 )
 BYTES = 256
-# The names that model configurations have for the same size.
+# Names of the same size in model configurations.
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head")
@@ -29,7 +29,7 @@ _COUNTS = (
 
 
 def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
-    """Problems of a configuration whose module is ``HuggingFaceModule`` and whose data are ``TokenCorpus``.
+    """Return problems of a configuration whose module is ``HuggingFaceModule`` and whose data is ``TokenCorpus``.
 
     Args:
         config: the composed configuration.
@@ -44,15 +44,15 @@ def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
 
 
 def _of_source(module: Mapping[str, Any]) -> list[str]:
-    """Problems of where the model comes from."""
+    """Return problems of the model's source."""
     config, folder = module.get("config") or {}, module.get("pretrained")
     if folder is None:
         return _of_model_type(config.get("model_type"))
     problems = list(problems_of_folder(Path(str(folder)).expanduser(), str(folder)))
     if "model_type" in config:
         problems.append(
-            f"module.pretrained={folder} and module.config.model_type={config['model_type']}: the folder says what the "
-            f"model is. Type model=pretrained module.pretrained={folder}"
+            f"module.pretrained={folder} and module.config.model_type={config['model_type']}: the folder defines the "
+            f"model type. Type model=pretrained module.pretrained={folder}"
         )
     return problems
 
@@ -60,7 +60,7 @@ def _of_source(module: Mapping[str, Any]) -> list[str]:
 def _of_model_type(model_type: Any) -> list[str]:
     if model_type is None:
         return [
-            "module.config.model_type and module.pretrained are both null: no model was named. Type model=llama, or "
+            "module.config.model_type and module.pretrained are both null, so there is no model. Type model=llama, or "
             "model=pretrained module.pretrained=/path/to/folder"
         ]
     known = _known_model_types()
@@ -69,12 +69,12 @@ def _of_model_type(model_type: Any) -> list[str]:
     near = difflib.get_close_matches(str(model_type), known, 3) or ["gpt2", "llama", "mixtral", "qwen2"]
     return [
         f"module.config.model_type={model_type}: the installed transformers has no causal language model of that name. "
-        f"Near or common ones: {', '.join(near)}"
+        f"Similar or common ones: {', '.join(near)}"
     ]
 
 
 def _known_model_types() -> list[str]:
-    """Names of causal language models, read from the source of ``transformers``; empty when it is written otherwise."""
+    """Return names of causal language models from the source of ``transformers``; empty if its format is unknown."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return []
@@ -88,15 +88,15 @@ def _known_model_types() -> list[str]:
 
 
 def problems_of_folder(folder: Path, given: str) -> Iterator[str]:
-    """Problems of a folder with a model in it."""
+    """Yield problems of a folder with a model."""
     if not folder.is_dir():
         yield (
-            f"module.pretrained={given}: there is no such folder. Give one that save_pretrained has written; "
-            "nothing is fetched from a network"
+            f"module.pretrained={given}: this folder does not exist. Type one written by save_pretrained; "
+            "nothing is downloaded"
         )
         return
     if not (folder / "config.json").is_file():
-        yield f"module.pretrained={given}: has no config.json. Give a folder that save_pretrained has written"
+        yield f"module.pretrained={given}: has no config.json. Type a folder written by save_pretrained"
     if not any(folder.glob("*.safetensors")):
         yield (
             f"module.pretrained={given}: has no *.safetensors; pickled weights are not read, since loading them can "
@@ -105,7 +105,7 @@ def problems_of_folder(folder: Path, given: str) -> Iterator[str]:
 
 
 def _sizes(module: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The sizes of the model by their own names, and where they stand."""
+    """Return the sizes of the model by their own names, and their place in the configuration."""
     config, folder = dict(module.get("config") or {}), module.get("pretrained")
     if folder is None:
         return config, "module.config."
@@ -117,7 +117,7 @@ def _sizes(module: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def problems_of_sizes(module: Mapping[str, Any]) -> list[str]:
-    """Problems of the sizes of the model that a module's configuration describes, and of its chunks."""
+    """Return problems of the model's sizes in a module's configuration, and of its chunks."""
     sizes, where = _sizes(module)
     chunk = module.get("loss_chunk", 0)
     is_count = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk >= 0
@@ -151,7 +151,7 @@ def _of_ratios(sizes: Mapping[str, Any], where: str, seq_len: int) -> Iterator[s
         )
     if sizes.get("output_router_logits"):
         yield (
-            f"{where}output_router_logits=true: the loss of this recipe is that of the tokens alone. Leave it out "
+            f"{where}output_router_logits=true: the loss of this recipe is that of tokens only. Leave it out "
             "(recipe=moe balances its experts)"
         )
 
@@ -161,7 +161,7 @@ def _first(sizes: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _of_symbols(folder: Any, vocabulary: Any, where: str) -> Iterator[str]:
-    """Problems of what text is turned into."""
+    """Yield problems of the vocabulary."""
     symbols, of_what = BYTES, "bytes of text without data.tokenizer"
     if folder is not None:
         file = Path(str(folder)).expanduser() / "tokenizer.json"
@@ -169,8 +169,8 @@ def _of_symbols(folder: Any, vocabulary: Any, where: str) -> Iterator[str]:
             symbols, of_what = _num_tokens(file), f"tokens of {file}"
         except (OSError, ValueError, AttributeError, TypeError) as error:
             yield (
-                f"data.tokenizer={folder}: {file} cannot be read ({type(error).__name__}). Give a folder that a fast "
-                "tokenizer of Hugging Face was saved to, or null for bytes"
+                f"data.tokenizer={folder}: {file} cannot be read ({type(error).__name__}). Type a folder of a fast "
+                "tokenizer of Hugging Face, or null for bytes"
             )
             return
     if isinstance(vocabulary, int) and 0 < vocabulary < symbols:
@@ -181,7 +181,7 @@ def _of_symbols(folder: Any, vocabulary: Any, where: str) -> Iterator[str]:
 
 
 def _num_tokens(file: Path) -> int:
-    """One more than the highest id of a ``tokenizer.json``."""
+    """Return one more than the highest id of a ``tokenizer.json``."""
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"].get("vocab") or {}
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

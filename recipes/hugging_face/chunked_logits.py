@@ -1,9 +1,9 @@
-"""Logits whose loss is computed some positions at a time, so that those of all positions never exist.
+"""Logits whose loss is computed in chunks of positions, so that all logits never exist at once.
 
 Logits ``(B, T, V)`` and what their loss keeps for backward are the largest tensors of a model with a large vocabulary.
-:class:`ChunkedLogits` takes their place between the head and ``F.cross_entropy``, which computes the logits of a chunk,
-their losses, and in backward the logits of that chunk once more. The head stays where it is and computes each chunk as
-the layout has it. (``F.linear_cross_entropy`` would need its weight, which a rank may hold a part of, and no adapter.)
+:class:`ChunkedLogits` replaces them between the head and ``F.cross_entropy``, which computes the logits and losses of
+a chunk at a time and recomputes its logits in backward. The head computes each chunk in place, as the layout requires.
+(``F.linear_cross_entropy`` would need its weight, which may be sharded, and cannot include adapters.)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Compute = Callable[[Tensor], Tensor]
 
 @contextmanager
 def logits_in_chunks(model: nn.Module, chunk: int) -> Iterator[None]:
-    """Let the model's head return :class:`ChunkedLogits`.
+    """Make the model's head return :class:`ChunkedLogits`.
 
     Args:
         model: of ``transformers``, also within one of ``peft``.
-        chunk: positions per chunk; 0, or not fewer than there are: the head returns whole logits.
+        chunk: positions per chunk; 0, or at least all positions: the head returns whole logits.
 
     Raises:
         ValueError: if the model has no head.
@@ -46,9 +46,9 @@ def logits_in_chunks(model: nn.Module, chunk: int) -> Iterator[None]:
 
 
 def linear(hidden: Tensor, compute: _Compute, chunk: int) -> Tensor:
-    """Logits of hidden states ``(..., H)``.
+    """Return logits of hidden states ``(..., H)``.
 
-    Named as torch's, so that a tensor that stands for others (the context axis has one) takes it for row-wise.
+    Has torch's name, so that tensor subclasses (one of the context axis) treat it as row-wise.
     """
     if has_torch_function_unary(hidden):
         logits: Tensor = handle_torch_function(linear, (hidden,), hidden, compute, chunk)
@@ -59,16 +59,16 @@ def linear(hidden: Tensor, compute: _Compute, chunk: int) -> Tensor:
 
 
 class ChunkedLogits(Tensor):
-    """Stands for ``compute(hidden)``, logits ``(..., V)``.
+    """Lazy ``compute(hidden)``, logits ``(..., V)``.
 
-    Casts, products with a number, ``tanh`` and reshapes that keep the vocabulary last are put off. Cross entropy with
-    class indices computes chunks. Anything else computes the whole logits, which are then kept.
+    Casts, products with numbers, ``tanh`` and reshapes that keep the vocabulary last are deferred. Cross entropy with
+    class indices computes chunks. Anything else computes and stores the whole logits.
 
     Args:
         hidden: ``(..., H)``.
         compute: the head, row by row.
         chunk: positions per chunk.
-        like: a row of the logits; ``None``: it is computed.
+        like: a row of the logits; ``None``: computed.
     """
 
     hidden: Tensor
@@ -79,7 +79,7 @@ class ChunkedLogits(Tensor):
 
     @staticmethod
     def __new__(cls, hidden: Tensor, compute: _Compute, chunk: int, like: Tensor | None = None) -> ChunkedLogits:
-        """Stand for the logits."""
+        """Create a wrapper subclass with the shape of the logits."""
         if like is None:
             like = compute(hidden.flatten(0, -2)[:1])
             like = torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
@@ -94,9 +94,9 @@ class ChunkedLogits(Tensor):
         return made
 
     def whole(self) -> Tensor:
-        """The logits as an ordinary tensor."""
+        """Return the logits as an ordinary tensor."""
         if self._whole is None:
-            _say_whole(self.per_chunk)
+            _report_whole(self.per_chunk)
             self._whole = self.compute(self.hidden)
         return self._whole
 
@@ -108,7 +108,7 @@ class ChunkedLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Put off what can be, compute chunks for a loss, and whole logits for anything else."""
+        """Defer what can be deferred, compute chunks for a loss, and whole logits for anything else."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _ABOUT or (name == "__get__" and getattr(func, "__self__", None) in _ATTRIBUTES):
@@ -126,24 +126,23 @@ class ChunkedLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what did not pass by :meth:`__torch_function__`."""
+        """Refuse operations that bypass :meth:`__torch_function__`."""
         raise RuntimeError(f"{func} cannot take logits in chunks. Type module.loss_chunk=0")
 
 
-_said: set[int] = set()
+_reported: set[int] = set()
 
 
-def _say_whole(chunk: int) -> None:
-    if chunk not in _said:
-        _said.add(chunk)
+def _report_whole(chunk: int) -> None:
+    if chunk not in _reported:
+        _reported.add(chunk)
         rank_zero_info(
-            f"module.loss_chunk={chunk} has no effect where the model, the layout or the loss needs whole logits, as "
-            "here."
+            f"module.loss_chunk={chunk} has no effect: the model, the layout or the loss needs whole logits."
         )
 
 
 def _each(func: Callable[..., Tensor], logits: ChunkedLogits, *args: Any, **kwargs: Any) -> Any:
-    """A function of elements, to be done chunk by chunk."""
+    """Defer an elementwise function to each chunk."""
     if not all(isinstance(value, int | float | torch.dtype) for value in (*args, *kwargs.values())):
         return NotImplemented
     compute = logits.compute
@@ -156,7 +155,7 @@ def _each(func: Callable[..., Tensor], logits: ChunkedLogits, *args: Any, **kwar
 
 
 def _reshape(func: Callable[..., Tensor], logits: ChunkedLogits, *args: Any, **kwargs: Any) -> Any:
-    """A reshape, tried on a tensor without memory, that keeps the vocabulary last."""
+    """Defer a reshape that keeps the vocabulary last; its shape is computed on the meta device."""
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if shape[-1:] != logits.shape[-1:]:
         return NotImplemented
@@ -183,7 +182,7 @@ def _cross_entropy(
     device = logits.device.type
 
     def nats_of(hidden: Tensor, labels: Tensor) -> Tensor:
-        # One cast of the weights for all chunks would add up their gradients in 16 bits.
+        # A cached cast of the weights would accumulate gradients of all chunks in 16 bits.
         with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
             rows = compute(hidden)
             return func(rows, labels, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)

@@ -12,16 +12,16 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def model_folder(given: str | os.PathLike[str], allow_download: bool = False) -> Path:
-    """The folder of a model: ``given`` if it is one, else that of a model of this id on the Hugging Face Hub.
+    """Return the folder of a model: ``given`` if it is one, else the download of an id from the Hugging Face Hub.
 
-    What the Hub has comes into the cache of ``huggingface_hub`` once; files with code are not fetched.
+    Downloads go to the cache of ``huggingface_hub``, without files with code.
 
     Args:
         given: a folder, or an id such as ``org/name``.
-        allow_download: whether an id is looked up.
+        allow_download: whether an id may be looked up.
 
     Raises:
-        FileNotFoundError: if there is no such folder, and an id may not be looked up.
+        FileNotFoundError: if the folder does not exist, and an id may not be looked up.
     """
     folder = Path(given).expanduser()
     if folder.is_dir() or not allow_download:
@@ -34,9 +34,9 @@ def model_folder(given: str | os.PathLike[str], allow_download: bool = False) ->
 
 
 def offline_problem(given: str) -> tuple[Path | None, str | None]:
-    """The folder of an id in the cache of the Hub while nothing may be fetched, or what to say if there is none.
+    """Return the folder of an id in the Hub's cache while offline, or the problem if there is none.
 
-    Both are ``None`` while the Hub may be asked.
+    Both are ``None`` while online.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -46,19 +46,19 @@ def offline_problem(given: str) -> tuple[Path | None, str | None]:
         return Path(snapshot_download(given, local_files_only=True)), None
     except (FileNotFoundError, ValueError):
         return None, (
-            f"{given}: HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no model of this id. Unset it to fetch "
-            "the model, or give a folder that save_pretrained has written"
+            f"{given}: HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it. Unset it to download "
+            "the model, or type a folder written by save_pretrained"
         )
 
 
 def missing_folder(given: str) -> str:
-    """What to say of a folder that is not there."""
-    hint = f", or allow_download=true to fetch {given} from the Hugging Face Hub" if _ID.fullmatch(given) else ""
-    return f"{given}: there is no such folder. Give one that save_pretrained has written{hint}"
+    """Return the message about a missing folder."""
+    hint = f", or allow_download=true to download {given} from the Hugging Face Hub" if _ID.fullmatch(given) else ""
+    return f"{given}: this folder does not exist. Type one written by save_pretrained{hint}"
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in the safetensors files of a folder."""
+    """Return the names of the tensors in the safetensors files of a folder."""
     from safetensors import safe_open
 
     names: set[str] = set()
@@ -69,6 +69,6 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def covers(saved: Iterable[str], wanted: Iterable[str], prefix: str) -> bool:
-    """Whether ``wanted`` names are all among ``saved`` ones, of which some may lack ``prefix``."""
+    """Return whether all ``wanted`` names are among ``saved`` ones, some of which may lack ``prefix``."""
     there = set(saved)
     return all(name in there or name.removeprefix(prefix) in there for name in wanted)

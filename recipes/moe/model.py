@@ -1,9 +1,9 @@
-"""A decoder-only transformer whose feed-forward layers are mixtures of experts; the rest is :mod:`gpt_model`'s.
+"""Decoder-only transformer with mixtures of experts as feed-forward layers, based on :mod:`recipes.gpt.model`.
 
-As there, every submodule that owns parameters defines ``reset_parameters()``.
+Like there, every submodule with parameters defines ``reset_parameters()``.
 """
 
-# Shape suffixes: those of gpt_model.py, and E = experts, K = experts per token, N = tokens (B x T), P = N x K pairs of
+# Shape suffixes: those of gpt/model.py, and E = experts, K = experts per token, N = tokens (B x T), P = N x K pairs of
 # a token and one of its experts.
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class MoEConfig(GPTConfig):
     """
 
     experts: int = 8
-    """Experts of every block."""
+    """Experts per block."""
     experts_per_token: int = 2
-    """Experts that compute each token, at most ``experts``."""
+    """Experts chosen per token, at most ``experts``."""
     balance: float = 0.01
-    """Weight of the loss that keeps experts equally busy, per unit of ``balance_loss``; 0 is off."""
+    """Weight of the load-balancing loss; 0 is off."""
 
     def __post_init__(self) -> None:
         if self.experts < 1 or not 1 <= self.experts_per_token <= self.experts:
@@ -48,26 +48,26 @@ class MoEConfig(GPTConfig):
 
     @property
     def feed_forward_dim(self) -> int:
-        """Width inside one expert with the default filled in."""
+        """Width inside one expert, with the default resolved."""
         if self.hidden is not None:
             return self.hidden
         return 64 * math.ceil(self.dim * 8 / 3 / self.experts_per_token / 64)
 
 
-class Tally(NamedTuple):
-    """What the blocks so far have counted; it travels beside the residual stream, so that any cut of the model has it.
+class BalanceStatistics(NamedTuple):
+    """Balance statistics of the blocks so far, passed along the residual stream so that any cut of the model has them.
 
-    Both are float32 sums over blocks, without dimensions.
+    Both are float32 scalars, summed over blocks.
     """
 
     balance: Tensor
-    """Loss of imbalance; 1 per block at best."""
+    """Load-balancing loss; at best 1 per block."""
     load: Tensor
-    """Tokens of the busiest expert over the mean; 1 per block at best. Has no gradient."""
+    """Tokens of the busiest expert relative to the mean; at best 1 per block. Has no gradient."""
 
 
 class Routes(NamedTuple):
-    """Where a router sends tokens."""
+    """Routing of tokens to experts."""
 
     probabilities_NE: Tensor  # noqa: N815
     """Softmax over all experts, float32."""
@@ -78,14 +78,14 @@ class Routes(NamedTuple):
 
 
 class Router(Linear):
-    """Chooses the experts of a token: the largest products with one vector per expert. Computes in float32."""
+    """Router that chooses the experts with the largest products of a token and one vector per expert, in float32."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.experts_per_token = config.experts_per_token
         super().__init__(config.dim, config.experts, config.init_std)
 
     def forward(self, x_ND: Tensor) -> Routes:  # type: ignore[override]  # noqa: N803
-        """Routes of tokens ``(N, D)``."""
+        """Return the routes of tokens ``(N, D)``."""
         with torch.autocast(x_ND.device.type, enabled=False):
             logits_NE = F.linear(x_ND.float(), self.weight.float())  # noqa: N806
             chosen = logits_NE.topk(self.experts_per_token, dim=-1)
@@ -93,10 +93,9 @@ class Router(Linear):
 
 
 class Experts(nn.Module):
-    """SwiGLU layers, one per expert, their matrices stacked along dim 0.
+    """SwiGLU layers, one per expert, with matrices stacked along dim 0.
 
-    It has the calling convention of the experts of Hugging Face transformers, by which strategies can spread it over
-    ranks.
+    It has the calling convention of experts in Hugging Face transformers, which strategies can distribute over ranks.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -116,7 +115,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=self.residual_std)
 
     def forward(self, tokens_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:  # noqa: N803
-        """Sum of each token's experts, weighted, ``(N, D)`` in the dtype of the tokens."""
+        """Return the weighted sum of each token's experts, ``(N, D)`` in the tokens' dtype."""
         flat = index_NK.flatten()
         by_expert_P = flat.argsort(stable=True)  # noqa: N806
         token_P = by_expert_P // index_NK.shape[1]  # noqa: N806
@@ -128,11 +127,11 @@ class Experts(nn.Module):
 
 
 def _linear(x_PD: Tensor, weight_EFD: Tensor, count_E: Tensor) -> Tensor:  # noqa: N803
-    """Rows of each expert, which lie together in the order of the experts, times its matrix: ``(P, F)``."""
+    """Multiply rows, grouped by expert, with the matrix of their expert: ``(P, F)``."""
     device = x_PD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_PD.dtype
     if dtype == torch.bfloat16 and not any(length % 8 for length in weight_EFD.shape[1:]):
-        # One kernel for all experts, and no wait for the counts. It knows neither autocast nor rows off 16 bytes.
+        # One kernel for all experts without syncing the counts; it needs explicit casts and rows of 16 bytes.
         offsets = count_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_PD.to(dtype), weight_EFD.to(dtype).mT, offs=offsets)
     rows = x_PD.split(count_E.tolist())
@@ -140,29 +139,28 @@ def _linear(x_PD: Tensor, weight_EFD: Tensor, count_E: Tensor) -> Tensor:  # noq
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward layer of which every token uses a few experts."""
+    """Feed-forward layer in which every token uses a few experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tally]:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``, and how evenly the experts were used."""
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, BalanceStatistics]:  # noqa: N803
+        """Map ``(B, T, D)`` to ``(B, T, D)``, and return balance statistics."""
         x_ND = x_BTD.flatten(0, 1)  # noqa: N806
         routes = self.router(x_ND)
         y_ND = self.experts(x_ND, routes.index_NK, routes.weights_NK)  # noqa: N806
-        return y_ND.view_as(x_BTD), tally(routes, len(x_BTD))
+        return y_ND.view_as(x_BTD), balance_statistics(routes, len(x_BTD))
 
 
-def tally(routes: Routes, sequences: int) -> Tally:
-    """How evenly ``sequences`` equally long ones were spread over experts.
+def balance_statistics(routes: Routes, sequences: int) -> BalanceStatistics:
+    """Return how evenly ``sequences`` of equal length were spread over experts.
 
     The loss is that of Switch Transformer (arXiv:2101.03961, eq. 4 to 6): E x the sum over experts of (part of the
-    choices that fell on it) x (its mean probability), but of each sequence by itself, then averaged, as in DeepSeek-V3
-    (arXiv:2412.19437, eq. 17 to 20). Of a whole batch it would not be the mean of its parts' losses, and training
-    would depend on how a batch is dealt out to ranks and micro-batches. (Where a strategy splits sequences, each part
-    counts as one, which does change it.)
+    choices) x (mean probability), computed per sequence and averaged, as in DeepSeek-V3 (arXiv:2412.19437, eq. 17 to
+    20). Over a whole batch it would depend on the division of the batch into ranks and micro-batches. (If a strategy
+    splits sequences, each part counts as one, which does change it.)
     """
     experts = routes.probabilities_NE.shape[1]
     chosen_NE = torch.zeros_like(routes.probabilities_NE).scatter_add_(  # noqa: N806
@@ -170,14 +168,13 @@ def tally(routes: Routes, sequences: int) -> Tally:
     )
     part_BE = chosen_NE.view(sequences, -1, experts).mean(1) / routes.index_NK.shape[1]  # noqa: N806
     likely_BE = routes.probabilities_NE.view(sequences, -1, experts).mean(1)  # noqa: N806
-    return Tally(
-        balance=experts * (part_BE * likely_BE).sum(1).mean(),
-        load=experts * part_BE.mean(0).max().detach(),
+    return BalanceStatistics(
+        balance=experts * (part_BE * likely_BE).sum(1).mean(), load=experts * part_BE.mean(0).max().detach()
     )
 
 
 class MoEBlock(nn.Module):
-    """Attention, then a mixture of experts, each added to the residual stream after a norm of its input."""
+    """Attention and a mixture of experts, each applied to the normalized residual stream and added to it."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -187,16 +184,22 @@ class MoEBlock(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = MixtureOfExperts(config)
 
-    def forward(self, x_BTD: Tensor, counted: Tally, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tally]:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``, and the tally with this block's. Angles are those of RoPE, ``(T, H / 2)``."""
+    def forward(
+        self,
+        x_BTD: Tensor,  # noqa: N803
+        counted: BalanceStatistics,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, BalanceStatistics]:
+        """Map ``(B, T, D)`` to ``(B, T, D)``, and add this block's statistics. RoPE's angles are ``(T, H / 2)``."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)  # noqa: N806
         y_BTD, own = self.feed_forward(self.feed_forward_norm(x_BTD))  # noqa: N806
         balance = own.balance if self.is_balanced else own.balance.detach()
-        return x_BTD + y_BTD, Tally(counted.balance + balance, counted.load + own.load)
+        return x_BTD + y_BTD, BalanceStatistics(counted.balance + balance, counted.load + own.load)
 
 
 class MoEGPT(nn.Module):
-    """The language model: token ids to logits of the next token, and how evenly the experts were used."""
+    """Language model from token ids to logits of the next token, with balance statistics."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -206,14 +209,14 @@ class MoEGPT(nn.Module):
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tied_head else Linear(config.dim, config.vocab, config.init_std)
 
-    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tally]:  # noqa: N803
-        """Integer ids ``(B, T)`` to logits ``(B, T, V)``, and the mean over the blocks of their tallies."""
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, BalanceStatistics]:  # noqa: N803
+        """Map integer ids ``(B, T)`` to logits ``(B, T, V)``, and return the mean statistics of the blocks."""
         x_BTD: Tensor = self.embedding(tokens_BT)  # noqa: N806
         angles = rotary_angles(tokens_BT.size(1), self.config.head_dim, self.config.rope_base, tokens_BT.device)
         zero = torch.zeros((), dtype=torch.float32, device=tokens_BT.device)
-        counted = Tally(zero, zero)
+        counted = BalanceStatistics(zero, zero)
         for block in self.blocks:
             x_BTD, counted = block(x_BTD, counted, *angles)  # noqa: N806
         x_BTD = self.norm(x_BTD)  # noqa: N806
         logits_BTV = F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)  # noqa: N806
-        return logits_BTV, Tally(*(value / self.config.layers for value in counted))
+        return logits_BTV, BalanceStatistics(*(value / self.config.layers for value in counted))

@@ -1,4 +1,4 @@
-"""The ``wide_deep`` recipe: embeddings of categorical columns and a network of dense layers predict clicks."""
+"""The ``wide_deep`` recipe: click prediction from embeddings of categorical columns and dense layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.optim import Adagrad, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 COLUMNS: Mapping[str, int] = {"user": 1000, "item": 400, "site": 60, "device": 8}
-"""Categorical columns and how many different values each has."""
+"""Categorical columns and their numbers of distinct values."""
 
 DENSE_COLUMNS = 4
-"""Columns of numbers, standard normal."""
+"""Number of numeric columns, standard normal."""
 
 _FACTORS = 4
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits
@@ -30,11 +30,10 @@ class ClickLog:
     """Impressions of advertisements, and which were clicked.
 
     Args:
-        ids: int64 ``(N, 4)``, one column for each of :data:`COLUMNS`: 64-bit numbers without order, as a hash of a
-            name is.
+        ids: int64 ``(N, 4)``, one column for each of :data:`COLUMNS`: unordered 64-bit numbers, like hashes of names.
         dense: float32 ``(N, 4)``.
         clicked: float32 ``(N,)``, 0 or 1.
-        logits: float32 ``(N,)``, of the probabilities by which ``clicked`` was drawn.
+        logits: float32 ``(N,)``, of the probabilities from which ``clicked`` was drawn.
     """
 
     ids: Tensor
@@ -46,27 +45,25 @@ class ClickLog:
         return len(self.clicked)
 
     def best_loss(self) -> float:
-        """Mean log loss, in nats, of whoever knows the true probabilities; no model has less but by chance."""
+        """Return the mean log loss, in nats, of the true probabilities, the least that a model can expect."""
         return F.binary_cross_entropy_with_logits(self.logits, self.clicked).item()
 
     def part(self, first: int, last: int) -> ClickLog:
-        """The impressions ``[first, last)``."""
+        """Return the impressions ``[first, last)``."""
         return ClickLog(*(tensor[first:last] for tensor in (self.ids, self.dense, self.clicked, self.logits)))
 
 
 def draw_click_log(samples: int, seed: int = 0, exponent: float = 1.1) -> ClickLog:
-    """Draw a log; the same one for the same arguments.
+    """Draw a log, deterministic in its arguments.
 
-    Values are drawn with probability proportional to ``rank ** -exponent`` (Zipf), so that a batch has few of the many
-    rows of a table. The logit of a click is the sum of a weight of each value, of a product of four factors of the user
-    and of the item, of a weight of each pair of site and device, and of two terms of the dense columns, one of which is
-    not linear.
+    Values are drawn with probability proportional to ``rank ** -exponent`` (Zipf), so a batch has few of the many rows
+    of a table. The logit of a click is the sum of a weight per value, a product of four factors of user and item, a
+    weight per pair of site and device, and a linear and a nonlinear term of the dense columns.
 
     Args:
         samples: impressions.
-        seed: of everything that is drawn; the first n impressions do not depend on how many follow only if ``samples``
-            is the same.
-        exponent: 0 draws all values equally often.
+        seed: of all random numbers; other ``samples`` change all impressions.
+        exponent: 0 draws values uniformly.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -89,13 +86,13 @@ def draw_click_log(samples: int, seed: int = 0, exponent: float = 1.1) -> ClickL
 
 
 def hashed(ids: Tensor, rows: int) -> Tensor:
-    """Rows of a table for 64-bit ids, int64 from 0 to ``rows - 1``; the same in every process and on every device."""
+    """Return table rows for 64-bit ids, int64 in [0, rows); the same in every process and on every device."""
     mixed = (ids ^ (ids >> 29)) * _ODD
     return torch.remainder((mixed ^ (mixed >> 32)) * _ODD >> 16, rows)
 
 
 def crossed(left: Tensor, right: Tensor) -> Tensor:
-    """One 64-bit id for each pair of ids; which is left matters."""
+    """Return one 64-bit id for each ordered pair of ids."""
     return (left * _ODD) ^ (right + (left >> 7))
 
 
@@ -105,32 +102,32 @@ def _zipf(size: int, samples: int, exponent: float, generator: torch.Generator) 
 
 
 def _name(column: int, values: Tensor) -> Tensor:
-    """What a log has in place of the value's rank."""
+    """Return the ids that the log has instead of the values' ranks."""
     mixed = (values + (column + 1) * 1_000_003) * _ODD
     return (mixed ^ (mixed >> 31)) * _ODD
 
 
 class WideDeep(LightningModule):
-    """Wide & deep learning (Cheng et al. 2016, arXiv:1606.07792): a linear model that remembers pairs of values, and a
-    network that generalises from embeddings of single ones; their logits are added.
+    """Wide & deep model (Cheng et al. 2016, arXiv:1606.07792): the sum of the logits of a linear model that memorizes
+    pairs of values and of a network that generalizes from embeddings of single values.
 
     The names of all tables begin with ``embedding.``: ``embedding.wide`` has a weight for each hashed value and pair of
     values, ``embedding.deep.<column>`` a vector for each hashed value.
 
     Logs ``train_loss``, and over all impressions of a split ``val_loss`` and ``test_loss`` (log loss, nats). If the
-    data module knows how good a model can be, it logs ``val_excess`` and ``test_excess`` too: the loss over that of the
-    true probabilities. ``predict`` returns the probability of a click.
+    data module has ``best_loss``, it logs ``val_excess`` and ``test_excess`` too: the loss minus that of the true
+    probabilities. ``predict`` returns the probability of a click.
 
     Args:
         columns: names of the categorical columns, in the order of the data.
         dense: number of dense columns.
-        crosses: pairs of columns that the wide part knows.
+        crosses: pairs of columns in the wide part.
         rows: rows of each deep table, into which values are hashed.
         wide_rows: rows of the wide table, into which values and pairs are hashed.
-        dim: numbers of an embedding.
+        dim: embedding width.
         hidden: widths of the dense layers.
-        sparse: give the tables sparse gradients, which hold the rows that a batch has touched; asks for an optimizer
-            that takes them beside dense ones (Adagrad, or SGD without weight decay). ``False`` (off): dense gradients.
+        sparse: give the tables sparse gradients, with only the rows of a batch; needs an optimizer for sparse and dense
+            gradients (Adagrad, or SGD without weight decay). ``False`` (off): dense gradients.
         optimizer: takes parameters, returns the optimizer; ``None``: Adagrad with learning rate 0.05.
     """
 
@@ -148,7 +145,7 @@ class WideDeep(LightningModule):
     ) -> None:
         super().__init__()
         self.columns = tuple(columns)
-        self.crosses = tuple(self._places(pair) for pair in crosses)
+        self.crosses = tuple(self._indices(pair) for pair in crosses)
         self.optimizer_factory = optimizer or partial(Adagrad, lr=0.05)
         self.embedding = nn.ModuleDict(
             {
@@ -163,7 +160,7 @@ class WideDeep(LightningModule):
         for table in (module for module in self.embedding.modules() if isinstance(module, nn.Embedding)):
             nn.init.normal_(table.weight, std=0.01)
 
-    def _places(self, pair: Sequence[str]) -> tuple[int, int]:
+    def _indices(self, pair: Sequence[str]) -> tuple[int, int]:
         if len(pair) != 2 or not set(pair) <= set(self.columns):
             raise ValueError(
                 f"module.crosses has {list(pair)} (allowed: two of the columns {', '.join(self.columns)}). "
@@ -172,7 +169,7 @@ class WideDeep(LightningModule):
         return self.columns.index(pair[0]), self.columns.index(pair[1])
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        """Ids ``(B, columns)`` and numbers ``(B, dense)`` to logits ``(B,)``."""
+        """Map ids ``(B, columns)`` and numbers ``(B, dense)`` to logits ``(B,)``."""
         logits: Tensor = self._wide(ids, dense) + self._deep(ids, dense)
         return logits
 
@@ -194,7 +191,7 @@ class WideDeep(LightningModule):
         return outputs[:, 0]
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean log loss."""
+        """Return the mean log loss."""
         loss = self._loss(batch)
         self.log("train_loss", loss)
         return loss
@@ -208,11 +205,11 @@ class WideDeep(LightningModule):
         self._log_held_out("test", batch)
 
     def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Probabilities of a click, ``(B,)``."""
+        """Return probabilities of a click, ``(B,)``."""
         return torch.sigmoid(self(*batch[:2]))
 
     def configure_optimizers(self) -> Optimizer:
-        """The optimizer of all parameters."""
+        """Return the optimizer of all parameters."""
         return self.optimizer_factory(self.parameters())
 
     def _loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -229,12 +226,12 @@ class WideDeep(LightningModule):
 
 
 class ClickData(LightningDataModule):
-    """A log of clicks that is drawn, not recorded (``click_log``), so the best loss is known.
+    """Synthetic click log (``draw_click_log``), whose best possible loss is known.
 
     Args:
         batch_size: impressions per micro-batch.
-        samples: impressions in all; the first 80 % train, the next 10 % validate, the rest tests.
-        seed: of the log, apart from the run's seed.
+        samples: total impressions; the first 80 % train, the next 10 % validate, the rest tests.
+        seed: of the log, independent of the run's seed.
     """
 
     def __init__(self, batch_size: int = 128, samples: int = 100_000, seed: int = 0) -> None:
@@ -254,23 +251,23 @@ class ClickData(LightningDataModule):
             self.splits[name] = log.part(first, last)
 
     def best_loss(self, split: str) -> float:
-        """Mean log loss, in nats, of the true probabilities on ``"train"``, ``"val"`` or ``"test"``."""
+        """Return the mean log loss, in nats, of the true probabilities on ``"train"``, ``"val"`` or ``"test"``."""
         return self.splits[split].best_loss()
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Impressions to train on, shuffled."""
+        """Return training impressions, shuffled."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Impressions to validate on."""
+        """Return validation impressions."""
         return self._loader("val")
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Impressions to test on."""
+        """Return test impressions."""
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Impressions to test on."""
+        """Return test impressions."""
         return self._loader("test")
 
     def _loader(self, split: str, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:

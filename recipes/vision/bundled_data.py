@@ -1,4 +1,4 @@
-"""Data sets that come with scikit-learn; nothing is downloaded."""
+"""Data sets included in scikit-learn; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from trainwright.recipes.extras import MISSING
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits: float32 ``(1797, 1, 8, 8)`` from 0 to 1, and int64 classes ``(1797,)``.
+    """Return 1,797 images of handwritten digits, float32 ``(1797, 1, 8, 8)`` in [0, 1], and int64 classes ``(1797,)``.
 
     Raises:
-        ImportError: if scikit-learn is missing; the message says how to install it.
+        ImportError: if scikit-learn is missing; the message has the command to install it.
     """
     images, classes = _datasets("digits").load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(classes, dtype=torch.int64)
 
 
 def diabetes() -> tuple[Tensor, Tensor]:
-    """442 patients: ten measurements, float64 ``(442, 10)``, and the progress of their illness, float64 ``(442, 1)``.
+    """Return ten measurements of 442 patients, float64 ``(442, 10)``, and disease progression, float64 ``(442, 1)``.
 
-    All columns are standardised (mean 0, standard deviation 1).
+    All columns are standardized (mean 0, standard deviation 1).
 
     Raises:
-        ImportError: if scikit-learn is missing; the message says how to install it.
+        ImportError: if scikit-learn is missing; the message has the command to install it.
     """
     inputs, targets = _datasets("linear_regression").load_diabetes(return_X_y=True, scaled=False)
-    return _standardised(torch.tensor(inputs)), _standardised(torch.tensor(targets).unsqueeze(1))
+    return _standardized(torch.tensor(inputs)), _standardized(torch.tensor(targets).unsqueeze(1))
 
 
-def _standardised(columns: Tensor) -> Tensor:
+def _standardized(columns: Tensor) -> Tensor:
     return (columns - columns.mean(dim=0)) / columns.std(dim=0, correction=0)
 
 

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainwright.recipes.vision.bundled_data import digits
 
 SPLIT_SEED = 0
-"""Seed of the split, apart from the run's seed: every run is measured on the same images."""
+"""Seed of the split, independent of the run's seed: every run is evaluated on the same images."""
 
 
 class ResidualBlock(nn.Module):
-    """``x + conv(silu(norm(x)))``, shape kept.
+    """``x + conv(silu(norm(x)))`` of equal shape.
 
-    GroupNorm rather than BatchNorm: its result does not depend on how a batch is dealt to ranks.
+    GroupNorm instead of BatchNorm: its result does not depend on the division of a batch among ranks.
     """
 
     def __init__(self, channels: int) -> None:
@@ -31,7 +31,7 @@ class ResidualBlock(nn.Module):
         self.conv = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, C, 8, 8)`` to the same."""
+        """Map ``(B, C, 8, 8)`` to the same shape."""
         out: Tensor = x + self.conv(F.silu(self.norm(x)))
         return out
 
@@ -61,7 +61,7 @@ class DigitsModule(LightningModule):
         self.head = nn.Linear(channels * 16, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images ``(B, 1, 8, 8)`` to logits ``(B, 10)``."""
+        """Map images ``(B, 1, 8, 8)`` to logits ``(B, 10)``."""
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)
@@ -70,7 +70,7 @@ class DigitsModule(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy."""
+        """Return the mean cross-entropy."""
         images, classes = batch
         loss = F.cross_entropy(self(images), classes)
         self.log("train_loss", loss)
@@ -85,12 +85,12 @@ class DigitsModule(LightningModule):
         self._log_held_out("test", *batch)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Most likely class of each image, int64 ``(B,)``."""
+        """Return the most likely class of each image, int64 ``(B,)``."""
         logits: Tensor = self(batch[0])
         return logits.argmax(dim=1)
 
     def configure_optimizers(self) -> Optimizer:
-        """The optimizer of all parameters."""
+        """Return the optimizer of all parameters."""
         return self.optimizer_factory(self.parameters())
 
     def _log_held_out(self, stage: str, images: Tensor, classes: Tensor) -> None:
@@ -102,7 +102,7 @@ class DigitsModule(LightningModule):
 
 
 class DigitsData(LightningDataModule):
-    """1,797 images: 1,257 to train, 180 to validate, 360 to test, always the same ones.
+    """1,797 images: 1,257 to train, 180 to validate, 360 to test, the same in every run.
 
     Args:
         batch_size: images per micro-batch.
@@ -126,17 +126,17 @@ class DigitsData(LightningDataModule):
             self.splits[name] = TensorDataset(images[indices], classes[indices])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Training images, shuffled."""
+        """Return training images, shuffled."""
         return DataLoader(self.splits["train"], self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Validation images."""
+        """Return validation images."""
         return DataLoader(self.splits["val"], self.batch_size)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Test images."""
+        """Return test images."""
         return DataLoader(self.splits["test"], self.batch_size)
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Test images."""
+        """Return test images."""
         return DataLoader(self.splits["test"], self.batch_size)

@@ -195,7 +195,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["micro_batch_size=most"], "must be a whole number of at least 1, auto or null"),
     (["micro_batch_size=auto", "strategy=local_sgd", "devices=2"], "the memory of its ranks cannot be predicted"),
     (["micro_batch_size=auto", "global_batch_size=null"], "type global_batch_size=32"),
-    (["micro_batch_size=auto", "device=cpu", "device.memory_bytes=100000"], "even 1 sample(s) at a time need"),
+    (["micro_batch_size=auto", "device=cpu", "device.memory_bytes=100000"], "even 1 sample(s) need"),
 ]
 
 

@@ -102,7 +102,7 @@ def test_probed_run_equals_the_explicit_one(tmp_path: Path) -> None:
     assert second["needed"] > 0
     assert (document["chosen"]["micro_batch_size"], document["why"]) == (
         4,
-        "larger ones did not fit when they were tried.",
+        "larger ones did not fit when tried.",
     )
     assert document["lines"][2] == "the same by hand: micro_batch_size=4 global_batch_size=16"
     assert [line.split(":")[0] for line in document["lines"][3:]] == ["tried", "tried"]

@@ -23,7 +23,7 @@ from trainwright.launch.schema import register_schema
 from trainwright.planning.layout_report import StateRules, bytes_of_ranks
 from trainwright.planning.memory.share import share_of
 from trainwright.planning.memory.state import StateTable
-from trainwright.planning.model.experts import part_that_travels
+from trainwright.planning.model.experts import probability_sent
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelCut
 from trainwright.planning.time.step import bubble_of, step_time
@@ -229,7 +229,7 @@ def test_sent_bytes_are_those_of_the_formula(name):
 
 # Positions that blocks see are one less than the tokens, and two for each of the context ranks and halves.
 LONG = 2 * RANKS + 1
-TRAVELS = part_that_travels(4, 2, RANKS)
+TRAVELS = probability_sent(4, 2, RANKS)
 # Bytes of one of queries, keys and values of a rank's part of a sequence: 2 positions of 32 numbers.
 PART = 2 * 32 * 4
 
@@ -277,4 +277,4 @@ def test_tokens_travel_with_the_probability_of_the_page():
     text = page("expert")
     assert "q = 1 - C(E - E / N, k) / C(E, k)" in text
     expected = 1 - math.comb(8 - 8 // RANKS, 2) / math.comb(8, 2)
-    assert part_that_travels(8, 2, RANKS) == pytest.approx(expected)
+    assert probability_sent(8, 2, RANKS) == pytest.approx(expected)

@@ -101,7 +101,7 @@ def test_a_lost_server_is_a_restart_from_the_newest_checkpoint(conf: Path, rank:
     words = ("strategy.consistency=async", "checkpoint.last.every_n_steps=4", "module.seconds=0.0")
     run_dir = train(conf, *words, "launch.recovery=rejoin", *how)
     assert f"rank {rank} was ended by SIGKILL" in told(run_dir)
-    assert "continuing from" in told(run_dir)
+    assert "resuming from" in told(run_dir)
     assert "step=8" in told(run_dir)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step={STEPS}"]
 

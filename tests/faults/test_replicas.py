@@ -60,7 +60,7 @@ def undisturbed(conf: Path) -> Survived:
 )
 def test_the_others_go_on_as_if_nothing_had_been(conf, undisturbed, tmp_path, layout, faults):
     run = Survived(conf, tmp_path / "run", *LAYOUTS[layout], *RESILIENT, f"+inject=[{', '.join(faults)}]")
-    assert run.log.count("continuing from step") >= len(faults), run.log
+    assert run.log.count("resuming from step") >= len(faults), run.log
     assert "with 1 of 2 replicas" in run.log or "with 2 of 3 replicas" in run.log or "connections" in run.log
     assert "joined" in run.log
     assert run.read == undisturbed.read
@@ -88,7 +88,7 @@ def test_a_spare_takes_the_place_at_once(conf, undisturbed, tmp_path):
         "launch.spares=1",
         "+inject=kill(rank=1, at_step=20)",
     )
-    assert run.log.count("continuing from step") == 1
+    assert run.log.count("resuming from step") == 1
     assert "with 3 of 3 replicas" in run.log
     assert run.losses == pytest.approx(undisturbed.losses, rel=1e-5)
     assert run.read == undisturbed.read

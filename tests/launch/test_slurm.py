@@ -239,7 +239,7 @@ def test_restart_and_cancellation(conf: Path) -> None:
     killed = ("launch.max_restarts=1", "checkpoint.last.every_n_steps=2", "+inject=[kill(rank=1, at_step=3)]")
     endless = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000", "run_dir=run")
     words = command("fit", "--config-dir", str(conf), *WORDS, LOCAL, *killed, *endless)
-    run = Command(words, "[rank 0] trainwright: continuing from")
+    run = Command(words, "[rank 0] trainwright: resuming from")
     before = time.monotonic()
     while "step=6" not in str(list(Path("run/checkpoints").glob("*"))):
         assert run.process.poll() is None, run.said()

@@ -1,4 +1,4 @@
-"""Bytes that a rank is predicted to need at its fullest moment, beside those that are alive there."""
+"""Predicted peak memory of ranks, and live bytes measured on them."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +17,7 @@ from trainwright.core.layout import Layout
 from trainwright.planning.memory.peak import Held, moments
 from trainwright.planning.memory.share import share_of
 from trainwright.planning.memory.state import StateTable
-from trainwright.planning.model.experts import EVEN, Routing, part_that_travels
+from trainwright.planning.model.experts import EVEN, Routing, probability_sent
 from trainwright.planning.model.facts import ModelFacts
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelCut
@@ -31,36 +31,36 @@ from trainwright.strategies.plan.model_plan import ModelPlan
 
 
 @dataclass
-class Travelled:
-    """What a rank had to do with other ranks' tokens, counted while it runs, and what it would be if routing was even.
+class TokenCounts:
+    """Tokens exchanged by a rank, and the numbers of an even routing.
 
     Attributes:
-        counts: rows that were sent, that were received, and pairs of a row and an expert that were computed.
-        even: the same of an even routing.
+        counts: rows sent, rows received, and pairs of a row and an expert computed.
+        even: the same with even routing.
     """
 
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     even: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def listen(self, dispatcher: Dispatcher) -> None:
-        """Count what an exchange does; its answers stay what they are."""
+        """Count what an exchange does, without changing it."""
         dispatcher.answers = _Counting(dispatcher, self)
 
     def take(self) -> Routing:
-        """Counts as parts of even ones; start anew."""
+        """Return counts relative to even routing, and reset them."""
         parts = [count / even if even else 1.0 for count, even in zip(self.counts, self.even, strict=True)]
         self.counts, self.even = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         return Routing(*parts)
 
 
 class _Counting:
-    def __init__(self, dispatcher: Dispatcher, travelled: Travelled) -> None:
+    def __init__(self, dispatcher: Dispatcher, travelled: TokenCounts) -> None:
         self.dispatcher, self.travelled = dispatcher, travelled
 
     def agree(self, index: Tensor) -> Any:
         routes, (tokens, chosen) = self.dispatcher.agree(index), index.shape
         ranks = self.dispatcher.size
-        rows = tokens * ranks * part_that_travels(self.dispatcher.layer.experts, chosen, ranks)
+        rows = tokens * ranks * probability_sent(self.dispatcher.layer.experts, chosen, ranks)
         self._add(0, sum(routes.send), rows)
         self._add(1, sum(routes.receive), rows)
         self.even = tokens * chosen
@@ -76,21 +76,21 @@ class _Counting:
         self.travelled.even[kind] += even
 
 
-class Fullest(pl.Callback):
-    """Counts what is alive from the third step on; by then optimizers have their state and buckets their order.
+class LivePeak(pl.Callback):
+    """Peak of live bytes from the third step on, when optimizers have their state and buckets their order.
 
     Attributes:
-        peak: most bytes.
-        routing: how tokens were spread over experts in the micro-batch in which it was.
+        peak: bytes.
+        routing: of tokens in the micro-batch of the peak.
     """
 
-    sees_parts = True  # what a rank holds is weighed, not the wholes that hooks are shown
+    sees_parts = True  # parameters as sharded, not whole ones
 
     def __init__(self, data: Tensor) -> None:
-        self.data = data  # the whole data set, which a device does not hold
+        self.data = data  # the whole data set is not on a device
         self.peak, self.routing = 0, EVEN
         self._live: LiveBytes | None = None
-        self._travelled = Travelled()
+        self._travelled = TokenCounts()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         if trainer.global_step < 2 or self._live is not None:
@@ -123,9 +123,9 @@ def _known(trainer: Any) -> list[Tensor]:
 
 
 def measured(case: LayoutCase, data_ranks: int) -> tuple[int, Routing]:
-    """On a rank: most bytes alive in a step, and how tokens were spread over experts then."""
+    """Return the peak of live bytes in a step on a rank, and the routing of tokens then."""
     texts = Texts(case.samples, case.length)
-    fullest = Fullest(texts.tokens)
+    recorder = LivePeak(texts.tokens)
     micro = case.global_batch_size // (data_ranks * case.accumulation)
     trainer = make_trainer(
         case.strategy,
@@ -133,16 +133,16 @@ def measured(case: LayoutCase, data_ranks: int) -> tuple[int, Routing]:
         global_batch_size=case.global_batch_size,
         max_steps=4,
         max_epochs=-1,
-        callbacks=[fullest],
+        callbacks=[recorder],
         **dict(case.trainer),
     )
     trainer.fit(make_module(case.network, "adamw"), DataLoader(texts, batch_size=micro))
-    return fullest.peak, fullest.routing
+    return recorder.peak, recorder.routing
 
 
 @dataclass
 class Predictor:
-    """Predicts for cases of one network."""
+    """Predictions for cases of one network."""
 
     network: str
     length: int
@@ -156,13 +156,7 @@ class Predictor:
         )  # fmt: skip
 
     def all_moments(self, case: LayoutCase, world_size: int, routing: Routing = EVEN) -> list[list[Held]]:
-        """For each place along the pipeline, what is held at each moment.
-
-        Args:
-            case: the run.
-            world_size: ranks.
-            routing: how tokens are spread over experts.
-        """
+        """Return the memory at each moment, by rank along the pipeline."""
         given = dict(case.options)
         layout, stage = self.layout_of(case, world_size), _stage_of(case)
         options = EngineOptions(
@@ -203,7 +197,7 @@ class Predictor:
         return found
 
     def layout_of(self, case: LayoutCase, world_size: int) -> Layout:
-        """The axes of a case, closed."""
+        """Return the closed layout of a case."""
         if case.strategy in ("single", "ddp"):
             return Layout(replicate=world_size)
         names = ("pipeline", "replicate", "context", "tensor", "expert")
@@ -219,5 +213,5 @@ def _stage_of(case: LayoutCase) -> int:
 
 @cache
 def predictor(network: str, length: int) -> Predictor:
-    """One for each network and length; what it found out is kept."""
+    """Return a cached predictor."""
     return Predictor(network, length)

@@ -1,4 +1,4 @@
-"""Plans that several tests look at; each is made once."""
+"""Plans shared by several tests."""
 
 from functools import cache
 
@@ -11,5 +11,5 @@ SMALL = ("recipe=llama_3d", "devices=8", "device=cpu", "accelerator=cpu", "globa
 
 @cache
 def planned(*words: str) -> Plan:
-    """The plan for these overrides."""
+    """Return the plan for overrides, cached."""
     return plan(compose(None, words))

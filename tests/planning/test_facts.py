@@ -1,16 +1,16 @@
-"""What a pass of a module costs, found without a Trainer and without memory."""
+"""Costs of a pass of a module, without a Trainer and without memory."""
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from trainwright.planning.model.facts import ModelFacts
-from trainwright.planning.model.without_memory import FactsError
+from trainwright.planning.model.fake_run import FactsError
 from trainwright.planning.time.cost import ModelCut
 
 
 class NeedsTrainer(pl.LightningModule):
-    """Reads in its step what only a run has."""
+    """A step that reads its Trainer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class NeedsTrainer(pl.LightningModule):
         return self.net(batch).mean() * self.trainer.max_steps
 
 
-def test_a_module_that_needs_a_trainer_says_so() -> None:
+def test_module_that_needs_a_trainer() -> None:
     with torch.device("meta"):
         module = NeedsTrainer()
     facts = ModelFacts(module, torch.zeros(2, 4), 2)

@@ -1,4 +1,4 @@
-"""`trainwright layout`: what it prints, and that the bytes are those that ranks hold."""
+"""The verb `layout`: its output, and bytes equal to those that ranks hold."""
 
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-class Weigh(pl.Callback):
-    """What the strategy says it holds when everything is there."""
+class HeldBytes(pl.Callback):
+    """Record the bytes that the strategy reports at an optimizer step."""
 
     held: _Held = (0, 0, 0)
 
@@ -47,9 +47,9 @@ class Weigh(pl.Callback):
 
 
 def measure(network: str, options: dict[str, Any]) -> tuple[_Held, list[_Held]]:
-    """Measured on this rank, and computed for all."""
-    weigh = Weigh()
-    trainer = make_trainer("hybrid", options, max_steps=3, max_epochs=-1, callbacks=[weigh])
+    """Return bytes measured on this rank, and computed for all."""
+    recorder = HeldBytes()
+    trainer = make_trainer("hybrid", options, max_steps=3, max_epochs=-1, callbacks=[recorder])
     with torch.device("meta"):
         planned = make_module(network, "adamw")
     strategy = trainer.strategy
@@ -57,17 +57,17 @@ def measure(network: str, options: dict[str, Any]) -> tuple[_Held, list[_Held]]:
     rules = StateRules(strategy.stage, strategy.options.offload)
     computed = bytes_of_ranks(planned, layout, strategy.options, rules)
     trainer.fit(make_module(network, "adamw"), DataLoader(Texts(48), batch_size=4))
-    return weigh.held, [(each.parameters, each.gradients, each.optimizer or 0) for each in computed]
+    return recorder.held, [(each.parameters, each.gradients, each.optimizer or 0) for each in computed]
 
 
 @pytest.mark.parametrize(("ranks_used", "network", "options"), CASES)
-def test_bytes_are_those_that_ranks_hold(ranks, ranks_used, network, options):
+def test_computed_bytes_are_held_by_ranks(ranks, ranks_used, network, options):
     for rank, (held, computed) in enumerate(ranks(measure, ranks_used, network, options, timeout=90)):
         assert held == computed[rank], (rank, options)
 
 
 def largest_held(options: dict[str, Any]) -> tuple[int, int]:
-    """Most weights alive here while a model built on meta gets its values, and the weights of the whole model."""
+    """Return the peak of live weights while a meta-device model is initialized, and the whole model's weights."""
     module = GPTModule(GPTConfig(layers=4, dim=64, heads=4, seq_len=8), schedule_steps=4, meta=True)
     most, inner = [0], HybridStrategy._real
 
@@ -92,7 +92,7 @@ def largest_held(options: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "options", [{"pipeline": 2, "shard": 2}, {"tensor": 2, "shard": 2}, {"pipeline": 2, "tensor": 2}]
 )
-def test_no_rank_ever_holds_the_whole_model(ranks, options):
+def test_no_rank_holds_the_whole_model(ranks, options):
     for most, whole in ranks(largest_held, 4, options, timeout=60):
         assert 0 < most < 0.75 * whole, (most, whole)
 
@@ -105,7 +105,7 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("pipeline 2 x shard 2 x tensor 2\n")
     for part in ("stage 1 of 2, tensor part 1 of 2, shard 1 of 2", "model.blocks.0..3", "colwise", "0-3 ", "4-7 "):
         assert part in out
-    # A module that needs values is laid out without its bytes.
+    # A module that reads values is reported without bytes.
     module = conf.parent / "my_module.py"
     module.write_text(module.read_text().replace("self.save_hyperparameters()", "self.x = float(torch.ones(1))"))
     assert main(["layout", "--config-dir", str(conf), "recipe=mine", "strategy=zero3", "devices=2"]) == 0
@@ -139,7 +139,7 @@ class Odd(pl.LightningModule):
         return [torch.optim.SGD(self.a.parameters(), 0.1, momentum=0.9), torch.optim.Adam(groups)], []
 
 
-def test_states_are_those_that_the_optimizers_make() -> None:
+def test_optimizer_state_bytes() -> None:
     module = Odd()
     states = OptimizerStates(module)
     found = [states.bytes_of(part.weight, (2, 4), torch.float32) for part in (module.a, module.b, module.c)]

@@ -1,4 +1,4 @@
-"""Storages that are alive, counted while operations run."""
+"""Live storages, counted while operations run."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from trainwright.planning.model.counted_run import OperationCounter
 
 
-def test_storages_count_while_they_are_there() -> None:
+def test_live_storages() -> None:
     run = SimpleNamespace(phase="first", in_backward=False, graded_bytes=0)
     counter = OperationCounter(run)  # type: ignore[arg-type]
     ignored = torch.ones(7)

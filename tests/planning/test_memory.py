@@ -1,4 +1,4 @@
-"""Predicted bytes are those that are alive on ranks, activations and buffers included."""
+"""Predicted memory equals live bytes on ranks, including activations and buffers."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -10,7 +10,7 @@ from tests.parity.layouts import LayoutCase
 from tests.parity.test_layouts import FOUR, TWO
 from tests.planning.bytes_of_ranks import measured, predictor
 from trainwright.planning.layout_report import StateRules, bytes_of_ranks
-from trainwright.planning.model.experts import EVEN, Routing, part_that_travels
+from trainwright.planning.model.experts import EVEN, Routing, probability_sent
 from trainwright.strategies.compose.engine_options import EngineOptions
 
 WITHIN = 0.05
@@ -20,7 +20,7 @@ def data_parallel(strategy: str, accumulation: int = 1) -> LayoutCase:
     return LayoutCase("gpt-untied", {}, strategy=strategy, accumulation=accumulation, global_batch_size=16, samples=96)
 
 
-# Of all layouts of the parity matrix, one of each kind; `python -m benchmarks.planner` has them all.
+# One of each kind of layout of the parity matrix; `python -m benchmarks.planner` has all.
 CASES: dict[str, tuple[int, LayoutCase]] = {
     "ddp": (2, data_parallel("ddp", 2)),
     "zero2": (2, data_parallel("zero2", 2)),
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[int, LayoutCase]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_predicted_bytes_are_those_that_are_alive(ranks, name):
+def test_predicted_memory(ranks, name):
     world_size, case = CASES[name]
     found = predictor(case.network, case.length)
     layout = found.layout_of(case, world_size)
@@ -49,21 +49,20 @@ def test_predicted_bytes_are_those_that_are_alive(ranks, name):
 
 
 @pytest.mark.parametrize(("experts", "chosen", "ranks_"), [(4, 2, 2), (8, 2, 8), (8, 3, 2), (6, 1, 3)])
-def test_an_even_routing_is_the_mean_of_all_choices(experts, chosen, ranks_):
+def test_even_routing_is_the_mean_of_all_choices(experts, chosen, ranks_):
     choices = list(combinations(range(experts), chosen))
     travels = sum(len({each // (experts // ranks_) for each in choice}) for choice in choices) / len(choices)
-    assert ranks_ * part_that_travels(experts, chosen, ranks_) == pytest.approx(travels)
+    assert ranks_ * probability_sent(experts, chosen, ranks_) == pytest.approx(travels)
 
 
-def test_what_arrives_counts():
-    """More tokens on a rank need more; as many as an even routing gives is what is assumed."""
+def test_received_tokens_need_memory():
     network = predictor("mixtral", 9)
     case = LayoutCase("mixtral", {"expert": 2})
-    even, told, more = (
+    even, default, more = (
         max(held.total for held in network.all_moments(case, 2, routing)[0])
         for routing in (EVEN, Routing(), Routing(received=1.5, computed=1.5))
     )
-    assert even == told
+    assert even == default
     assert more > 1.05 * even
 
 
@@ -76,16 +75,15 @@ STATES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("network", "world_size", "options"), STATES)
-def test_state_is_that_of_the_layout(network, world_size, options):
-    """Parameters, gradients and optimizer are the bytes that `trainwright layout` tells of the fullest rank."""
+def test_state_equals_layout_report(network, world_size, options):
     found = predictor(network, 9)
     case = LayoutCase(network, options)
     layout, places = found.layout_of(case, world_size), found.all_moments(case, world_size)
     given = {key: value for key, value in options.items() if key in EngineOptions.__dataclass_fields__}
-    told = bytes_of_ranks(found.module, layout, EngineOptions(**given), StateRules(options["stage"]))
+    reported = bytes_of_ranks(found.module, layout, EngineOptions(**given), StateRules(options["stage"]))
     for place, moments in enumerate(places):
         most = max(
-            (each for rank, each in enumerate(told) if layout.coordinates(rank)["pipeline"] == place),
+            (each for rank, each in enumerate(reported) if layout.coordinates(rank)["pipeline"] == place),
             key=lambda each: each.total,
         )
         step = moments[-1]

@@ -1,4 +1,4 @@
-"""The order of a pipeline's passes, and how many of them are in flight."""
+"""Order of a pipeline's passes, and passes in flight."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from trainwright.planning.memory.peak import BACKWARD, FORWARD, actions_of, in_f
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 4), (4, 8)])
-def test_passes_in_flight_are_those_of_torchs_order(schedule: str, ranks: int, parts: int) -> None:
+def test_passes_in_flight(schedule: str, ranks: int, parts: int) -> None:
     stages = 2 if schedule in ("interleaved_1f1b", "looped_bfs") else 1
     for rank in range(ranks):
         computed = in_flight(schedule, ranks, stages, parts, rank)
@@ -21,7 +21,7 @@ ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b
 
 @pytest.mark.parametrize(("schedule", "stages"), ORDERS)
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 6), (4, 4), (4, 8)])
-def test_actions_are_those_of_the_schedule(schedule: str, stages: int, ranks: int, parts: int) -> None:
+def test_actions(schedule: str, stages: int, ranks: int, parts: int) -> None:
     for rank in range(ranks):
         actions = actions_of(schedule, ranks, stages, parts, rank)
         for kind in (FORWARD, BACKWARD):

@@ -1,4 +1,4 @@
-"""Profiles of devices: published, measured, and what a run is told of them."""
+"""Profiles of devices: published, measured, and their use in a run."""
 
 import dataclasses
 
@@ -39,16 +39,16 @@ def test_profiles() -> None:
     (("device=a100_80", "precision=16-mixed"), None, 312e12),
     (("monitor.throughput.peak_flops=7.0", "device=cpu"), None, 7.0),
 ])  # fmt: skip
-def test_the_monitor_is_told_what_a_rank_could_do(tmp_path, monkeypatch, words, gpu, expected):
+def test_peak_flops_of_the_monitor(tmp_path, monkeypatch, words, gpu, expected):
     monkeypatch.setattr(machine, "num_gpus", lambda: int(gpu is not None))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
     usual = ["strategy=single", "devices=1", "accelerator=auto", "logger=csv", f"run_dir={tmp_path}"]
     callbacks = build_trainer(compose("linear_regression", [*usual, *words])).callbacks
-    [told] = [each.peak_flops for each in callbacks if isinstance(each, Throughput)]
-    assert told == expected
+    [found] = [each.peak_flops for each in callbacks if isinstance(each, Throughput)]
+    assert found == expected
 
 
-def test_auto_takes_what_was_measured_here_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reads_the_measured_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "num_cores", lambda: 6)
     cfg = compose("linear_regression", ["accelerator=cpu"])
     assert profile_of(cfg).source == (
@@ -70,7 +70,7 @@ def test_auto_takes_what_was_measured_here_and_says_so(monkeypatch: pytest.Monke
         profile_of(cfg)
 
 
-def test_a_profile_that_cannot_be_used_is_refused() -> None:
+def test_invalid_profile_is_refused() -> None:
     given = ["strategy=single", "device=h100", "device.efficiency=-1"]
     problems = checked(compose("linear_regression", given), "fit")[1]
     assert any("device=h100 cannot be used: device.efficiency=-1" in each for each in problems)

@@ -1,4 +1,4 @@
-"""Seconds of collectives, of waiting for other stages, and of starting operations."""
+"""Predicted seconds of collectives, bubbles and operation launches."""
 
 import pytest
 
@@ -25,8 +25,8 @@ def test_seconds_of_collectives_and_bubbles() -> None:
     assert bubble_of("1f1b", 1, 1, 1.0, 2.0) == 0.0
 
 
-def test_operations_cost_time_of_their_own() -> None:
-    """On a core on top of computing; on a GPU only where starting them takes longer than computing."""
+def test_launches_of_operations() -> None:
+    """Added to compute on a CPU; on a GPU only if launches take longer than compute."""
     words = ("recipe=gpt", "accelerator=cpu", "device=cpu", "global_batch_size=8", "micro_batch_size=1")
     free, usual, slow = (
         planned(*words, f"device.operation_seconds={seconds}").ranked[0].time.compute for seconds in (0, 1e-5, 1e-3)

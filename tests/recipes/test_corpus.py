@@ -22,10 +22,15 @@ from trainwright.recipes.data.corpus import (
 )
 
 
-def test_imports_neither_torch_nor_lightning() -> None:
-    code = "import sys, trainwright.recipes.data.corpus, trainwright.recipes.extras; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+def test_checks_import_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, trainwright.recipes.data.corpus, trainwright.recipes.extras\n"
+        "from trainwright.command.schema.compose import compose\n"
+        "from trainwright.recipes.hugging_face import checks\n"
+        "assert not checks.check(compose('hf_causal_lm'), 1)\n"
+        "assert not {'torch', 'transformers', 'lightning', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_standard_library_is_text_without_tests() -> None:
@@ -38,7 +43,7 @@ def test_standard_library_is_text_without_tests() -> None:
     assert 5 * 2**20 < corpus.num_bytes < 50 * 2**20
 
 
-def test_folder_is_joined_in_order_once(tmp_path: Path) -> None:
+def test_folder_is_concatenated_once(tmp_path: Path) -> None:
     folder, cache = tmp_path / "texts", tmp_path / "cache"
     (folder / "b").mkdir(parents=True)
     (folder / "b" / "one.txt").write_text("no newline")
@@ -54,25 +59,25 @@ def test_folder_is_joined_in_order_once(tmp_path: Path) -> None:
     assert joined.stat().st_mtime_ns == stamp
 
 
-def test_changed_text_gets_another_file(tmp_path: Path) -> None:
+def test_changed_text_gets_a_new_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     first = joined_file(find_corpus(tmp_path), tmp_path)
     (tmp_path / "a.txt").write_text("two!")
     assert joined_file(find_corpus(tmp_path), tmp_path) != first
 
 
-def test_single_file_is_used_where_it_lies(tmp_path: Path) -> None:
+def test_single_file_is_used_in_place(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("some text")
     assert join_files(find_corpus(file), tmp_path / "cache") == file
     assert not (tmp_path / "cache").exists()
 
 
-def test_failed_join_leaves_nothing_and_stale_rests_go(tmp_path: Path) -> None:
+def test_failures_and_stale_files(tmp_path: Path) -> None:
     folder, cache = tmp_path / "texts", tmp_path / "cache"
     folder.mkdir()
     cache.mkdir()
-    # Beyond the first MiB, where only joining looks.
+    # Beyond the first MiB, which only the concatenation reads.
     (folder / "long.txt").write_bytes(b"x" * (2**20 + 10) + b"\xff")
     old, new = cache / "other.txt.1.unfinished", cache / "other.txt.2.unfinished"
     old.write_text("rest of a killed process")
@@ -84,7 +89,7 @@ def test_failed_join_leaves_nothing_and_stale_rests_go(tmp_path: Path) -> None:
     assert list(cache.iterdir()) == [new]
 
 
-def test_character_cut_at_the_border_of_what_is_looked_at(tmp_path: Path) -> None:
+def test_character_at_the_end_of_the_checked_bytes(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"x" * (2**20 - 1) + "ä".encode())
     assert find_corpus(file).num_bytes == 2**20 + 1
@@ -96,7 +101,7 @@ def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("make", "path", "pattern", "said"), [
-    ({}, "absent.txt", "*", ("absent.txt does not exist", "Give a text file")),
+    ({}, "absent.txt", "*", ("absent.txt does not exist", "Type a text file")),
     ({"a.txt": b""}, "a.txt", "*", ("is empty (0 bytes",)),
     ({"d/a.txt": b""}, "d", "*", ("is empty (0 bytes",)),
     ({"d/a.md": b"x"}, "d", "*.txt", ("no file whose name matches data.pattern='*.txt'",)),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-import sklearn.datasets  # noqa: F401 - its first import sets variables of the environment, which no test may
+import sklearn.datasets  # noqa: F401 - its first import sets environment variables
 import torch
 from lightning.pytorch import seed_everything
 
@@ -13,7 +13,7 @@ from trainwright.recipes.extras import check_scikit_learn
 from trainwright.recipes.vision.digits import DigitsData, DigitsModule
 
 
-def test_more_than_95_percent_of_the_test_images(caplog: pytest.LogCaptureFixture) -> None:
+def test_accuracy(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     seed_everything(0)
     module, data = DigitsModule(), DigitsData(batch_size=32)
@@ -27,7 +27,7 @@ def test_more_than_95_percent_of_the_test_images(caplog: pytest.LogCaptureFixtur
     assert accuracy > 0.95
 
 
-def test_split_is_always_the_same_and_complete() -> None:
+def test_split_is_constant_and_complete() -> None:
     data = DigitsData()
     data.setup("fit")
     torch.manual_seed(99)
@@ -46,7 +46,7 @@ def test_impossible_width() -> None:
         DigitsModule(channels=10)
 
 
-def test_missing_scikit_learn_is_said_before_and_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose(recipe="digits")
     assert check_scikit_learn(config, 1) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Generation on layouts writes what transformers' ``generate`` writes on one process."""
+"""Generation on layouts equals transformers' ``generate`` in one process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch.optim import SGD
 
-from tests.recipes.test_gpt import QUIET, write_text
+from tests.parity.harness import QUIET
+from tests.recipes.conftest import write_text
 from trainwright import Trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.generation.generate import continued, generate
@@ -24,9 +25,9 @@ from trainwright.recipes.language_model import LanguageModule
 from trainwright.strategies.contract.registry import make_strategy
 
 NEW, WINDOW = 12, 16
-GREEDY, DRAWN = Sampling(NEW), Sampling(NEW, temperature=2.0, top_p=0.95, seed=3)
+GREEDY, SAMPLED = Sampling(NEW), Sampling(NEW, temperature=2.0, top_p=0.95, seed=3)
 PROMPTS = [list(text.encode()) for text in ("t", "the quick", "jumps over the lazy dog")]
-# Weights so large that the most likely token is far ahead of the next.
+# Large weights separate the most likely token from the next.
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "initializer_range": 0.5}
 GROUPED = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
@@ -56,7 +57,7 @@ FOUR: Layouts = [("hybrid", {"pipeline": 2, "tensor": 2}), ("hybrid", {"pipeline
 
 
 class Bytes:
-    """A tokenizer whose texts are numbers."""
+    """A tokenizer of texts of numbers."""
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
@@ -66,7 +67,7 @@ class Bytes:
 
 
 class Widths(Callback):
-    """Remembers how many tokens a pass computes."""
+    """Record the number of tokens per pass."""
 
     def __init__(self) -> None:
         self.seen = set[int]()
@@ -86,7 +87,7 @@ def make_module(kind: str) -> LanguageModule:
 
 
 def of_transformers(kind: str, ends: list[int] | None = None) -> list[list[int]]:
-    """What transformers' own ``generate`` puts after each prompt alone."""
+    """Return what transformers' own ``generate`` adds to each prompt."""
     model: Any = make_module(kind).model
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
     return [
@@ -97,7 +98,7 @@ def of_transformers(kind: str, ends: list[int] | None = None) -> list[list[int]]
 def predicted(
     kind: str, layouts: Layouts, sampling: Sampling, ends: list[int] | None = None, cached: bool = True
 ) -> list[list[list[int]]]:
-    """The new ids of each prompt under each layout."""
+    """Return the new ids of each prompt under each layout."""
     devices, found = dist.get_world_size() if dist.is_initialized() else 1, []
     for name, options in layouts:
         module, widths = make_module(kind), Widths()
@@ -109,13 +110,13 @@ def predicted(
         batches: Any = trainer.predict(module, data)
         found.append([Bytes().encode(text) for batch in batches for text in batch["new"]])
         assert [tokens for batch in batches for tokens in batch["tokens"]] == [len(ids) for ids in found[-1]]
-        # With a cache a pass has all of a batch of prompts, or one new token.
+        # With a cache a pass has all prompt tokens of a batch, or one new token.
         assert kind == "gpt" or (1 in widths.seen and len(widths.seen) <= 3) == cached
     return found
 
 
 @pytest.mark.parametrize("kind", CACHED)
-def test_greedy_is_what_transformers_writes(ranks: Ranks, kind: str) -> None:
+def test_greedy_equals_transformers(ranks: Ranks, kind: str) -> None:
     alone, layouts = of_transformers(kind), TWO + MORE.get(kind, [])
     assert len({tuple(ids) for ids in alone}) == len(PROMPTS)
     assert predicted(kind, [("single", {})], GREEDY) == [alone]
@@ -123,11 +124,11 @@ def test_greedy_is_what_transformers_writes(ranks: Ranks, kind: str) -> None:
         assert dict(zip(map(str, layouts), found, strict=True)) == dict.fromkeys(map(str, layouts), alone)
 
 
-def test_hybrid_layouts_write_what_transformers_writes(ranks: Ranks) -> None:
+def test_hybrid_layouts_equal_transformers(ranks: Ranks) -> None:
     assert ranks(predicted, 4, "llama", FOUR, GREEDY, timeout=90) == [[of_transformers("llama")] * len(FOUR)] * 4
 
 
-def test_a_cache_that_a_pipeline_refuses_is_done_without(ranks: Ranks) -> None:
+def test_pipeline_without_a_cache(ranks: Ranks) -> None:
     layouts: Layouts = [("pipeline", {})]
     assert (
         ranks(predicted, 2, "falcon_h1", layouts, GREEDY, None, False, timeout=90)
@@ -135,8 +136,8 @@ def test_a_cache_that_a_pipeline_refuses_is_done_without(ranks: Ranks) -> None:
     )
 
 
-def test_a_text_ends_at_an_end_token(ranks: Ranks) -> None:
-    """Ranks whose texts have ended take part in the passes of the others."""
+def test_end_tokens(ranks: Ranks) -> None:
+    """Ranks with finished texts take part in the passes of others."""
     whole = of_transformers("llama")
     ends = [whole[0][2], whole[1][4]]
     alone = [ids[: next((at + 1 for at, each in enumerate(ids) if each in ends), NEW)] for ids in whole]
@@ -148,16 +149,16 @@ def test_a_text_ends_at_an_end_token(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_draws_are_those_of_one_process(ranks: Ranks, kind: str) -> None:
-    (alone,) = predicted(kind, [("single", {})], DRAWN)
-    assert [alone] != predicted(kind, [("single", {})], DRAWN._replace(seed=4))
+def test_samples_equal_one_process(ranks: Ranks, kind: str) -> None:
+    (alone,) = predicted(kind, [("single", {})], SAMPLED)
+    assert [alone] != predicted(kind, [("single", {})], SAMPLED._replace(seed=4))
     assert [alone] != predicted(kind, [("single", {})], GREEDY)
     layouts: Layouts = TWO if kind == "gpt" else [("zero3", {}), ("tensor", {}), ("pipeline", {})]
-    assert ranks(predicted, 2, kind, layouts, DRAWN, timeout=90) == [[alone] * len(layouts)] * 2
+    assert ranks(predicted, 2, kind, layouts, SAMPLED, timeout=90) == [[alone] * len(layouts)] * 2
 
 
-def test_draws_are_distributed_as_the_model_says() -> None:
-    """Counts of the first token over many prompts, against its chances among the most likely that have ``top_p``."""
+def test_distribution_of_samples() -> None:
+    """Frequencies of the first token over many prompts match its probabilities within ``top_p``."""
     module = make_module("gpt").eval()
     with torch.no_grad():
         logits: Any = module(torch.tensor([PROMPTS[1] + [0] * 7]))[0, len(PROMPTS[1]) - 1]
@@ -171,8 +172,8 @@ def test_draws_are_distributed_as_the_model_says() -> None:
     assert (counts[:kept] / 4000 - expected).abs().max() < 0.04  # five standard deviations
 
 
-def test_without_a_cache_a_full_window_moves_on() -> None:
-    """Each new byte is that of the last 16 bytes alone, whatever is padded behind."""
+def test_window_moves_without_a_cache() -> None:
+    """Each new byte depends on the last 16 bytes only, not on padding."""
     module = make_module("gpt").eval()
     with torch.no_grad():
         for prompt, new in zip(PROMPTS, generate(module, PROMPTS, GREEDY), strict=True):
@@ -184,7 +185,7 @@ def test_without_a_cache_a_full_window_moves_on() -> None:
 
 
 class Between(Callback):
-    """Generates between steps of a fit."""
+    """Generate between steps of a fit."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -196,7 +197,7 @@ class Between(Callback):
 
 
 def fitted(folder: str, layouts: Layouts) -> list[Any]:
-    """What is generated between steps, and the last loss, with and without generating."""
+    """Return what is generated between steps; generating must not change the loss."""
     found = []
     for name, options in layouts:
         losses = []
@@ -207,23 +208,23 @@ def fitted(folder: str, layouts: Layouts) -> list[Any]:
             )  # fmt: skip
             trainer.fit(make_module("llama"), TextCorpus(Path(folder) / "text.txt", seq_len=WINDOW, batch_size=2))
             losses.append(float(trainer.callback_metrics["train_loss"]))
-        assert losses[0] == losses[1]  # generating leaves the run as it is
+        assert losses[0] == losses[1]
         found.append(between.found)
     return found
 
 
-def test_texts_between_steps_of_a_fit(tmp_path: Path, ranks: Ranks) -> None:
+def test_generation_between_steps(tmp_path: Path, ranks: Ranks) -> None:
     folder = str(write_text(tmp_path).parent)
     layouts: Layouts = [("ddp", {}), ("zero3", {}), ("tensor", {}), ("pipeline", {}), ("context", {})]
-    alone = of_transformers("llama")  # the learning rate changes no choice
+    alone = of_transformers("llama")  # the learning rate is too small to change choices
     for found in ranks(fitted, 2, folder, layouts, timeout=90):
         assert len(found) == len(layouts)
         assert all(len(texts) >= 2 and texts == [alone] * len(texts) for texts in found)
 
 
-def test_what_cannot_be_generated_is_refused() -> None:
+def test_refused() -> None:
     module: Any = HuggingFaceModule({**CONFIGS["gpt2"], "n_positions": 16})
-    with pytest.raises(ValueError, match="A prompt of 9 tokens and max_new_tokens=12 are more than the 16 positions"):
+    with pytest.raises(ValueError, match="A prompt of 9 tokens and max_new_tokens=12 exceed the 16 positions"):
         generate(module, PROMPTS[:2], GREEDY)
     with pytest.raises(TypeError, match="cannot generate text"):
         generate(LightningModule(), PROMPTS)

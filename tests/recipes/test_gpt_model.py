@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
 from trainwright.recipes.gpt.model import GPT, GPTConfig, rotary_angles, rotate
 
@@ -27,7 +26,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize(("size", "parameters"), PARAMETERS.items())
-def test_sizes_have_the_parameters_they_are_called_after(size: str, parameters: float) -> None:
+def test_sizes_have_the_parameters_of_their_names(size: str, parameters: float) -> None:
     with torch.device("meta"):
         model = GPT(config_of(size))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.05)
@@ -55,7 +54,7 @@ def test_impossible_sizes(sizes: dict[str, int], said: str) -> None:
 
 @pytest.mark.parametrize("tied_head", [True, False])
 @pytest.mark.parametrize("kv_heads", [None, 2])
-def test_position_sees_only_what_is_before(tied_head: bool, kv_heads: int | None) -> None:
+def test_attention_is_causal(tied_head: bool, kv_heads: int | None) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, dim=32, heads=4, kv_heads=kv_heads, tied_head=tied_head, init_std=0.2))
     tokens = torch.randint(256, (2, 16))
@@ -67,14 +66,14 @@ def test_position_sees_only_what_is_before(tied_head: bool, kv_heads: int | None
     assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)).min() > 1e-5
 
 
-def test_rotated_products_depend_on_distance_alone() -> None:
+def test_rotated_products_depend_on_distance() -> None:
     cos, sin = rotary_angles(32, 8, 10_000.0, torch.device("cpu"))
     query, key = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 32, 8)
     products = (rotate(query, cos, sin) @ rotate(key, cos, sin).mT)[0, 0]
     for distance in (0, 3, 17):
         along = products.diagonal(-distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-5)
-    assert abs(products[5, 0] - products[0, 5]) > 1e-3  # it knows before from after
+    assert abs(products[5, 0] - products[0, 5]) > 1e-3  # order matters
 
 
 def test_angles_stay_exact_in_half_precision() -> None:
@@ -94,7 +93,7 @@ def test_tied_head_is_the_embedding() -> None:
     assert len(list(tied.parameters())) == len({p.data_ptr() for p in tied.parameters()})
 
 
-def test_residual_projections_begin_smaller() -> None:
+def test_initialization_of_residual_projections() -> None:
     model = GPT(GPTConfig(layers=8, dim=256, heads=4, init_std=0.02))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -102,8 +101,7 @@ def test_residual_projections_begin_smaller() -> None:
             assert parameter.std().item() == pytest.approx(wanted, rel=0.05), name
 
 
-def test_every_owner_of_parameters_can_fill_itself() -> None:
-    """What a deferred build needs: built without memory, filled piece by piece, equal to an ordinary build."""
+def test_reset_parameters_initializes_a_deferred_build() -> None:
     torch.manual_seed(3)
     ordinary = GPT(SMALL)
     with torch.device("meta"):
@@ -119,14 +117,8 @@ def test_every_owner_of_parameters_can_fill_itself() -> None:
     torch.testing.assert_close(deferred.state_dict(), ordinary.state_dict(), rtol=0, atol=0)
 
 
-def test_blocks_are_repeated_modules_of_one_list() -> None:
-    model = GPT(SMALL)
-    assert isinstance(model.blocks, nn.ModuleList)
-    assert len({type(block) for block in model.blocks}) == 1
-
-
-def test_agrees_with_a_reference_in_plain_arithmetic() -> None:
-    """One block with one head, written out without SDPA, nn.RMSNorm or broadcasting over heads."""
+def test_equals_plain_arithmetic() -> None:
+    """One block with one head, without SDPA, nn.RMSNorm or broadcasting over heads."""
     torch.manual_seed(0)
     config = GPTConfig(layers=1, dim=8, heads=1, seq_len=5, init_std=0.5)
     model = GPT(config).double()

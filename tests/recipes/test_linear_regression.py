@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import sklearn.datasets  # noqa: F401 - its first import sets variables of the environment, which no test may
+import sklearn.datasets  # noqa: F401 - its first import sets environment variables
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
@@ -18,7 +18,7 @@ from trainwright.strategies.contract.registry import make_strategy
 
 
 class SamplesOfSteps(Callback):
-    """The samples that this rank reads in each step, as the inputs' first column."""
+    """Record the inputs that this rank reads in each step."""
 
     def __init__(self) -> None:
         self.read: list[list[float]] = []
@@ -28,7 +28,7 @@ class SamplesOfSteps(Callback):
 
 
 def fit(strategy: str, micro_batch_size: int, steps: int) -> dict[str, Any]:
-    """Fit as the recipe's yaml says."""
+    """Fit with the values of the recipe's yaml."""
     config = compose(recipe="linear_regression")
     seed_everything(0)
     module = LinearRegression(optimizer=partial(SGD, lr=config.optimizer.lr, momentum=config.optimizer.momentum))
@@ -60,8 +60,8 @@ def test_ten_workers_on_disjoint_tenths_reach_the_closed_form(ranks: Callable[..
         assert result["test"]["test_mse"] == pytest.approx(best_mse(), rel=1e-4)
 
 
-# Of the table in docs/recipes.md.
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+# Rows of the table in docs/recipes.md.
+CONSISTENCIES: dict[str, tuple[str, dict[str, Any]]] = {
     "sync": ("parameter_server", {}),
     "ssp": ("parameter_server", {"consistency": "ssp", "staleness": 3}),
     "async": ("parameter_server", {"consistency": "async"}),
@@ -71,10 +71,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def fit_every_way() -> dict[str, float]:
-    """Largest distance of a coefficient to the closed form, for each way, at one constant rate."""
+def fit_consistencies() -> dict[str, float]:
+    """Return the largest distance of a coefficient to the closed form, at one constant rate."""
     distances = {}
-    for name, (strategy, options) in WAYS.items():
+    for name, (strategy, options) in CONSISTENCIES.items():
         seed_everything(0)
         module = LinearRegression(optimizer=partial(SGD, lr=0.1), variance_reduction=True)
         data = DiabetesData(150, passes=10, decorrelate=True)
@@ -86,7 +86,7 @@ def fit_every_way() -> dict[str, float]:
 
 
 def test_every_consistency_reaches_the_closed_form_at_a_constant_rate(ranks: Callable[..., list[Any]]) -> None:
-    for distances in ranks(fit_every_way, 3):
+    for distances in ranks(fit_consistencies, 3):
         assert max(distances.values()) < 1e-5, distances
 
 
@@ -103,13 +103,12 @@ def test_principal_components_have_the_same_fitted_values() -> None:
     assert torch.allclose(inputs.T @ inputs / len(inputs), torch.eye(10, dtype=inputs.dtype))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_sharded_coefficients_are_read_too(ranks: Callable[..., list[Any]], strategy: str) -> None:
-    for result in ranks(fit, 2, strategy, 225, 200):
+def test_coefficients_of_a_sharded_model(ranks: Callable[..., list[Any]]) -> None:
+    for result in ranks(fit, 2, "zero3", 225, 200):
         assert result["test"]["distance_to_closed_form"] < 1e-4
 
 
-def test_yaml_has_the_fastest_rate_and_momentum() -> None:
+def test_yaml_has_the_optimal_rate_and_momentum() -> None:
     """Polyak's formula for the extreme eigenvalues of the curvature; the intercept's is 1."""
     inputs, _ = diabetes()
     eigenvalues = torch.linalg.eigvalsh(inputs.T @ inputs / len(inputs))
@@ -119,7 +118,7 @@ def test_yaml_has_the_fastest_rate_and_momentum() -> None:
     assert optimizer.momentum == pytest.approx(((largest - smallest) / (largest + smallest)) ** 2, rel=1e-3)
 
 
-def test_closed_form_has_no_gradient_left() -> None:
+def test_closed_form_has_no_gradient() -> None:
     inputs, targets = diabetes()
     coefficients, intercept = DiabetesData().closed_form()
     residuals = inputs @ coefficients + intercept - targets[:, 0]

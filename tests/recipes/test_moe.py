@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,17 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.recipes.test_gpt import QUIET, write_text
+from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.gpt.model import GPT, GPTConfig
-from trainwright.recipes.moe.model import Experts, MixtureOfExperts, MoEConfig, MoEGPT, Routes, tally
+from trainwright.recipes.moe.model import Experts, MixtureOfExperts, MoEConfig, MoEGPT, Routes, balance_statistics
 from trainwright.recipes.moe.module import MoEModule
 
 SMALL = MoEConfig(layers=2, dim=32, heads=2, seq_len=16, hidden=32, experts=4)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path)
-
-
-def test_a_token_costs_what_it_costs_in_the_dense_model() -> None:
+def test_cost_of_a_token_equals_the_dense_model() -> None:
     with torch.device("meta"):
         dense, sparse = GPT(GPTConfig()), MoEGPT(MoEConfig())
     dense_ff = sum(p.numel() for p in dense.blocks[0].feed_forward.parameters())
@@ -58,7 +52,7 @@ def one_by_one(experts: Experts, tokens: Tensor, index: Tensor, weights: Tensor)
 
 @pytest.mark.parametrize("how", ["32", "bf16-true", "bf16-mixed"])
 def test_experts_compute_their_tokens(how: str) -> None:
-    """Expert 2 has no token and a gradient of zero all the same."""
+    """Expert 2 has no tokens, and a zero gradient."""
     torch.manual_seed(0)
     experts = Experts(MoEConfig(dim=16, heads=2, hidden=24, experts=4, init_std=0.5))
     tokens, weights = torch.randn(7, 16), torch.rand(7, 2)
@@ -80,41 +74,32 @@ def test_experts_compute_their_tokens(how: str) -> None:
         assert not parameter.grad[2].any()
 
 
-def test_position_sees_only_what_is_before() -> None:
-    torch.manual_seed(0)
-    model = MoEGPT(MoEConfig(layers=2, dim=32, heads=4, init_std=0.2))
-    tokens = torch.randint(256, (2, 16))
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 256
-    before, after = model(tokens)[0], model(changed)[0]
-    torch.testing.assert_close(before[:, :9], after[:, :9])
-    assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)).min() > 1e-5
-
-
 def routes(logits: Tensor) -> Routes:
     chosen = logits.topk(2)
     return Routes(logits.softmax(-1), chosen.indices, chosen.values.softmax(-1))
 
 
-def test_balance_is_one_at_best() -> None:
+def test_balance_is_at_best_one() -> None:
     even = torch.tensor([[9.0, 9.0, 0.0, 0.0], [0.0, 0.0, 9.0, 9.0]])
-    found = tally(routes(even), 1)
+    found = balance_statistics(routes(even), 1)
     assert found.balance.item() == pytest.approx(1)
     assert found.load.item() == 1
-    same = tally(routes(even[:1].expand(6, 4)), 2)
-    assert same.balance.item() == pytest.approx(2, abs=1e-3)  # two of four experts get everything
+    same = balance_statistics(routes(even[:1].expand(6, 4)), 2)
+    assert same.balance.item() == pytest.approx(2, abs=1e-3)  # all tokens go to two of four experts
     assert same.load.item() == 2
 
 
 def test_balance_of_a_batch_is_the_mean_of_its_sequences() -> None:
     torch.manual_seed(0)
     logits = torch.randn(3 * 8, 4) * 3
-    parts = [tally(routes(part), 1).balance for part in logits.split(8)]
-    assert tally(routes(logits), 3).balance.item() == pytest.approx(torch.stack(parts).mean().item(), rel=1e-6)
+    parts = [balance_statistics(routes(part), 1).balance for part in logits.split(8)]
+    assert balance_statistics(routes(logits), 3).balance.item() == pytest.approx(
+        torch.stack(parts).mean().item(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("balance", [0.0, 1.0])
-def test_balance_moves_the_router(balance: float) -> None:
+def test_balance_trains_the_router(balance: float) -> None:
     torch.manual_seed(0)
     model = MoEGPT(MoEConfig(layers=2, dim=32, heads=2, experts=4, balance=balance, init_std=0.2))
     _, counted = model(torch.randint(256, (2, 16)))
@@ -128,20 +113,20 @@ def test_balance_moves_the_router(balance: float) -> None:
 def test_loss_falls_and_experts_stay_busy(text: Path) -> None:
     seed_everything(0)
     module, data = MoEModule(SMALL, warmup_steps=2), TextCorpus(text, seq_len=16, batch_size=16)
-    trainer = LightningTrainer(max_steps=80, devices=1, log_every_n_steps=1, **QUIET)
+    trainer = LightningTrainer(max_steps=50, devices=1, log_every_n_steps=1, **QUIET)
     before = trainer.validate(module, data, verbose=False)[0]
     trainer.fit(module, data)
     logged = trainer.logged_metrics
     after = trainer.validate(module, data, verbose=False)[0]
-    assert before["val_bpb"] == pytest.approx(8, abs=0.5)  # it knows nothing: one of 256 bytes
-    assert after["val_bpb"] < 4
+    assert before["val_bpb"] == pytest.approx(8, abs=0.5)  # uniform over 256 bytes
+    assert after["val_bpb"] < 5
     assert after["val_bpb"] == pytest.approx(after["val_loss"] / math.log(2), rel=1e-6)
     assert {"train_loss", "balance_loss", "expert_load"} <= logged.keys()
     assert 1 <= logged["expert_load"] <= 2
     assert 0.9 < logged["balance_loss"] < 2
 
 
-def fitted(strategy: str, folder: str, options: dict[str, Any], micro: int) -> dict[str, Tensor]:
+def fitted(strategy: str, folder: str, micro: int) -> float:
     seed_everything(0)
     trainer = Trainer(
         strategy=strategy,
@@ -150,27 +135,19 @@ def fitted(strategy: str, folder: str, options: dict[str, Any], micro: int) -> d
         global_batch_size=16,
         **QUIET,
     )
-    module = MoEModule(SMALL, partial(SGD, lr=0.5), warmup_steps=0, final_lr_factor=1.0, **options)
-    trainer.fit(module, TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=micro))
-    bits = torch.cat(trainer.predict(module, TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=micro)))
-    return {"bits": bits.clone()}
+    module = MoEModule(SMALL, partial(SGD, lr=0.5), warmup_steps=0, final_lr_factor=1.0)
+    data = TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=micro)
+    trainer.fit(module, data)
+    return float(torch.cat(trainer.predict(module, data)).mean())
 
 
-@pytest.mark.parametrize(("strategy", "micro"), [("ddp", 8), ("zero2", 4), ("zero3", 8)])
+@pytest.mark.parametrize(("strategy", "micro"), [("ddp", 8), ("zero3", 4)])
 def test_every_strategy_trains_as_one_process(text, ranks, strategy, micro):
-    """The loss of imbalance included, however the batch is dealt out."""
-    (alone,) = ranks(fitted, 1, "single", str(text.parent), {}, 16, init_group=False)
-    for result in ranks(fitted, 2, strategy, str(text.parent), {}, micro):
-        torch.testing.assert_close(result["bits"].mean(), alone["bits"].mean(), rtol=1e-5, atol=0)
+    (alone,) = ranks(fitted, 1, "single", str(text.parent), 16, init_group=False)
+    assert ranks(fitted, 2, strategy, str(text.parent), micro) == [pytest.approx(alone, rel=1e-5)] * 2
 
 
-def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]]) -> None:
-    ordinary = ranks(fitted, 2, "zero3", str(text.parent), {}, 8)[0]["bits"].mean()
-    deferred = ranks(fitted, 2, "zero3", str(text.parent), {"meta": True}, 8)[0]["bits"].mean()
-    assert deferred.item() == pytest.approx(ordinary.item(), rel=0.1)
-
-
-def test_every_weight_is_drawn_by_its_module() -> None:
+def test_reset_parameters_initializes_every_weight() -> None:
     with torch.device("meta"):
         layer = MixtureOfExperts(SMALL)
     layer.to_empty(device="cpu")

@@ -5,7 +5,7 @@ import pytest
 from trainwright.recipes.language_model import learning_rate_factor
 
 
-def test_three_parts() -> None:
+def test_schedule_has_three_parts() -> None:
     factors = [learning_rate_factor(step, 4, 20, 0.1) for step in range(30)]
     assert factors[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert factors[4] == 1.0

@@ -25,7 +25,7 @@ def test_every_byte_is_predicted_once(text: Path) -> None:
         windows[4]
 
 
-def test_pickled_windows_leave_the_text_behind(text: Path) -> None:
+def test_pickled_windows_exclude_the_text(text: Path) -> None:
     windows = TextWindows(text, 0, 1000, seq_len=25)
     first = windows[0]
     pickled = pickle.dumps(windows)
@@ -33,7 +33,7 @@ def test_pickled_windows_leave_the_text_behind(text: Path) -> None:
     assert torch.equal(pickle.loads(pickled)[0], first)
 
 
-def test_splits_do_not_touch(text: Path) -> None:
+def test_splits_are_disjoint(text: Path) -> None:
     data = TextCorpus(text, seq_len=8, batch_size=4, held_out=0.2)
     data.prepare_data()
     data.setup("fit")
@@ -50,7 +50,7 @@ def test_splits_do_not_touch(text: Path) -> None:
     assert all(bytes(row.tolist()) in content[:held] for row in batch)
 
 
-def test_reads_ahead_in_processes(text: Path) -> None:
+def test_loader_processes(text: Path) -> None:
     data = TextCorpus(text, seq_len=8, batch_size=4, held_out=0.2, num_workers=1)
     data.setup("fit")
     alone = TextCorpus(text, seq_len=8, batch_size=4, held_out=0.2)
@@ -59,7 +59,7 @@ def test_reads_ahead_in_processes(text: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_folder_is_joined_in_the_cache(tmp_path: Path) -> None:
+def test_folder_is_concatenated_in_the_cache(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in "ab":
@@ -70,11 +70,11 @@ def test_folder_is_joined_in_the_cache(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_too_short_is_a_value_error(tmp_path: Path) -> None:
+def test_too_short(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(ValueError, match="The training text has 5 bytes"):
         TextCorpus(tmp_path / "a.txt").setup("fit")
 
 
-def test_bytes_that_are_no_text_are_shown() -> None:
+def test_decoding_of_invalid_bytes() -> None:
     assert TextCorpus().decode([104, 105, 255, 10]) == "hi\\xff\n"

@@ -31,7 +31,7 @@ class Losses(Callback):
 
 
 def fit(strategy: str, sparse: bool, micro: int) -> list[float]:
-    """Losses of steps of 32 impressions."""
+    """Return the losses of steps of 32 impressions."""
     seed_everything(0)
     losses = Losses()
     trainer = Trainer(
@@ -47,7 +47,7 @@ def fit(strategy: str, sparse: bool, micro: int) -> list[float]:
     return losses.losses
 
 
-def test_the_layout_and_the_kind_of_gradients_change_no_loss(ranks: Callable[..., list[Any]]) -> None:
+def test_losses_do_not_depend_on_layout_and_sparsity(ranks: Callable[..., list[Any]]) -> None:
     (expected,) = ranks(fit, 1, "single", False, 32)
     assert len(expected) == 6
     for strategy, sparse in (("ddp", False), ("ddp", True), ("zero3", False)):
@@ -56,11 +56,11 @@ def test_the_layout_and_the_kind_of_gradients_change_no_loss(ranks: Callable[...
 
 
 def loss_of_constant(log: ClickLog) -> float:
-    """Mean log loss, in nats, of the best constant: what a model has that has learnt nothing."""
+    """Return the mean log loss, in nats, of the best constant."""
     return F.binary_cross_entropy(log.clicked.mean().expand_as(log.clicked), log.clicked).item()
 
 
-def test_it_learns_and_says_how_far_from_the_best(caplog: pytest.LogCaptureFixture) -> None:
+def test_learning_and_excess_loss(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     seed_everything(0)
     module, data = WideDeep(rows=2048, wide_rows=8192, sparse=True), ClickData(batch_size=256, samples=30_000)
@@ -75,7 +75,7 @@ def test_it_learns_and_says_how_far_from_the_best(caplog: pytest.LogCaptureFixtu
     assert clicks.mean().item() == pytest.approx(data.splits["test"].clicked.mean().item(), abs=0.05)
 
 
-def test_a_log_is_a_function_of_its_arguments() -> None:
+def test_click_log_is_deterministic() -> None:
     log, again, other = draw_click_log(5000), draw_click_log(5000), draw_click_log(5000, seed=1)
     assert torch.equal(log.ids, again.ids)
     assert torch.equal(log.clicked, again.clicked)
@@ -95,7 +95,7 @@ def test_hashes_spread_evenly() -> None:
     assert counts.max() < 3 * counts.float().mean()
 
 
-def test_what_takes_no_sparse_gradients_is_refused_before_a_process_starts() -> None:
+def test_sparse_gradients_are_refused() -> None:
     def problems(*overrides: str) -> list[str]:
         return check_sparse(compose(recipe="wide_deep", overrides=list(overrides)), 1)
 
@@ -111,12 +111,12 @@ def test_what_takes_no_sparse_gradients_is_refused_before_a_process_starts() -> 
 
 def test_impossible_arguments() -> None:
     with pytest.raises(ValueError, match=r"module\.crosses has .*device"):
-        WideDeep(crosses=[["site", "nobody"]])
+        WideDeep(crosses=[["site", "unknown"]])
     with pytest.raises(ValueError, match=r"data\.samples=3 "):
         ClickData(samples=3)
 
 
-def test_adam_takes_dense_tables_alone() -> None:
+def test_optimizers() -> None:
     module = WideDeep(sparse=False, optimizer=partial(AdamW, lr=1e-3), **SMALL)
     assert type(module.configure_optimizers()) is AdamW
     assert type(WideDeep().configure_optimizers()) is Adagrad

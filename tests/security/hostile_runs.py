@@ -38,7 +38,7 @@ YAML = (
     "? [a]", "<<: 1", "'\\ud800'", '"\\ud800"', "99999999999999999999", "true",
 )  # fmt: skip
 CELLS = ("1e308", "-1e308", "5e-324", "0", "inf", "nan", "9" * 5000, "", "x", "1e400", "-1", "\x1b[31m", '"', "1.5")
-RESTARTS = ("restart 1", "continuing from step", "died at step")
+RESTARTS = ("restart 1", "resuming from step", "died at step")
 RESTART_DATES = (
     "2027-01-15 08:05:00.250",
     "2027-99-15 08:05:00",

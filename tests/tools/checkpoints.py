@@ -1,4 +1,4 @@
-"""Checkpoints of a few bytes, and ways to damage them."""
+"""Tiny checkpoints, and functions that damage them."""
 
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,17 @@ RANK_FILE = "rank_00000.safetensors"
 
 
 def write_checkpoint(path: Path | str, step: int = 1, tensors: int = 2, **about: Any) -> str:
-    """A checkpoint as one rank writes it.
+    """Write a checkpoint of one rank.
 
     Args:
         path: of its folder.
-        step: that its manifest tells.
-        tensors: how many it holds, of four elements each.
-        **about: what else its manifest tells.
+        step: of its manifest.
+        tensors: number of tensors with four elements.
+        **about: other fields of its manifest.
     """
     names = [f"layer.{i}" for i in range(tensors)]
     content = Content(
-        tree={
-            "global_step": step,
-            "state_dict": {name: {"~": "tensor", "key": f"weights/{name}"} for name in names},
-        },
+        tree={"global_step": step, "state_dict": {name: {"~": "tensor", "key": f"weights/{name}"} for name in names}},
         tensors={
             f"weights/{name}": TensorParts.whole(torch.full((2, 2), float(i + step))) for i, name in enumerate(names)
         },
@@ -36,7 +33,7 @@ def write_checkpoint(path: Path | str, step: int = 1, tensors: int = 2, **about:
 
 
 def flip_bit(path: Path | str, file: str = RANK_FILE, at: int = -1) -> None:
-    """Change one bit of a file; its size stays."""
+    """Flip one bit of a file."""
     target = Path(path) / file
     data = bytearray(target.read_bytes())
     data[at] ^= 1
@@ -44,6 +41,6 @@ def flip_bit(path: Path | str, file: str = RANK_FILE, at: int = -1) -> None:
 
 
 def cut_short(path: Path | str, file: str = RANK_FILE) -> None:
-    """Leave out the last byte of a file."""
+    """Remove the last byte of a file."""
     target = Path(path) / file
     target.write_bytes(target.read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""`trainwright checkpoint ...` as a person types it."""
+"""The verb `checkpoint`."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def checkpoint(tmp_path: Path) -> str:
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """What the command prints; what it says beside that must be in order with its exit code."""
+    """Return what the command prints to stdout, or the message of a refusal."""
     assert main(["checkpoint", *words]) == code
     out, err = capsys.readouterr()
     assert "Traceback" not in err
@@ -49,8 +49,8 @@ def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
     (["import", "x"], ["--to"]),
     (["verify", "nowhere"], ["nowhere"]),
     (["list", "nowhere"], ["nowhere", "runs/<name>"]),
-    (["list", "."], ["no checkpoint"]),
-    (["list", __file__], ["is no folder", "runs/<name>"]),
+    (["list", "."], ["no checkpoints"]),
+    (["list", __file__], ["not a folder", "runs/<name>"]),
     (["verify", ""], ["path of a checkpoint is empty"]),
     (["list", ""], ["path of a checkpoint is empty"]),
 ])  # fmt: skip
@@ -71,12 +71,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trainwright checkpoint --help" in capsys.readouterr().out
 
 
-def test_a_good_one_is_verified_and_no_process_started(checkpoint, monkeypatch, capsys):
+def test_verify_starts_no_process(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(cli, "start_forkserver", lambda: pytest.fail("`checkpoint verify` is not `verify`"))
     assert output(capsys, "verify", checkpoint).startswith(f"good: {checkpoint}, step 7, 3 files")
 
 
-def test_looking_needs_no_torch(checkpoint: str) -> None:
+def test_inspection_imports_no_torch(checkpoint: str) -> None:
     script = (
         "import sys\n"
         "from trainwright.command.cli import main\n"
@@ -100,7 +100,7 @@ def test_verify_names_the_file_and_the_rank(file: str, checkpoint: str, capsys: 
     assert line.startswith(f"{file} (written by rank 0): ")
 
 
-def test_verify_says_one_line_per_problem(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_prints_one_line_per_problem(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     cut_short(checkpoint)
     (Path(checkpoint) / "state.json").unlink()
     lines = sorted(output(capsys, "verify", checkpoint, code=1).splitlines())
@@ -109,10 +109,10 @@ def test_verify_says_one_line_per_problem(checkpoint: str, capsys: pytest.Captur
     assert "missing" in lines[1]
 
 
-def test_what_cannot_be_verified(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refusals(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is a file" in output(capsys, "verify", f"{checkpoint}/state.json", code=2)
     assert checkpoint in output(capsys, "verify", str(Path(checkpoint).parent), code=2)
-    assert "is one checkpoint; type inspect" in output(capsys, "list", checkpoint, code=2)
+    assert "this is one checkpoint; use inspect" in output(capsys, "list", checkpoint, code=2)
     (Path(checkpoint) / "manifest.json").unlink()
     assert "not completely written" in output(capsys, "verify", checkpoint, code=2)
 
@@ -135,7 +135,7 @@ def test_inspect_as_json(checkpoint: str, capsys: pytest.CaptureFixture[str]) ->
     assert {name: file["bytes"] for name, file in found["files"].items()} == sizes
 
 
-def test_inspect_shows_a_screenful(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_limits_the_number_of_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = write_checkpoint(tmp_path / "many", tensors=300)
     short, long = (output(capsys, "inspect", many, *words).splitlines() for words in ((), ("--all",)))
     assert len(short) < 60
@@ -149,7 +149,7 @@ def test_inspect_a_damaged_list_of_tensors(checkpoint: str, capsys: pytest.Captu
     assert "tensors.json (written by rank 0)" in capsys.readouterr().err
 
 
-def test_list_tells_newest_first_what_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_states_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/mine/2026-01-01/checkpoints")
     for step in (2, 10, 6, 4, 8):
         write_checkpoint(folder / f"step={step}", step, metrics={"val_loss": step / 4})
@@ -173,7 +173,7 @@ def test_list_tells_newest_first_what_is_good(tmp_path: Path, capsys: pytest.Cap
     assert {Path(row["path"]).name: row["state"] for row in deep} == {**states, "step=6": "damaged"}
 
 
-def test_list_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run_name in ("2026-01-01", "2026-01-02"):
         write_checkpoint(f"runs/mine/{run_name}/checkpoints/step=3", 3, metrics={"val_loss": 0.5})
     cut_short("runs/mine/2026-01-01/checkpoints/step=3")
@@ -194,8 +194,8 @@ def test_list_a_store(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_export_and_import(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = output(capsys, "export", checkpoint, "--format", "torch", "--dtype", "bfloat16")
-    assert told.strip().endswith("step=7.pt")
+    printed = output(capsys, "export", checkpoint, "--format", "torch", "--dtype", "bfloat16")
+    assert printed.strip().endswith("step=7.pt")
     dtypes = {name: tensor.dtype for name, tensor in torch.load("step=7.pt", weights_only=True).items()}
     assert dtypes == dict.fromkeys(("layer.0", "layer.1"), torch.bfloat16)
     output(capsys, "export", checkpoint, "--format", "safetensors", "--max-shard-size", "16", "--to", "shards")
@@ -208,7 +208,7 @@ def test_export_and_import(checkpoint: str, capsys: pytest.CaptureFixture[str]) 
     assert "exists" in output(capsys, "import", "shards", "--to", "imported", code=2)
 
 
-def test_what_export_and_import_refuse(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_import_refusals(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere" in output(capsys, "export", "nowhere", "--format", "torch", code=2)
     assert "Hugging Face" in output(capsys, "export", checkpoint, "--format", "hf", code=2)
     torch.save({"path": Path("x")}, "object.pt")

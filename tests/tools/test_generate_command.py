@@ -1,4 +1,4 @@
-"""``trainwright generate``: from a run directory to text."""
+"""``trainwright generate``: text from a run directory."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.command.project import environment
-from tests.recipes.test_gpt import write_text
+from tests.recipes.conftest import write_text
 from tests.warm import warm_run
 from trainwright.command.cli import main
 from trainwright.tools.generate.command import _prompts
@@ -22,7 +22,7 @@ TINY = (
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory of which nothing is true but its configuration."""
+    """Write a run directory with only a configuration."""
     monkeypatch.chdir(tmp_path)
     folder = Path("empty")
     folder.mkdir()
@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_run_writes_on_one_process_what_it_writes_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_and_two_processes_generate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = write_text(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("jumps over\n\nlazy\n")
@@ -53,19 +53,19 @@ def test_a_run_writes_on_one_process_what_it_writes_on_two(tmp_path: Path, monke
     assert alone["texts"] == split["texts"]
     assert alone["new_tokens"] == sum(each["new_tokens"] for each in alone["texts"]) == 18
     assert alone["tokens_per_second"] == pytest.approx(18 / alone["seconds"])
-    shown = typed(*words[:3], "max_new_tokens=3", "strategy=zero3", "devices=2")  # a rank without a prompt of its own
+    shown = typed(*words[:3], "max_new_tokens=3", "strategy=zero3", "devices=2")  # one rank has no prompt
     assert shown.startswith("the quick")
     assert "3 new tokens in" in shown
 
 
-def test_prompts_are_texts_or_lists_of_them() -> None:
+def test_prompts() -> None:
     words = ["prompt=a, b = c", 'prompt=["d","e, f"]', "prompt=[g", "prompt=[1]"]
     assert _prompts(words) == ["a, b = c", "d", "e, f", "[g", "[1]"]
 
 
 @pytest.mark.parametrize(("words", "parts"), [
     (["prompt=a"], ["no run directory was given", "generate RUN prompt=TEXT"]),
-    (["nowhere", "prompt=a"], ["nowhere: no run directory"]),
+    (["nowhere", "prompt=a"], ["nowhere: not a run directory"]),
     (["empty", "prompts_file=none.txt"], ["prompts_file=none.txt", "No such file"]),
     (["empty", "prompt=a", "strategy=tensr"], ["did you mean tensor?"]),
     (["empty", "promt=a", "temprature=1"], ["did you mean prompt?", "did you mean temperature?"]),

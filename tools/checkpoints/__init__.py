@@ -1,1 +1,1 @@
-"""`trainwright checkpoint`."""
+"""The verb `checkpoint`."""

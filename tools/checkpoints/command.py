@@ -1,7 +1,6 @@
-"""`trainwright checkpoint verify|inspect|list|export|import`: what can be done with a checkpoint without a run.
+"""The verb `checkpoint`: verify, inspect, list, export and import checkpoints without a run.
 
-No rank is started, and nothing here imports torch before it is needed: looking at a checkpoint takes tenths of a
-second.
+No rank is started, and torch is imported only where needed: inspecting a checkpoint takes tenths of a second.
 """
 
 import argparse
@@ -23,33 +22,33 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SUFFIX = {"safetensors": "-safetensors", "hf": "-hf", "peft": "-peft", "lightning": ".ckpt", "torch": ".pt"}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
-HELP = """trainwright checkpoint: look at, check and convert checkpoints. No process is started.
+HELP = """trainwright checkpoint: inspect, verify and convert checkpoints. No process is started.
 
 usage: trainwright checkpoint <verb> PATH [options]
 
 verbs:
-  verify PATH     read every byte and compare it with what was written; one line per damaged file, naming the file and
+  verify PATH     read every byte and compare checksums; one line per damaged file, naming the file and
                   the rank that wrote it. Exit code 0: good, 1: damaged
   inspect PATH    step, layout, versions, metrics, sizes per rank, and the tensors
-      --all         every tensor, not a screenful
-      --json        all of it as one JSON document
+      --all         every tensor, not the first 40
+      --json        everything as one JSON document
   list FOLDER     the checkpoints of a folder, of a run directory or of all runs in runs/<name>, newest first
-      --deep        read every byte of each, not sizes alone
+      --deep        read every byte of each, not only sizes
       --json        as one JSON document
   export PATH     write the weights (or, for lightning, all of the state) for other tools
       --format      safetensors, hf (a folder for transformers' from_pretrained), peft (the adapter alone, for
                     PeftModel.from_pretrained), lightning (a .ckpt) or torch ({name: tensor})
       --merge       hf: merge the adapter into the weights
-      --to DEST     where; default: named after the checkpoint, in the current directory
+      --to DEST     default: named after the checkpoint, in the current directory
       --max-shard-size SIZE   of a safetensors file, like 500MB (default 5GB in a folder)
       --dtype       float32, bfloat16, float16 or float64; default: as stored
-      --model       hf, peft: the attribute that holds the model to export, where the module has several
+      --model       hf, peft: the attribute with the model to export, if the module has several
       --tokenizer FOLDER      hf, peft: copy the tokenizer's files; default: tokenizer/ of the checkpoint's run
       --overwrite   replace an earlier export at DEST
-  import SOURCE   make a checkpoint that ckpt_path= and init_from= take, of safetensors, a Hugging Face folder, a
+  import SOURCE   make a checkpoint for ckpt_path= and init_from= from safetensors, a Hugging Face folder, a
                   Lightning .ckpt, a torch file of weights or a DeepSpeed folder
       --to DEST     the new checkpoint
-      --trust       let SOURCE run code if it is a pickle that needs to; only for files of people you trust
+      --trust       let SOURCE run code if it is a pickle that needs to; only for files you trust
       --overwrite   replace the checkpoint at DEST
 
 examples:
@@ -61,13 +60,13 @@ examples:
 
 
 def run_checkpoint_command(words: Sequence[str]) -> int:
-    """Do what was asked and report errors as one message.
+    """Run a verb of `checkpoint` and print errors to stderr.
 
     Args:
-        words: what was typed after `trainwright`, `checkpoint` included.
+        words: the command line after `trainwright`, `checkpoint` included.
 
     Returns:
-        The exit code: 0 all is well, 1 the checkpoint is damaged, 2 the command or the path was refused.
+        The exit code: 0 success, 1 the checkpoint is damaged, 2 the command line or the path was refused.
     """
     rest = list(words)
     rest.remove("checkpoint")
@@ -102,10 +101,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def size_in_bytes(text: str) -> int:
-    """Bytes of a size as people write it: 500MB, 5GB, 2GiB, 1000000.
+    """Parse a size: 500MB, 5GB, 2GiB, 1000000.
 
     Raises:
-        argparse.ArgumentTypeError: if it is none, or not more than 0.
+        argparse.ArgumentTypeError: if it is not a positive size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     size = int(float(match[1]) * _UNITS.get(match[2].lower(), 0)) if match else 0
@@ -144,7 +143,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     name = PurePosixPath(arguments.path.rstrip("/")).name or "checkpoint"
     to = arguments.to or name.removesuffix(".ckpt") + _SUFFIX[arguments.format]
-    _say(f"reading {arguments.path}")
+    _log(f"reading {arguments.path}")
     from trainwright.checkpoint.foreign.export import export
     from trainwright.checkpoint.foreign.tokenizer_files import TOKENIZER_FILES
 
@@ -160,14 +159,14 @@ def _export(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
     )
     if arguments.format in ("hf", "peft") and not any((written / name).exists() for name in TOKENIZER_FILES):
-        _say("without a tokenizer, of which the run kept none; give --tokenizer FOLDER to copy one")
-    _say("done")
+        _log("exported without a tokenizer, since the run has none; type --tokenizer FOLDER to copy one")
+    _log("done")
     print(written)
     return OK
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    _say(f"reading {arguments.source}")
+    _log(f"reading {arguments.source}")
     from trainwright.checkpoint.foreign.importing import import_checkpoint
 
     try:
@@ -177,19 +176,19 @@ def _import(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         if "trust=true" not in str(error):
             raise
-        raise CheckpointError(str(error).replace("trust=true", "--trust")) from error  # the word for it here
-    _say("done")
+        raise CheckpointError(str(error).replace("trust=true", "--trust")) from error
+    _log("done")
     print(written)
     return OK
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"checkpoint: {text}", file=sys.stderr, flush=True)
 
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _PATH: dict[str, Any] = {"path": {"metavar": "PATH"}}
-# What each verb calls, and its arguments as argparse takes them.
+# Verb -> function and argparse arguments.
 _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], dict[str, dict[str, Any]]]] = {
     "verify": (_verify, _PATH),
     "inspect": (_inspect, {**_PATH, "--all": _FLAG, "--json": _FLAG}),

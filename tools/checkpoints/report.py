@@ -1,4 +1,4 @@
-"""What `trainwright checkpoint verify`, `inspect` and `list` find; neither torch nor Lightning is needed to look."""
+"""Results of `trainwright checkpoint verify`, `inspect` and `list`; needs neither torch nor Lightning."""
 
 import math
 import os
@@ -24,16 +24,16 @@ from trainwright.core.text.plain import aligned, finite
 from trainwright.core.text.sizes import size_text
 
 GOOD, DAMAGED, UNFINISHED, UNCHECKED = "good", "damaged", "half-written", "not checkable"
-_SCREENFUL = 40
+_SHOWN_TENSORS = 40
 _PARTIAL = ".partial-"
-_OF_A_CHECKPOINT = re.compile(r"(rank_\d+.*\.safetensors|(state|tensors|(files|boxes)_\d+).*\.json)$")
+_CHECKPOINT_FILE = re.compile(r"(rank_\d+.*\.safetensors|(state|tensors|(files|boxes)_\d+).*\.json)$")
 
 
 def verified(path: str) -> tuple[list[str], str]:
-    """Read every byte of a checkpoint and compare.
+    """Read every byte of a checkpoint and compare checksums.
 
     Returns:
-        One text per damaged file, naming it and the rank that wrote it; and a line for when there is none.
+        One text per damaged file, naming it and the rank that wrote it; and the line to print if there are none.
 
     Raises:
         CheckpointError: if there is no finished checkpoint at `path`.
@@ -48,22 +48,22 @@ def verified(path: str) -> tuple[list[str], str]:
 
 
 def _problems(path: str, manifest: Manifest, *, deep: bool) -> list[str]:
-    """What is wrong with the files of a checkpoint, and `deep` with what they say."""
+    """Return problems with the files of a checkpoint, and if `deep` with their contents."""
     problems = verify(path, manifest, deep=deep)
     return problems or (problems_of_contents(path, manifest) if deep else [])
 
 
 def manifest_at(path: str) -> Manifest:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: as `read_manifest`, and telling of the checkpoints inside a folder that is none itself.
+        CheckpointError: as `read_manifest`; for a folder of checkpoints it names the newest.
     """
-    folder = Path(local_path(normal_path(path)))  # an empty one is refused, not taken for this folder
+    folder = Path(local_path(normal_path(path)))  # refuses an empty path
     if not is_remote(path) and folder.is_dir() and not os.path.exists(folder / MANIFEST):
         inside = [each.path for at in (folder, folder / CHECKPOINTS) for each in candidates_in(str(at))]
         if inside:
-            raise CheckpointError(f"{path} holds checkpoints, but is none; the newest in it: {inside[0]}")
+            raise CheckpointError(f"{path} contains checkpoints but is not one itself; type the newest: {inside[0]}")
     return read_manifest(path)
 
 
@@ -72,13 +72,13 @@ def manifest_at(path: str) -> Manifest:
 
 @dataclass(frozen=True)
 class ReportedTensor:
-    """A line of the table of tensors.
+    """A row of the table of tensors.
 
     Attributes:
         name: its key.
         shape: of the whole tensor.
         dtype: torch's name without `torch.`
-        bytes: of its values; None for a dtype whose size is not known here.
+        bytes: of its values; None for a dtype of unknown size.
     """
 
     name: str
@@ -89,11 +89,11 @@ class ReportedTensor:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything there is to know of a checkpoint without reading a tensor.
+    """Contents of a checkpoint, read without its tensors.
 
     Attributes:
         path: of the checkpoint.
-        manifest: what was published.
+        manifest: as published.
         tensors: of all ranks, by name.
         files: of all ranks.
     """
@@ -105,7 +105,7 @@ class Inspection:
 
     @classmethod
     def of(cls, path: str) -> "Inspection":
-        """Look at a checkpoint.
+        """Inspect a checkpoint.
 
         Raises:
             CheckpointError: if there is no finished checkpoint at `path`, or its list of tensors cannot be read.
@@ -122,7 +122,7 @@ class Inspection:
         return cls(folder.path, manifest, tensors, files)
 
     def bytes_of_ranks(self) -> dict[int, tuple[int, int]]:
-        """Rank -> bytes and number of files that it wrote."""
+        """Return bytes and number of files written, by rank."""
         found: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for record in self.files:
             size, files = found[record.rank]
@@ -130,7 +130,7 @@ class Inspection:
         return dict(sorted(found.items()))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON; bytes are whole numbers."""
+        """Return a JSON document; bytes are integers."""
         files = {
             record.name: {"bytes": record.size, "xxh3_128": record.hash, "rank": record.rank} for record in self.files
         }
@@ -138,15 +138,15 @@ class Inspection:
         return {"path": self.path, "about": finite(self.manifest.about), "files": files, "tensors": tensors}
 
     def to_text(self, *, every_tensor: bool = False) -> str:
-        """For people: a screenful, or with every tensor."""
+        """Return text for a terminal, with the first or all tensors."""
         head = [f"  {title:<14}{text}" for title, text in _facts(self.manifest) if text]
         ranks = [
             f"  {f'rank {rank}':<14}{size_text(size)} in {files} file{'s' * (files != 1)}"
             for rank, (size, files) in self.bytes_of_ranks().items()
         ]
-        shown = self.tensors if every_tensor else self.tensors[:_SCREENFUL]
+        shown = self.tensors if every_tensor else self.tensors[:_SHOWN_TENSORS]
         rows = [(t.name, "x".join(map(str, t.shape)) or "scalar", t.dtype, _count(t.bytes)) for t in shown]
-        left = len(self.tensors) - len(shown)
+        hidden = len(self.tensors) - len(shown)
         total = sum(each.bytes or 0 for each in self.tensors)
         return "\n".join(
             [
@@ -156,19 +156,19 @@ class Inspection:
                 "",
                 f"{len(self.tensors)} tensors, {size_text(total)}",
                 *aligned(("name", "shape", "dtype", "bytes"), rows, "<>>>"),
-                *([f"  ... and {left} more; --all shows them"] if left else []),
+                *([f"  ... and {hidden} more; --all shows them"] if hidden else []),
                 "",
             ]
         )
 
 
 _NOTHING = "-"
-# Bytes of the dtypes whose name does not end with their number of bits.
+# Bytes of dtypes whose names lack their number of bits.
 _ODD_DTYPES = {"bool": 1}
 
 
 def _tensors_of(data: bytes, manifest: Manifest, files: int) -> Iterator[tuple[str, Sequence[int], str]]:
-    """Name, shape and dtype of each tensor, as `tensors.json` tells them."""
+    """Yield name, shape and dtype of each tensor in `tensors.json`."""
     if manifest.version == WHOLE:
         yield from ((name, entry.shape, entry.dtype) for name, entry in plain_from_json(data).items())
         return
@@ -236,12 +236,12 @@ class Row:
 
     Attributes:
         path: of the checkpoint.
-        state: good, damaged, half-written, or not checkable (a file of Lightning's).
-        step: optimizer steps done; None when that is not known.
+        state: good, damaged, half-written, or not checkable (Lightning's single files).
+        step: optimizer steps done; None if unknown.
         created: ISO time.
         bytes: of all its files.
         metrics: by name.
-        problems: what is wrong with it.
+        problems: of its files.
     """
 
     path: str
@@ -253,40 +253,40 @@ class Row:
     problems: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return plain JSON."""
         return {**asdict(self), "metrics": finite(self.metrics or {})}
 
 
 def listed(path: str, *, deep: bool = False) -> list[Row]:
-    """The checkpoints in a folder, in the `checkpoints` folder of a run, or of all runs below it; newest first.
+    """Return the checkpoints in a folder, in the `checkpoints` folder of a run, or of all runs below it; newest first.
 
     Args:
         path: the folder.
-        deep: read and compare every byte; False looks at the manifest and the sizes.
+        deep: read and compare every byte; False checks manifest and sizes.
 
     Raises:
         CheckpointError: if there is no such folder, or nothing in it.
     """
-    normal_path(path)  # an empty one is refused, not taken for this folder
+    normal_path(path)  # refuses an empty path
     if not is_remote(path) and not os.path.isdir(local_path(path)):
-        what = "is no" if os.path.lexists(local_path(path)) else "there is no such"
-        raise CheckpointError(f"{path}: {what} folder; give a folder of checkpoints, or runs/<name>")
+        what = "this is not a folder" if os.path.lexists(local_path(path)) else "this folder does not exist"
+        raise CheckpointError(f"{path}: {what}; type a folder of checkpoints, or runs/<name>")
     folders = [path] if is_remote(path) else _folders_below(Path(local_path(path)))
     rows = [row for folder in folders for row in _rows_of(folder, deep)]
     if not rows:
         if _is_checkpoint(path):
-            raise CheckpointError(f"{path}: is one checkpoint; type inspect or verify for it, or list its parent")
-        raise CheckpointError(f"{path}: there is no checkpoint in it, nor in the {CHECKPOINTS} folders of runs in it")
+            raise CheckpointError(f"{path}: this is one checkpoint; use inspect or verify, or list its parent")
+        raise CheckpointError(f"{path}: there are no checkpoints here or in the {CHECKPOINTS} folders of runs below")
     return rows
 
 
 def _is_checkpoint(path: str) -> bool:
     folder = Folder(path)
-    return folder.exists() and any(name == MANIFEST or _OF_A_CHECKPOINT.match(name) for name in folder.names())
+    return folder.exists() and any(name == MANIFEST or _CHECKPOINT_FILE.match(name) for name in folder.names())
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """For people; problems stand below the line of their checkpoint."""
+    """Return a table for a terminal; problems follow the line of their checkpoint."""
     cells = [
         (
             _NOTHING if row.step is None else str(row.step),
@@ -304,9 +304,9 @@ def table_of(rows: Sequence[Row]) -> str:
 
 
 def _folders_below(path: Path) -> list[str]:
-    """`path` itself, its `checkpoints`, and those of the runs in it, newest run first."""
+    """Return `path` itself, its `checkpoints`, and those of the runs in it, newest run first."""
     runs = sorted((folder for folder in path.glob(f"*/{CHECKPOINTS}") if os.path.isdir(folder)), reverse=True)
-    # os.path.isdir says False where Path.is_dir raises: of a folder that this user may not enter.
+    # Unlike Path.is_dir, os.path.isdir returns False for folders without permission.
     return [str(folder) for folder in (path, path / CHECKPOINTS, *runs) if os.path.isdir(folder)]
 
 
@@ -318,7 +318,7 @@ def _rows_of(folder: str, deep: bool) -> list[Row]:
 
 
 def _children(folder: str) -> list[str]:
-    """Folders that could be a checkpoint, or be about to become one."""
+    """Return the folders that may be finished or unfinished checkpoints."""
     hidden = [] if is_remote(folder) else sorted(Path(local_path(folder)).glob(f".*{_PARTIAL}*"))
     return [*folders_in(folder), *map(str, hidden)]
 
@@ -339,20 +339,20 @@ def _row_of(candidate: Candidate, deep: bool) -> Row:
 
 
 def _row_of_unfinished(path: str) -> Row | None:
-    """A folder without a manifest; None when it never was to be a checkpoint."""
+    """Return the row of a folder without a manifest; None if it is not a checkpoint."""
     if _PARTIAL in os.path.basename(path):
-        return Row(path, UNFINISHED, problems=["is being written, or was when its run was killed"])
+        return Row(path, UNFINISHED, problems=["is being written, or its run was killed while writing"])
     try:
         names = Folder(path).names()
     except CheckpointError as error:
         return Row(path, DAMAGED, problems=[str(error)])
-    if MANIFEST in names or not any(_OF_A_CHECKPOINT.match(name) for name in names):
+    if MANIFEST in names or not any(_CHECKPOINT_FILE.match(name) for name in names):
         return None
-    return Row(path, UNFINISHED, problems=[f"has no {MANIFEST}: it was never finished, or that file was deleted"])
+    return Row(path, UNFINISHED, problems=[f"has no {MANIFEST}: writing did not finish, or the file was deleted"])
 
 
 def _shown(path: str) -> str:
-    """As a person would type it from here."""
+    """Return a path as a user would type it in the current directory."""
     if is_remote(path):
         return path
     relative = os.path.relpath(path)

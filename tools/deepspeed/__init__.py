@@ -1,1 +1,1 @@
-"""Training from a DeepSpeed JSON: read it, map each key to native configuration, and say what became of each."""
+"""Translation of a DeepSpeed JSON to native configuration."""

@@ -1,4 +1,4 @@
-"""`trainwright import-deepspeed ds_config.json`: what a DeepSpeed JSON is in native configuration."""
+"""The verb `import-deepspeed`: translate a DeepSpeed JSON to native configuration."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from trainwright.command.schema.compose import compose_checked, config_loader, g
 from trainwright.command.schema.expansion import Expansion
 from trainwright.core.problems import ConfigError
 from trainwright.tools.deepspeed.expand import translate_file
-from trainwright.tools.deepspeed.key import UNSUPPORTED
 from trainwright.tools.deepspeed.report import Report
+from trainwright.tools.deepspeed.table import UNSUPPORTED
 
 OK, REFUSED = 0, 2
 VERB = "import-deepspeed"
 _OPTIONS = ("--out", "--overwrite", "--json", "--config-dir", "--help")
 
-HELP = """trainwright import-deepspeed: what a DeepSpeed JSON is in native configuration. No process is started.
+HELP = """trainwright import-deepspeed: translate a DeepSpeed JSON to native configuration. No process is started.
 
 usage: trainwright import-deepspeed ds_config.json [key=value ...] [options]
 
-Prints what became of each key: mapped (to what), approximated (how it differs), unsupported (why, and what to do
-instead). "auto" is taken from the recipe; what is typed as key=value wins over the file.
+Prints the translation of each key: mapped (to what), approximated (how it differs), unsupported (why, and what to do
+instead). "auto" is taken from the recipe; key=value overrides the file.
 
 options:
-  --out FILE.yaml   also write it as a recipe: in a folder recipe/ of your own, `fit --config-dir` finds it by its name
+  --out FILE.yaml   also write a recipe: in your own folder recipe/, `fit --config-dir` finds it by name
   --overwrite       replace FILE.yaml
   --json            print the report as one JSON document, and nothing else, on standard output
-  --config-dir DIR  also search DIR for <group>/<choice>.yaml: your own recipes and groups
+  --config-dir DIR  also search DIR for your own recipes and groups, <group>/<choice>.yaml
 
 examples:
   trainwright import-deepspeed ds_config.json
@@ -48,13 +48,13 @@ examples:
 
 
 def run_import_command(words: Sequence[str]) -> int:
-    """Do what was asked and report errors as one message.
+    """Run `import-deepspeed` and print errors to stderr.
 
     Args:
-        words: what was typed after `trainwright`, `import-deepspeed` included.
+        words: the command line after `trainwright`, verb included.
 
     Returns:
-        The exit code: 0 it was imported, 2 the command or the file was refused.
+        The exit code: 0 success, 2 the command line or the file was refused.
     """
     rest = list(words)
     rest.remove(VERB)
@@ -123,7 +123,7 @@ def _write(report: Report, arguments: argparse.Namespace) -> None:
     if out.suffix != ".yaml":
         raise ConfigError([f"--out {out}: a configuration is a .yaml; type --out {out.with_suffix('.yaml')}"])
     if out.exists() and not arguments.overwrite:
-        raise ConfigError([f"--out {out}: exists already; type another name, or --overwrite"])
+        raise ConfigError([f"--out {out}: the file exists; type another name, or --overwrite"])
     groups = group_names(config_loader(arguments.config_dir))
     text = recipe_text(report, quote_paths(arguments.overrides), groups, out.stem)
     try:
@@ -133,15 +133,15 @@ def _write(report: Report, arguments: argparse.Namespace) -> None:
         raise ConfigError([f"--out {out}: {error.strerror}; type another path"]) from error
 
 
-_NOT_OF_A_RECIPE = ("recipe", "run_dir", "ckpt_path", "resume")
+_EXCLUDED_FROM_RECIPE = ("recipe", "run_dir", "ckpt_path", "resume")
 
 
 def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], name: str) -> str:
-    """Return the yaml.
+    """Return the yaml of a recipe.
 
     Args:
         report: of the file.
-        typed: overrides that were typed beside it; they are in the recipe too.
+        typed: other overrides, which the recipe includes.
         groups: names of all groups.
         name: of the recipe.
     """
@@ -159,14 +159,14 @@ def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], nam
             base = str(override.value())
         elif key in groups and not isinstance(override.value(), dict):
             choices[key] = override.value()
-        elif key not in _NOT_OF_A_RECIPE:
+        elif key not in _EXCLUDED_FROM_RECIPE:
             _put(tree, key.split("."), override.value())
     if base is not None:
         tree = {"name": name, **tree}
     return "\n".join(
         [
             "# @package _global_",
-            f"# What {Path(report.file).name} says{f', for recipe={base}' if base is not None else ''}.",
+            f"# Translated from {Path(report.file).name}{f' for recipe={base}' if base is not None else ''}.",
             *_header(report, left_over, base),
             "defaults:",
             *([f"  - {base}"] if base is not None else []),
@@ -180,12 +180,12 @@ def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], nam
 
 
 def _header(report: Report, left_over: Sequence[str], base: str | None) -> list[str]:
-    lines = [f"# Of its keys: {', '.join(f'{count} {status}' for status, count in report.counts.items())}."]
+    lines = [f"# Keys: {', '.join(f'{count} {status}' for status, count in report.counts.items())}."]
     lines += [f"# unsupported: {line.key}" for line in report.with_status(UNSUPPORTED)]
     if base is None:
-        lines.append("# For a recipe of yours: put this file beside it and its name first under the recipe's defaults.")
+        lines.append("# To use it in a recipe, put this file beside it and its name first under its defaults.")
     if left_over:
-        lines.append(f"# A yaml cannot take keys away; type beside it: {' '.join(left_over)}")
+        lines.append(f"# A yaml cannot remove keys; type additionally: {' '.join(left_over)}")
     return lines
 
 

@@ -1,6 +1,6 @@
-"""Translate a file, with a recipe and what was typed, to native configuration and a report.
+"""Translation of a DeepSpeed file to native configuration and a report, and expansion of `strategy=deepspeed_json`.
 
-`strategy=deepspeed_json strategy.path=...`: the overrides that stand for the file are put before what was typed.
+The overrides translated from the file precede those typed.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from trainwright.command.schema.expansion import ASKS, PATH, Compose, Expansion
-from trainwright.tools.deepspeed.key import APPROXIMATED, MAPPED, UNSUPPORTED
-from trainwright.tools.deepspeed.reading import Given, read
+from trainwright.tools.deepspeed.reading import ParsedFile, read
 from trainwright.tools.deepspeed.recipe import LEAST_OPTIMIZER, Recipe, recipe_of
 from trainwright.tools.deepspeed.report import Report
-from trainwright.tools.deepspeed.table import KEYS
+from trainwright.tools.deepspeed.table import APPROXIMATED, KEYS, MAPPED, UNSUPPORTED
 from trainwright.tools.deepspeed.themes.batch import translate_batch
-from trainwright.tools.deepspeed.themes.layout import Chosen, translate_layout
+from trainwright.tools.deepspeed.themes.layout import RequestedLayout, translate_layout
 from trainwright.tools.deepspeed.themes.optimizer import translate_clipping, translate_optimizer
 from trainwright.tools.deepspeed.themes.precision import translate_precision
 from trainwright.tools.deepspeed.themes.scheduler import translate_scheduler
 from trainwright.tools.deepspeed.translation import Translation, Typed
 
-# Section -> class of the logger, and the package that it needs.
+# Section -> class of the logger, and its package.
 _LOGGERS = {
     "wandb": ("trainwright.trainer.loggers.wandb.Wandb", "wandb"),
     "comet": ("lightning.pytorch.loggers.CometLogger", "comet_ml"),
 }
 
 
-def translate_communication(t: Translation, chosen: Chosen, precision: str) -> None:
-    """Decide how gradients are sent."""
+def translate_communication(t: Translation, chosen: RequestedLayout, precision: str) -> None:
+    """Decide the dtype of communicated gradients."""
     path = "communication_data_type"
     dtype = t.value(path)
     if dtype is None:
@@ -55,7 +54,7 @@ def translate_communication(t: Translation, chosen: Chosen, precision: str) -> N
 
 
 def translate_logging(t: Translation) -> None:
-    """Decide what is logged, and where."""
+    """Decide loggers."""
     path = "steps_per_print"
     if t.has(path):
         t.set("trainer.log_every_n_steps", t.value(path), by=path)
@@ -79,16 +78,16 @@ def _copy(t: Translation, section: str) -> None:
             t.set(f"logger.{section}.{KEYS[path].becomes}", t.value(path), by=path)
 
 
-def translate(given: Given, recipe: Recipe | None, overrides: Sequence[str] = ()) -> tuple[Report, list[str]]:
+def translate(given: ParsedFile, recipe: Recipe | None, overrides: Sequence[str] = ()) -> tuple[Report, list[str]]:
     """Translate a file.
 
     Args:
-        given: as :func:`~trainwright.tools.deepspeed.reading.read` returns it.
-        recipe: what "auto" is taken from, and what holds where the file says nothing; None = no recipe is known.
-        overrides: what was typed beside the file; it wins.
+        given: as returned by :func:`~trainwright.tools.deepspeed.reading.read`.
+        recipe: source of "auto" and of values missing in the file; None: no recipe.
+        overrides: typed ones, which win.
 
     Returns:
-        The report, and what makes the file impossible, those of `given` first.
+        The report, and all problems of the file.
     """
     t = Translation(given, recipe, Typed(overrides))
     precision = translate_precision(t)
@@ -109,11 +108,11 @@ _RECIPE = re.compile(r"\+{0,2}recipe=.")
 
 
 def expand(overrides: Sequence[str], compose: Compose) -> Expansion[Report]:
-    """Put native configuration in place of `strategy=deepspeed_json`.
+    """Replace `strategy=deepspeed_json` by native configuration.
 
     Args:
         overrides: as typed, with `strategy=deepspeed_json` and `strategy.path`.
-        compose: composes overrides without the file; None where they cannot be composed.
+        compose: composes overrides without the file; returns None if they are invalid.
     """
     typed = [text for text in overrides if not ASKS.fullmatch(text) and not PATH.fullmatch(text)]
     path = _value([text for text in overrides if PATH.fullmatch(text)][-1])
@@ -129,11 +128,11 @@ def expand(overrides: Sequence[str], compose: Compose) -> Expansion[Report]:
 
 
 def translate_file(path: str, typed: Sequence[str], compose: Compose) -> Expansion[Report]:
-    """Translate a file, with the recipe among what was typed, if there is one.
+    """Translate a file, with the recipe among the typed overrides, if any.
 
     Args:
         path: of the file.
-        typed: overrides beside it, which win.
+        typed: other overrides, which win.
         compose: see `expand`.
     """
     given = read(path)
@@ -148,9 +147,9 @@ def _recipe(without: Sequence[str], compose: Compose, optimizer: bool) -> Recipe
     """Return the recipe without the file; None if there is none.
 
     Args:
-        without: what was typed but for the strategy.
+        without: typed overrides except for the strategy.
         compose: see `expand`.
-        optimizer: whether the file has one, so that arguments of the recipe's must go.
+        optimizer: whether the file has one, which replaces the recipe's arguments.
     """
     if not any(_RECIPE.match(text) for text in without):
         return None
@@ -164,16 +163,16 @@ def _value(text: str) -> Any:
     try:
         return OverridesParser.create().parse_override(text).value()
     except HydraException:
-        return text.split("=", 1)[1]  # a path with signs that Hydra wants in quotes
+        return text.split("=", 1)[1]  # a path that Hydra would need quoted
 
 
 def not_expanded(**_: Any) -> NoReturn:
-    """Refuse `strategy=deepspeed_json` that was not expanded, as happens when a configuration is composed.
+    """Refuse `strategy=deepspeed_json` that was not expanded when the configuration was composed.
 
     Raises:
         ValueError: always.
     """
     raise ValueError(
         "strategy=deepspeed_json is expanded when the configuration is composed: type strategy.path=<ds_config.json> "
-        "beside it."
+        "with it."
     )

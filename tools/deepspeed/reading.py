@@ -1,4 +1,4 @@
-"""Read a DeepSpeed JSON: as JSON and nothing else, each key known, each mapped key of its type."""
+"""Parsing and validation of a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.problems import did_you_mean
-from trainwright.tools.deepspeed.key import (
+from trainwright.tools.deepspeed.table import (
     ANY,
     AUTO,
     BOOL,
+    KEYS,
     KINDS,
     LIST,
     MAPPING,
     NUMBER,
     RATES,
     TEXT,
+    TREE,
     WHOLE,
     Key,
+    Tree,
 )
-from trainwright.tools.deepspeed.table import KEYS, TREE, Tree
 
 _TYPES: dict[str, type] = {BOOL: bool, TEXT: str, LIST: list, MAPPING: dict, ANY: object}
-# Names closer than this are taken for one; but for these, whose keys have no effect, DeepSpeed has none so close.
+# Similarity above which a name is a misspelling; the exceptions are keys of DeepSpeed without effect.
 _ALIKE = 0.8
 _OWN_NAMES = ("amp.min_loss_scale", "amp.max_loss_scale", "comet.experiment_name")
-# Larger files are no configuration.
+# Larger files are not configurations.
 _MOST_BYTES = 2**20
 
 
 @dataclass
-class Given:
-    """A file, read.
+class ParsedFile:
+    """A parsed file.
 
     Attributes:
         name: of the file, for messages.
-        values: dotted path -> value, for every key with a value; whole numbers of mapped keys are int.
-        empty: paths whose value is null or an empty section, for which DeepSpeed has its defaults.
-        problems: what is wrong with the file, one text each.
+        values: dotted path -> value; whole numbers of mapped keys are int.
+        empty: paths with null or an empty section, for which DeepSpeed uses defaults.
+        problems: one text each.
     """
 
     name: str
@@ -51,9 +53,9 @@ class Given:
     problems: list[str] = field(default_factory=list)
 
 
-def read(path: str | Path) -> Given:
-    """Read a file; nothing in it is executed, and nothing but JSON is understood."""
-    given = Given(str(path))
+def read(path: str | Path) -> ParsedFile:
+    """Parse a file as JSON; nothing in it is executed."""
+    given = ParsedFile(str(path))
     try:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -62,17 +64,17 @@ def read(path: str | Path) -> Given:
         given.problems.append(f"{path}: cannot be read ({reason}); type the path of a DeepSpeed JSON")
         return given
     if len(text) > _MOST_BYTES:
-        given.problems.append(f"{path}: has more than {_MOST_BYTES} characters, so it is no DeepSpeed configuration")
+        given.problems.append(f"{path}: has more than {_MOST_BYTES} characters, so it is not a DeepSpeed configuration")
         return given
     repeated: list[str] = []
     try:
         tree = json.loads(text, object_pairs_hook=_once(repeated), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        given.problems.append(f"{path}: is not JSON ({error}); comments, trailing commas, NaN and Infinity are none")
+        given.problems.append(f"{path}: is not JSON ({error}); it allows no comments, trailing commas, NaN or Infinity")
         return given
     given.problems += [f"{path}: {name!r} is given twice in the same section; leave one out" for name in repeated]
     if not isinstance(tree, dict):
-        given.problems.append(f"{path}: holds {_seen(tree)}, not a mapping of DeepSpeed's keys")
+        given.problems.append(f"{path}: contains {_describe(tree)}, not a mapping of DeepSpeed's keys")
         return given
     _walk(tree, TREE, "", given)
     return given
@@ -91,59 +93,61 @@ def _once(repeated: list[str]) -> Any:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number in JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
-def _walk(tree: Mapping[str, Any], known: Tree, above: str, given: Given) -> None:
+def _walk(tree: Mapping[str, Any], known: Tree, above: str, given: ParsedFile) -> None:
     for name, value in tree.items():
         path, below = f"{above}{name}", known.get(name)
         key = KEYS.get(path)
-        meant = _meant(path, known) if below is None else []
-        if meant:
-            given.problems.append(f"{given.name}: {path} is no key of DeepSpeed's; did you mean {' or '.join(meant)}?")
+        similar = _similar_keys(path, known) if below is None else []
+        if similar:
+            given.problems.append(
+                f"{given.name}: {path} is not a key of DeepSpeed; did you mean {' or '.join(similar)}?"
+            )
         elif value is None or (value == {} and (below or key is None)):
             given.empty.append(path)
         elif isinstance(value, Mapping) and (below or key is None):
             _walk(value, below or {}, f"{path}.", given)
         elif below and key is None:
             example = f'"{name}": {{"{min(below)}": ...}}'
-            given.problems.append(f"{given.name}: {path} is {_seen(value)}, but a section; write {example}")
+            given.problems.append(f"{given.name}: {path} is {_describe(value)}, but must be a section; write {example}")
         elif key is None:
             given.values[path] = value
-        elif problem := _wrong(path, key, value):
+        elif problem := _problem_of(path, key, value):
             given.problems.append(f"{given.name}: {problem}")
         else:
             given.values[path] = int(value) if key.kind == WHOLE and isinstance(value, float) else value
 
 
-def _meant(path: str, siblings: Tree) -> list[str]:
-    """Return the keys that an unknown one is a misspelling of, or that it has lost the section of."""
+def _similar_keys(path: str, siblings: Tree) -> list[str]:
+    """Return the keys that an unknown one may be a misspelling of, or whose section it lacks."""
     if path in _OWN_NAMES:
         return []
     near = get_close_matches(path.rpartition(".")[2], siblings, n=1, cutoff=_ALIKE)
     return near or [known for known in KEYS if "." not in path and known.endswith(f".{path}")][:3]
 
 
-def _refers(value: Any) -> bool:
-    """Return whether the configuration would take some text in a value for a reference to something else."""
+def _has_interpolation(value: Any) -> bool:
+    """Return whether a text in a value would be interpolated in a configuration."""
     if isinstance(value, dict):
-        return any(_refers(item) for pair in value.items() for item in pair)
+        return any(_has_interpolation(item) for pair in value.items() for item in pair)
     if isinstance(value, list):
-        return any(_refers(item) for item in value)
+        return any(_has_interpolation(item) for item in value)
     return isinstance(value, str) and "${" in value
 
 
-def _wrong(path: str, key: Key, value: Any) -> str | None:
-    """Return what is wrong with a value; None if nothing is."""
-    if _refers(value):
-        return f"{path} has ${{ in it, which refers to something else in a configuration; write it out"
+def _problem_of(path: str, key: Key, value: Any) -> str | None:
+    """Return the problem of a value, if any."""
+    if _has_interpolation(value):
+        return f"{path} contains ${{, an interpolation; write the value"
     if value == AUTO and key.kind != ANY:
-        return None if key.auto else f'{path} is "auto", which nothing fills in; write {KINDS[key.kind]}'
+        return None if key.auto else f'{path} is "auto", which is not supported for it; write {KINDS[key.kind]}'
     if not _is(key.kind, value):
         hint = ", without quotes" if isinstance(value, str) and _looks_like(key.kind, value) else ""
-        return f"{path} is {_seen(value)}, but must be {KINDS[key.kind]}{hint}"
+        return f"{path} is {_describe(value)}, but must be {KINDS[key.kind]}{hint}"
     if key.words and value not in key.words:
-        return f"{path} is {_seen(value)}; {did_you_mean(str(value), map(str, key.words), 'allowed')}"
+        return f"{path} is {_describe(value)}; {did_you_mean(str(value), map(str, key.words), 'allowed')}"
     if key.least is not None and value < key.least:
         return f"{path} is {value}; must be at least {key.least}"
     return None
@@ -165,7 +169,7 @@ def _looks_like(kind: str, text: str) -> bool:
         return False
 
 
-def _seen(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return KINDS[MAPPING if isinstance(value, dict) else LIST]
     return json.dumps(value)

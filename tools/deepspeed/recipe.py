@@ -1,4 +1,4 @@
-"""Values of a recipe and the command line, for keys that a file leaves out or sets to "auto"."""
+"""Values of a recipe and the command line, for keys that a file omits or sets to "auto"."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from omegaconf.errors import OmegaConfBaseException
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.strategies.compose.world import resolve_devices
 
-# The choice of the group with the fewest arguments, all of which every optimizer takes.
+# The choice of the group with the fewest arguments, which all optimizers accept.
 LEAST_OPTIMIZER = "adagrad"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The composed configuration without the file.
+    """Composed configuration without the file.
 
     Attributes:
         name: of the recipe.
-        world_size: ranks of the run.
-        micro_batch_size, global_batch_size: as the run has them; None = open.
+        world_size: number of ranks.
+        micro_batch_size, global_batch_size: of the run; None: open.
         precision: one of `PRECISIONS`.
-        optimizer: its node, `_target_` included; empty where there is none.
-        own_optimizer_keys: arguments of the optimizer that stay whichever choice of the group is taken.
-        takes_optimizer: whether the module is given `${optimizer}`; False = it configures its own.
-        max_steps: optimizer steps; None = no limit.
-        warmup_steps: `module.warmup_steps`; None where the module has no such argument.
-        axes: sizes of `pipeline`, `tensor`, `context` and `expert` of its own strategy, where it has them.
-        gradient_clip_val: None = off.
+        optimizer: its node, including `_target_`; empty if there is none.
+        own_optimizer_keys: arguments of the optimizer that remain with any choice of the group.
+        takes_optimizer: whether the module uses `${optimizer}`; False: it configures its own.
+        max_steps: optimizer steps; None: no limit.
+        warmup_steps: `module.warmup_steps`; None if the module has no such argument.
+        axes: sizes of `pipeline`, `tensor`, `context` and `expert` of its strategy.
+        gradient_clip_val: None: off.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Recipe:
 
 
 def recipe_of(cfg: DictConfig, with_least: DictConfig | None = None) -> Recipe:
-    """Read it from a configuration as `compose` returns it, interpolations not yet resolved.
+    """Return the recipe of a configuration from `compose`, with unresolved interpolations.
 
     Args:
-        cfg: the configuration without the file.
-        with_least: the same with `optimizer=LEAST_OPTIMIZER`; None = it cannot be composed.
+        cfg: configuration without the file.
+        with_least: the same with `optimizer=LEAST_OPTIMIZER`; None: it cannot be composed.
     """
     raw: Any = OmegaConf.to_container(cfg.module, resolve=False)
     strategy = cfg.strategy if not OmegaConf.is_missing(cfg, "strategy") else {}
@@ -81,7 +81,7 @@ def _world_size(cfg: DictConfig) -> int:
     try:
         return max(1, resolve_devices(cfg) * int(cfg.nodes))
     except (TypeError, ValueError):
-        return 1  # refused as a number
+        return 1  # refused elsewhere
 
 
 def _plain(node: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainwright.tools.deepspeed.key import APPROXIMATED, MAPPED, STATUSES, UNSUPPORTED
+from trainwright.tools.deepspeed.table import APPROXIMATED, MAPPED, STATUSES, UNSUPPORTED
 
 _WIDTH = 110
 _TITLES = {
@@ -24,12 +24,12 @@ class Line:
 
     Attributes:
         key: dotted path in the file.
-        value: as the file has it; None where it does not have it.
+        value: in the file; None if missing.
         status: mapped, approximated or unsupported.
-        becomes: the overrides that stand for it; empty if none are needed.
-        note: how it differs, or why it is not supported and what to do instead.
-        overridden_by: what the command line says in its place; it wins.
-        stops_a_run: whether a run from the file is refused for it.
+        becomes: overrides it is translated to; may be empty.
+        note: how it differs, or why it is not supported, with a remedy.
+        overridden_by: overrides on the command line, which win.
+        stops_a_run: whether runs from the file are refused for it.
     """
 
     key: str
@@ -46,11 +46,11 @@ class Report:
     """Report on a file.
 
     Attributes:
-        file: the file that was read.
-        lines: keys of the file that have an effect here or stop a run, in its order.
-        absent: keys that it does not have, where DeepSpeed's default differs or overrides follow.
+        file: path of the file.
+        lines: keys of the file with an effect or that stop a run, in its order.
+        absent: missing keys whose default differs from DeepSpeed's or that lead to overrides.
         no_effect: all other keys of the file.
-        overrides: the native configuration, as it would be typed.
+        overrides: the native configuration.
     """
 
     file: str
@@ -61,12 +61,12 @@ class Report:
 
     @property
     def stopping(self) -> list[Line]:
-        """Keys for which a run from the file is refused."""
+        """Keys for which runs from the file are refused."""
         return [line for line in self.lines if line.stops_a_run and not line.overridden_by]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of keys by status."""
+        """Number of keys by status."""
         counts = {status: len(self.with_status(status)) for status in STATUSES}
         return {**counts, "without effect": len(self.no_effect)}
 
@@ -90,7 +90,7 @@ class Report:
         return self._text(STATUSES)
 
     def summary(self) -> str:
-        """Return counts and what differs, without what is mapped."""
+        """Return counts and differences, without mapped keys."""
         return self._text((APPROXIMATED, UNSUPPORTED))
 
     def _text(self, statuses: tuple[str, ...]) -> str:
@@ -108,7 +108,7 @@ class Report:
 
 
 def _shown(line: Line) -> Iterator[str]:
-    """Return a key with what it becomes, on as many lines as that takes."""
+    """Yield the lines of a key and its translation."""
     head = f"  {line.key}"
     if line.value is not None:
         head += f" = {textwrap.shorten(json.dumps(line.value), 60, placeholder=' ...')}"

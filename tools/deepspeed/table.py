@@ -1,30 +1,82 @@
-"""The keys of DeepSpeed's configuration that are mapped or stop a run; all others have no effect here.
+"""Keys of DeepSpeed's configuration that are mapped to options or stop a run; all others have no effect.
 
-They follow DeepSpeed's documentation, "DeepSpeed Configuration JSON", and the models with which DeepSpeed 0.19 reads a
-file. Keys that later versions dropped are kept, since files have them. docs/deepspeed.md says what each one becomes.
+They follow DeepSpeed's documentation, "DeepSpeed Configuration JSON", and the models with which DeepSpeed 0.19 parses a
+file, plus dropped keys that files still have. docs/deepspeed.md documents the translation of each.
 """
 
 from __future__ import annotations
 
-from trainwright.tools.deepspeed.key import (
-    ANY,
-    APPROXIMATED,
-    BOOL,
-    LIST,
-    MAPPING,
-    NUMBER,
-    RATES,
-    TEXT,
-    WHOLE,
-    Key,
-    alike,
-    stop,
-)
+from dataclasses import dataclass
+from typing import Any
+
+MAPPED, APPROXIMATED, UNSUPPORTED = "mapped", "approximated", "unsupported"
+STATUSES = (MAPPED, APPROXIMATED, UNSUPPORTED)
+AUTO = "auto"
+
+BOOL, WHOLE, NUMBER, TEXT, LIST, MAPPING, ANY = "bool", "whole", "number", "text", "list", "mapping", "any"
+RATES = "rates"  # a number, or one per parameter group
+KINDS = {
+    BOOL: "true or false",
+    WHOLE: "a whole number",
+    NUMBER: "a number",
+    TEXT: "text",
+    LIST: "a list",
+    MAPPING: "a mapping",
+    ANY: "any value",
+    RATES: "a number, or a list of numbers",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that is mapped to an option, or that stops a run.
+
+    Attributes:
+        path: dotted path in the file.
+        kind: type of its value, see `KINDS`.
+        becomes: native key that takes its value; empty: decided by code.
+        note: how the native configuration differs, or why a run is refused, with a remedy.
+        status: mapped, approximated or, for a key that stops a run, unsupported.
+        words: allowed values; empty: any of the kind.
+        auto: whether "auto" is allowed.
+        least: smallest value; None: any.
+        sets: native key and value if the value is true, not 0 and not empty; None: decided by code.
+        harmless: for a key that stops a run, the value with which it does not.
+    """
+
+    path: str
+    kind: str
+    becomes: str = ""
+    note: str = ""
+    status: str = MAPPED
+    words: tuple[Any, ...] = ()
+    auto: bool = False
+    least: int | None = None
+    sets: tuple[str, Any] | None = None
+    harmless: Any = False
+
+
+def alike(section: str, kind: str, names: str, **common: Any) -> tuple[Key, ...]:
+    """Return keys that differ only in their names.
+
+    Args:
+        section: path of their section; empty: the file.
+        kind: of their values.
+        names: separated by spaces.
+        **common: other fields of :class:`Key`.
+    """
+    return tuple(Key(f"{section}.{name}".lstrip("."), kind, **common) for name in names.split())
+
+
+def stop(path: str, note: str, kind: str = BOOL, harmless: Any = False, words: tuple[Any, ...] = ()) -> Key:
+    """Return a key that stops a run, except with its harmless value."""
+    return Key(path, kind, "", note, UNSUPPORTED, words, harmless=harmless)
+
 
 Tree = dict[str, "Tree"]
 _DEVICES = ("none", "cpu", "nvme")
 _DTYPES = ("bfloat16", "bf16", "torch.bfloat16", "float16", "fp16", "half", "torch.float16")
-_MIXED = "DeepSpeed's weights have 16 bits beside float32 copies; here weights and gradients are float32 (autocast)."
+_MIXED = "DeepSpeed's weights have 16 bits with float32 copies; here weights and gradients are float32 (autocast)."
 _RECOMPUTED = "Every block is recomputed; its inputs stay on the device."
 _ASYNC = ("checkpoint", "async")
 _FULL = ("strategy.activation_checkpointing", "full")
@@ -45,9 +97,7 @@ _TRAINING = (
     Key("optimizer.params.freeze_step", WHOLE),
     Key("optimizer.params.var_freeze_step", WHOLE, status=APPROXIMATED),
     Key("optimizer.params.max_grad_norm", NUMBER, status=APPROXIMATED),
-    stop(
-        "optimizer.params.bias_correction", "torch's Adam always corrects its averages; take the key out.", BOOL, True
-    ),
+    stop("optimizer.params.bias_correction", "torch's Adam always has bias correction; remove the key.", BOOL, True),
     Key("scheduler.type", TEXT),
     Key("scheduler.params.warmup_min_lr", RATES, "lowest", auto=True),
     Key("scheduler.params.warmup_max_lr", RATES, "highest", auto=True),
@@ -86,7 +136,7 @@ _PRECISION = (
     *alike("bfloat16", BOOL, "bf16_master_weights_and_grads bf16_optimizer_states"),
     Key("torch_autocast.enabled", BOOL),
     Key("torch_autocast.dtype", TEXT, words=_DTYPES),
-    Key("amp.enabled", BOOL, note="torch's autocast in place of Apex.", status=APPROXIMATED, auto=True),
+    Key("amp.enabled", BOOL, note="torch's autocast instead of Apex.", status=APPROXIMATED, auto=True),
     Key(
         "amp.opt_level",
         TEXT,
@@ -135,7 +185,7 @@ _LAYOUT = (
     Key(
         "pipeline.activation_checkpoint_interval",
         WHOLE,
-        note="Every block is recomputed by itself, which is exact for 1.",
+        note="Every block is recomputed separately, which is exact for 1.",
         status=APPROXIMATED,
     ),
     *alike("tensor_parallel", WHOLE, "autotp_size tp.tp_size tensor_parallel.tp_size", least=0),
@@ -190,7 +240,7 @@ _WATCHING = (
     Key("comet.mode", TEXT, "mode"),
 )
 
-_OUT = "Take the section out of the file to train without it."
+_OUT = "Remove the section from the file to train without it."
 _PRUNINGS = ("sparse_pruning", "row_pruning", "head_pruning", "channel_pruning")
 _TECHNIQUES = ("weight_quantization", "activation_quantization", *_PRUNINGS)
 _COMPRESSED = f"Quantize and prune with a library in the module. {_OUT}"
@@ -205,12 +255,12 @@ _STOPS = (
     stop("eigenvalue.enabled", _COMPRESSED),
     stop("weight_quantization.quantized_initialization", _COMPRESSED, MAPPING, {}),
     stop("weight_quantization.post_init_quant", _COMPRESSED, MAPPING, {}),
-    stop("sparse_attention.mode", f"Attention is the model's own. {_OUT}", TEXT, "dense"),
+    stop("sparse_attention.mode", f"The model defines attention. {_OUT}", TEXT, "dense"),
     stop("elasticity.enabled", f"A run resumes with any number of ranks (launch.min_devices). {_OUT}"),
 )
 
 KEYS = {key.path: key for key in (*_TRAINING, *_PRECISION, *_LAYOUT, *_WATCHING, *_STOPS)}
-# Sections whose mapped keys have an effect only where their `enabled` is true.
+# Sections whose keys have an effect only if `enabled` is true.
 SWITCHED = ("fp16", "bf16", "bfloat16", "torch_autocast", "amp", "expert_parallel", "tensorboard", "wandb", "comet")
 
 
@@ -223,5 +273,5 @@ def _tree() -> Tree:
     return root
 
 
-# Names of the keys that are mapped or stop a run, section within section; a key has no keys of its own.
+# Nested names of the keys.
 TREE = _tree()

@@ -1,4 +1,4 @@
-"""Collect what becomes of the keys of one file while it is translated."""
+"""State of the translation of one file."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from trainwright.core.config.override_words import typed
-from trainwright.tools.deepspeed.key import AUTO, MAPPED, UNSUPPORTED
-from trainwright.tools.deepspeed.reading import Given
+from trainwright.tools.deepspeed.reading import ParsedFile
 from trainwright.tools.deepspeed.recipe import Recipe
 from trainwright.tools.deepspeed.report import Line, Report
-from trainwright.tools.deepspeed.table import KEYS, SWITCHED
+from trainwright.tools.deepspeed.table import AUTO, KEYS, MAPPED, SWITCHED, UNSUPPORTED
 
-# Each of these decides how a global batch is made, so a typed one replaces what a file says of the others.
+# Each of these defines the global batch, so a typed one overrides the file's values of all.
 _BATCH = ("global_batch_size", "accumulation", "accumulation.steps")
 
 
 class Typed:
-    """Overrides as typed, by the native key that each one sets.
+    """Command-line overrides by native key.
 
     Args:
-        overrides: `key=value`, as on the command line.
+        overrides: `key=value`, as typed.
     """
 
     def __init__(self, overrides: Sequence[str] = ()) -> None:
@@ -34,7 +33,7 @@ class Typed:
         return key in self._by_key
 
     def over(self, key: str) -> str | None:
-        """Return the override that takes the place of a native key: of it, or of what it is in; None if none does."""
+        """Return the override of a native key or one of its parents; None if there is none."""
         if key in _BATCH:
             return next((self._by_key[other] for other in _BATCH if other in self._by_key), None)
         parts = key.split(".")
@@ -42,17 +41,17 @@ class Typed:
         return next((self._by_key[name] for name in above if name in self._by_key), None)
 
     def value(self, key: str) -> Any:
-        """Return the typed value of a key; None if it was not typed, or makes no sense."""
+        """Return the typed value of a key; None if it was not typed or is invalid."""
         if key not in self._by_key:
             return None
         try:
             override = OverridesParser.create().parse_override(self._by_key[key])
         except HydraException:
-            return None  # refused where the configuration is composed
+            return None  # refused when the configuration is composed
         return None if override.is_sweep_override() else override.value()
 
 
-# Groups whose values are free mappings, to which keys are added.
+# Groups with free mappings, to which keys are added.
 _OPEN = ("optimizer.", "callbacks.", "logger.")
 
 
@@ -69,16 +68,16 @@ class _Setting:
 
 @dataclass
 class Translation:
-    """A file on its way to native configuration.
+    """Translation of a file to native configuration.
 
     Attributes:
         given: the file.
-        recipe: configuration without it; None = no recipe was given.
+        recipe: configuration without it; None: no recipe.
         typed: overrides of the command line, which win.
-        problems: what makes the file impossible, one text each.
+        problems: of the file.
     """
 
-    given: Given
+    given: ParsedFile
     recipe: Recipe | None
     typed: Typed
     problems: list[str] = field(default_factory=list)
@@ -87,10 +86,10 @@ class Translation:
     _removed: list[str] = field(default_factory=list)
     _decided: dict[str, bool] = field(default_factory=dict)
 
-    # ---- what the file says ------------------------------------------------------------------------------------
+    # ---- input -------------------------------------------------------------------------------------------------
 
     def value(self, path: str, default: Any = None) -> Any:
-        """Return the value of a key; `default` where the file has none or its section is off."""
+        """Return the value of a key; `default` if the file has none or its section is off."""
         return self.given.values[path] if path in self.given.values and self.is_on(path) else default
 
     def has(self, path: str) -> bool:
@@ -102,7 +101,7 @@ class Translation:
         return bool(self.value(path) == AUTO)
 
     def is_on(self, path: str) -> bool:
-        """Return whether the section of a key is switched on; :meth:`decide` says so for "auto"."""
+        """Return whether the section of a key is enabled; :meth:`decide` sets "auto"."""
         section = path.partition(".")[0]
         switch = f"{section}.enabled"
         if section not in SWITCHED or path == switch:
@@ -111,7 +110,7 @@ class Translation:
         return self._decided.get(switch, False) if value == AUTO else bool(value)
 
     def decide(self, path: str, on: bool) -> None:
-        """Set a switch that is "auto"."""
+        """Decide a switch that is "auto"."""
         self._decided[path] = on
 
     def paths(self, section: str) -> list[str]:
@@ -120,7 +119,7 @@ class Translation:
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of the run; None where neither a recipe nor the command line says."""
+        """Number of ranks; None if neither the recipe nor the command line has it."""
         if self.recipe is not None:
             return self.recipe.world_size
         devices, nodes = self.typed.value("devices"), self.typed.value("nodes")
@@ -128,15 +127,15 @@ class Translation:
             return None
         return devices * (nodes if isinstance(nodes, int) else 1)
 
-    # ---- what becomes of it ------------------------------------------------------------------------------------
+    # ---- output ------------------------------------------------------------------------------------------------
 
     def say(self, path: str, status: str | None = None, note: str | None = None, stops: bool = False) -> None:
         """Report a key, if the file has it.
 
         Args:
             path: of the key.
-            status: None = that of the table.
-            note: None = that of the table, unless the status is mapped.
+            status: None: that of the table.
+            note: None: that of the table, unless the status is mapped.
             stops: whether a run is refused.
         """
         if path in self.given.values:
@@ -150,12 +149,12 @@ class Translation:
         Args:
             key: dotted, or the name of a group.
             value: plain.
-            by: path of the key of the file that it follows from, or of one that the file does not have.
+            by: path of the DeepSpeed key it follows from, which the file need not have.
         """
         self._settings.append(_Setting(key, value, by))
 
     def is_set(self, key: str) -> bool:
-        """Return whether a native key follows from the file so far."""
+        """Return whether a native key was set."""
         return any(setting.key == key for setting in self._settings)
 
     def remove(self, key: str) -> None:
@@ -164,22 +163,22 @@ class Translation:
             self._removed.append(f"~{key}")
 
     def note_absent(self, path: str, note: str) -> None:
-        """Report what holds for a key that the file does not have."""
+        """Report the native behaviour for a key that the file does not have."""
         self._said[path] = (MAPPED, note, False)
 
     def refuse(self, problem: str) -> None:
-        """Report that the file is impossible."""
+        """Report a problem of the file."""
         self.problems.append(f"{self.given.name}: {problem}")
 
     def needs_recipe(self, path: str, remedy: str) -> None:
-        """Refuse an "auto" that cannot be filled in."""
+        """Refuse an "auto" without a value."""
         if self.recipe is None:
-            self.refuse(f'{path} is "auto", and no recipe was given to take it from; type recipe=<name>, or {remedy}')
+            self.refuse(f'{path} is "auto", and there is no recipe to take it from; type recipe=<name>, or {remedy}')
         else:
-            self.refuse(f'{path} is "auto", but the recipe {self.recipe.name!r} does not say; {remedy}')
+            self.refuse(f'{path} is "auto", but the recipe {self.recipe.name!r} does not define it; {remedy}')
 
     def apply_table(self) -> None:
-        """Set and report what follows from a key alone."""
+        """Set and report what the table defines for each key."""
         by = {setting.by for setting in self._settings}
         for path, value in self.given.values.items():
             key = KEYS.get(path)
@@ -193,26 +192,26 @@ class Translation:
             elif value and key.note:
                 self.say(path, note=key.note)
 
-    # ---- the end -----------------------------------------------------------------------------------------------
+    # ---- report ------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what becomes of every key of the file."""
+        """Return the translation of every key of the file."""
         for setting in self._settings:
             if setting.by not in self._said:
                 self.note_absent(setting.by, "")
                 self.say(setting.by)
-        here = self.given.values
-        absent = [self._line(path) for path in self._said if path not in here]
+        values = self.given.values
+        absent = [self._line(path) for path in self._said if path not in values]
         return Report(
             self.given.name,
-            tuple(self._line(path) for path in here if path in self._said),
+            tuple(self._line(path) for path in values if path in self._said),
             tuple(line for line in absent if line.note or line.becomes),
-            (*(path for path in here if path not in self._said), *self.given.empty),
+            (*(path for path in values if path not in self._said), *self.given.empty),
             tuple(self.overrides()),
         )
 
     def overrides(self) -> list[str]:
-        """Return native configuration, as it would be typed, without what was typed."""
+        """Return the native configuration as overrides, without typed ones."""
         texts = [setting.text for setting in self._settings if self.typed.over(setting.key) is None]
         return [*self._removed, *dict.fromkeys(texts)]
 

@@ -1,5 +1,5 @@
-"""`trainwright doctor`: what is wrong with the machines of a run, before it starts; and `trainwright profile`.
+"""The verbs `doctor` and `profile`: check the machines of a run before it starts, and measure devices and links.
 
-Each machine collects plain facts (``*_facts``) and judges them by functions that take nothing but facts, so that tests
-can judge any machine from a description of it. Findings travel to rank 0, which adds what ranks measured together.
+Each machine collects facts (``*_facts``); the ``judge_*`` functions take nothing but facts, so tests can judge any
+machine from a description. Findings are sent to rank 0, which adds what ranks measured of each other.
 """

@@ -13,8 +13,8 @@ from trainwright.core.device_profiles import MEASURED
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.ranks.output import ranks_to_stderr
+from trainwright.tools.doctor.examination import DoctorRequest, Examination, examine_locally, examine_under_launcher
 from trainwright.tools.doctor.finding import ERROR
-from trainwright.tools.doctor.together import Seen, Wish, see_locally, see_with
 
 _ACCELERATORS = ("auto", "cpu", "gpu")
 
@@ -53,23 +53,23 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "workers": ("workers", _number(0)),
     "run_dir": ("run_dir", _text),
 }
-_OF_DOCTOR = tuple(_KEYS)
-_OF_PROFILE = ("devices", "accelerator", "launch.threads")
+_DOCTOR_KEYS = tuple(_KEYS)
+_PROFILE_KEYS = ("devices", "accelerator", "launch.threads")
 
 
 def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argparse.Namespace:
-    """Understand what was typed.
+    """Parse the command line of a verb.
 
     Args:
         verb: doctor or profile.
-        words: behind it.
-        launcher: of this process; it says how many ranks there are.
+        words: the arguments after the verb.
+        launcher: that started this process, if any; it decides the number of ranks.
 
     Returns:
-        The options by name, and `wish`: what the keys say.
+        The options by name, and the keys as `request`.
 
     Raises:
-        ConfigError: with all problems.
+        ConfigError: naming all problems.
     """
     options = {"doctor": ("--json", "--help"), "profile": ("--out", "--overwrite", "--help")}[verb]
     parser = Parser(verb)
@@ -77,7 +77,7 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argpars
     for option in options[:-1]:
         parser.add_argument(option, action="store" if option == "--out" else "store_true")
     arguments, plain, problems = parser.parse_among_words(words, options)
-    keys = _OF_DOCTOR if verb == "doctor" else _OF_PROFILE
+    keys = _DOCTOR_KEYS if verb == "doctor" else _PROFILE_KEYS
     values: dict[str, Any] = {}
     for key, is_key, text in (word.partition("=") for word in plain):
         if not is_key or key not in keys:
@@ -95,22 +95,22 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argpars
         )
     if problems:
         raise ConfigError(problems)
-    arguments.wish = Wish(**values, figures=verb == "profile")
+    arguments.request = DoctorRequest(**values, figures=verb == "profile")
     return arguments
 
 
 OK, FAILED, REFUSED = 0, 1, 2
 DOCTOR, PROFILE = "doctor", "profile"
 VERBS = (DOCTOR, PROFILE)
-_OUT = str(MEASURED)
+_DEFAULT_OUT = str(MEASURED)
 
 HELP = {
-    DOCTOR: """trainwright doctor: look for what is wrong with this machine, or all machines of a job, before a run.
+    DOCTOR: """trainwright doctor: check this machine, or all machines of a job, before a run.
 
 usage: trainwright doctor [key=value ...] [--json]
 
 It checks cores and memory, GPUs, installed versions, network interfaces, the speed between ranks, clocks, disks and
-shared memory, and shows the environment (torch.utils.collect_env). It needs no root and leaves nothing behind.
+shared memory, and shows the environment (torch.utils.collect_env). It needs no root and writes no files.
 Exit code 0: no errors (there may be warnings), 1: errors.
 
 keys:
@@ -131,7 +131,7 @@ examples:
 """,
     PROFILE: f"""trainwright profile: measure devices and the links between them, for the plans of device=auto.
 
-What it writes to {_OUT} device=auto takes in that folder; of another file, type device=<name>.
+device=auto reads {_DEFAULT_OUT} in the working directory; select another file with device=<name>.
 
 usage: trainwright profile [key=value ...] [--out FILE] [--overwrite]
 
@@ -141,7 +141,7 @@ keys:
   launch.threads=N    CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)
 
 options:
-  --out FILE          a yaml in a folder named device (default: {_OUT})
+  --out FILE          a yaml in a folder named device (default: {_DEFAULT_OUT})
   --overwrite         replace FILE
   --help
 
@@ -153,13 +153,13 @@ examples:
 
 
 def run_doctor_command(words: Sequence[str]) -> int:
-    """Do what was asked and report errors as one message.
+    """Run `doctor` or `profile` and print configuration errors to stderr.
 
     Args:
-        words: what was typed after `trainwright`, the verb included.
+        words: the command line after `trainwright`, verb included.
 
     Returns:
-        The exit code: 0 all is well, 1 there are errors, 2 the command was refused.
+        The exit code: 0 no errors, 1 errors found, 2 the command line was refused.
     """
     verb = next(word for word in words if word in VERBS)
     rest = list(words)
@@ -180,50 +180,52 @@ def run_doctor_command(words: Sequence[str]) -> int:
 def _doctor(typed: argparse.Namespace, launcher: Launcher | None) -> int:
     from trainwright.tools.doctor.report import judge, to_json, to_text
 
-    seen = _see(typed, launcher)
-    if seen is None:
+    examination = _examine(typed, launcher)
+    if examination is None:
         return OK  # rank 0 reports
-    findings = judge(seen)
-    print(to_json(findings, seen) if typed.json else to_text(findings, seen).rstrip(), flush=True)
+    findings = judge(examination)
+    print(to_json(findings, examination) if typed.json else to_text(findings, examination).rstrip(), flush=True)
     return FAILED if any(finding.state == ERROR for finding in findings) else OK
 
 
-def _see(typed: argparse.Namespace, launcher: Launcher | None) -> Seen | None:
+def _examine(typed: argparse.Namespace, launcher: Launcher | None) -> Examination | None:
     if launcher is not None:
-        return see_with(launcher, typed.wish)
+        return examine_under_launcher(launcher, typed.request)
     with ranks_to_stderr():
-        return see_locally(typed.wish)
+        return examine_locally(typed.request)
 
 
 def _profile(typed: argparse.Namespace, launcher: Launcher | None) -> int:
     from trainwright.tools.doctor.profile import profile_of, to_yaml
 
-    path = Path(typed.out or _OUT)
+    path = Path(typed.out or _DEFAULT_OUT)
     if launcher is None or launcher.rank == 0:
         _check_out(path, typed.overwrite)
-    seen = _see(typed, launcher)
-    if seen is None:
+    examination = _examine(typed, launcher)
+    if examination is None:
         return OK
-    failures = [f"rank {result.rank}: {result.failure}" for result in seen.results if result.failure is not None]
-    if failures or not seen.results:
-        errors = [each.found for report in seen.hosts.values() for each in report.findings if each.state == ERROR]
+    failures = [f"rank {result.rank}: {result.failure}" for result in examination.results if result.failure is not None]
+    if failures or not examination.results:
+        errors = [
+            each.found for report in examination.hosts.values() for each in report.findings if each.state == ERROR
+        ]
         why = "; ".join(failures or errors) or "no rank could be started"
-        print(f"trainwright: nothing was measured, because {why}; trainwright doctor says more", file=sys.stderr)
+        print(f"trainwright: nothing was measured: {why}; run trainwright doctor for details", file=sys.stderr)
         return FAILED
-    values, notes = profile_of(seen, path.stem)
+    values, notes = profile_of(examination, path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_yaml(values, notes), encoding="utf-8")
     print(path.read_text(encoding="utf-8"), end="")
-    found = "device=auto uses it from this folder; elsewhere type" if path == MEASURED else "use it with"
-    print(f"\nwritten to {path}; {found} --config-dir {path.parent.parent} device={path.stem}", flush=True)
+    usage = "device=auto reads it in this folder; elsewhere type" if path == MEASURED else "use it with"
+    print(f"\nwritten to {path}; {usage} --config-dir {path.parent.parent} device={path.stem}", flush=True)
     return OK
 
 
 def _check_out(path: Path, overwrite: bool) -> None:
     problems = []
     if path.suffix != ".yaml" or path.absolute().parent.name != "device":
-        problems.append(f"--out {path}: device=<name> is found as <folder>/device/<name>.yaml; type --out {_OUT}")
+        problems.append(f"--out {path}: device=<name> reads <folder>/device/<name>.yaml; type --out {_DEFAULT_OUT}")
     elif path.exists() and not overwrite:
-        problems.append(f"--out {path}: it is there; type --overwrite to replace it, or another name")
+        problems.append(f"--out {path}: the file exists; type --overwrite to replace it, or another name")
     if problems:
         raise ConfigError(problems)

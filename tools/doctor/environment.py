@@ -1,4 +1,4 @@
-"""What is installed, and whether torch can use the GPUs; the rest is what `torch.utils.collect_env` reports."""
+"""Checks of installed versions and GPUs; the rest of the environment is reported by `torch.utils.collect_env`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.tools.doctor.machine import Demand
 
 LIBRARIES, DEVICES = "libraries", "devices"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Uploaded through a stolen account (April 2026): importing them sends secrets of the machine away.
+# Uploaded through a stolen account (April 2026): importing them exfiltrates secrets of the machine.
 _COMPROMISED = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
-_SAME_EVERYWHERE = ("torch", "lightning", "numpy", "trainwright")
+_COMPARED = ("torch", "lightning", "numpy", "trainwright")
 _SHOWN = {
     "os": "OS",
     "python_version": "Python",
@@ -35,7 +35,7 @@ _SHOWN = {
 
 
 def environment() -> dict[str, Any]:
-    """Return the fields of `torch.utils.collect_env`, as plain values."""
+    """Return the fields of `torch.utils.collect_env` as plain values."""
     from torch.utils import collect_env
 
     found: dict[str, Any] = collect_env.get_env_info()._asdict()
@@ -43,10 +43,10 @@ def environment() -> dict[str, Any]:
 
 
 def environment_lines(fields: Mapping[str, Any]) -> list[str]:
-    """Return the lines to print of an environment: versions, CUDA, driver, GPUs and the CPU.
+    """Return the printed lines of an environment: versions, CUDA, driver, GPUs and the CPU.
 
     Args:
-        fields: as :func:`environment` returns them.
+        fields: as returned by :func:`environment`.
     """
     lines = [
         f"{title}: {', '.join(str(fields[name]).splitlines())}"
@@ -62,16 +62,16 @@ def environment_lines(fields: Mapping[str, Any]) -> list[str]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the installed versions of what must be the same everywhere, and of known malicious releases."""
+    """Return the installed versions of compared distributions and of those with malicious releases."""
     versions = {}
-    for name in sorted({*_SAME_EVERYWHERE, *_COMPROMISED}):
+    for name in sorted({*_COMPARED, *_COMPROMISED}):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
 
 
 def judge_libraries(installed: Mapping[str, str]) -> list[Finding]:
-    """Find malicious releases; `pip check` tells of versions that do not fit together."""
+    """Find malicious releases; `pip check` covers incompatible versions."""
     return [
         error(
             LIBRARIES,
@@ -79,7 +79,7 @@ def judge_libraries(installed: Mapping[str, str]) -> list[Finding]:
             f"{name} {installed[name]}, a malicious upload that reads credentials when it is imported",
             "2.6.4 or newer",
             "pip install 'lightning>=2.6.4,<2.7', and change every password, key and token that this machine could "
-            f"read ({name} was perhaps imported already)",
+            f"read ({name} may have been imported already)",
         )
         for name, versions in _COMPROMISED.items()
         if installed.get(name) in versions
@@ -87,7 +87,7 @@ def judge_libraries(installed: Mapping[str, str]) -> list[Finding]:
 
 
 def compared_versions(installed: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions that must be the same on all machines; imports torch.
+    """Return the versions that must be equal on all machines. Imports torch.
 
     Args:
         installed: distribution -> version.
@@ -97,16 +97,16 @@ def compared_versions(installed: Mapping[str, str]) -> dict[str, str]:
     has_nccl = torch.version.cuda is not None and torch.distributed.is_nccl_available()
     return {
         "python": sys.version.split()[0],
-        **{name: installed.get(name, "none") for name in _SAME_EVERYWHERE},
+        **{name: installed.get(name, "none") for name in _COMPARED},
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none",
     }
 
 
 def judge_same(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Compare the versions of all machines; ranks of different versions compute, or communicate, differently.
+    """Compare versions across machines; ranks of different versions may compute or communicate differently.
 
     Args:
-        by_host: host -> name -> version, as :func:`compared_versions` returns them.
+        by_host: host -> name -> version, as returned by :func:`compared_versions`.
     """
     if len(by_host) < 2:
         return []
@@ -117,7 +117,7 @@ def judge_same(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
             hosts.setdefault(versions.get(name, "none"), []).append(host)
         if len(hosts) > 1:
             what = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
-            todo = "install the same everywhere: pip install -c constraints.txt, or one image for all"
+            todo = "install the same versions everywhere: pip install -c constraints.txt, or use one image"
             found.append(error(LIBRARIES, f"{name} everywhere", f"{name} differs: {what}", "one version", todo))
     return found or [ok(LIBRARIES, "same everywhere", f"{len(by_host)} machines have the same versions")]
 
@@ -131,10 +131,10 @@ class DeviceFacts:
     """GPUs of one machine.
 
     Attributes:
-        files: device files of the driver.
-        usable: GPUs that torch can use.
-        built_for: version of CUDA or ROCm that torch is built for; empty: none.
-        torch_says: what torch warns of while it looks.
+        files: number of the driver's device files.
+        usable: number of GPUs torch can use.
+        built_for: CUDA or ROCm version of the torch build; empty: none.
+        torch_says: warnings raised by torch during detection.
         visible: ``CUDA_VISIBLE_DEVICES``; ``None``: not set.
     """
 
@@ -146,7 +146,7 @@ class DeviceFacts:
 
 
 def device_facts() -> DeviceFacts:
-    """Return the GPUs of this machine; imports torch, and makes no CUDA context."""
+    """Return the GPUs of this machine. Imports torch, creates no CUDA context."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
@@ -162,7 +162,7 @@ def device_facts() -> DeviceFacts:
 
 
 def judge_devices(facts: DeviceFacts, demand: Demand, accelerator: str = "auto") -> Finding:
-    """Judge whether a run finds the GPUs that it asks for."""
+    """Check that a run finds the GPUs it asks for."""
     there = max(facts.files, facts.usable)
     if accelerator == "cpu" or (accelerator == "auto" and not there):
         return ok(DEVICES, "accelerator", "ranks compute on the CPU")
@@ -172,7 +172,7 @@ def judge_devices(facts: DeviceFacts, demand: Demand, accelerator: str = "auto")
     found += f" ({VISIBLE}={facts.visible})" if facts.visible is not None else ""
     if demand.ranks > facts.usable:
         todo = f"devices={facts.usable}" + (f", or correct {VISIBLE}" if facts.visible is not None else "")
-        return error(DEVICES, "GPUs", f"{found}, for {demand.ranks} ranks", "a GPU for each rank", todo)
+        return error(DEVICES, "GPUs", f"{found}, for {demand.ranks} ranks", "one GPU per rank", todo)
     return ok(DEVICES, "GPUs", found)
 
 
@@ -181,13 +181,13 @@ def _unusable(facts: DeviceFacts, there: int) -> Finding:
         what, todo = "there is no GPU (no /dev/nvidia*)", "accelerator=cpu, or docker run --gpus all"
     elif not facts.built_for:
         what = f"{there} GPUs, but torch is built without CUDA"
-        todo = "install a CUDA build of the same torch (pytorch.org/get-started says how), or type accelerator=cpu"
+        todo = "install a CUDA build of the same torch (see pytorch.org/get-started), or type accelerator=cpu"
     elif facts.visible is not None and facts.visible.strip() in ("", "-1"):
         what, todo = f"{VISIBLE}={facts.visible!r} hides all GPUs", f"unset {VISIBLE}"
     else:
-        what = f"torch can use none of {there} GPUs: {facts.torch_says or 'it does not say why'}"
+        what = f"torch can use none of {there} GPUs: {facts.torch_says or 'no reason given'}"
         todo = (
-            "nvidia-smi must answer; then see dmesg, the fabric manager (systemctl status nvidia-fabricmanager) and "
+            "nvidia-smi must answer; then check dmesg, the fabric manager (systemctl status nvidia-fabricmanager) and "
             "the container's runtime (docker run --gpus all)"
         )
     return error(DEVICES, "GPUs", what, "GPUs that torch can use", todo)

@@ -1,4 +1,4 @@
-"""Free disk for a run, and memory that its processes share."""
+"""Checks of disk space and shared memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainwright.tools.doctor.finding import Finding, error, ok, warning
 from trainwright.tools.doctor.machine import Demand
 
 AREA = "folders"
-# Shared memory that NCCL takes for a rank, and a loader's worker for the batches that it holds ready.
-_SHARED_OF_A_RANK = 64 * 2**20
-_SHARED_OF_A_WORKER = 128 * 2**20
+# Shared memory per rank (NCCL) and per loader worker (prefetched batches).
+_SHARED_PER_RANK = 64 * 2**20
+_SHARED_PER_WORKER = 128 * 2**20
 _LEAST_RUN_DISK, _ENOUGH_RUN_DISK = 2**30, 10 * 2**30
 
 
 def judge_run_dir(path: str) -> Finding:
-    """Judge the folder of logs and checkpoints, which need not exist yet."""
+    """Check the folder of logs and checkpoints, which need not exist yet."""
     path = os.path.abspath(path)
     check, todo = "run directory", "free some, or type run_dir=<folder on a larger disk>"
     try:
@@ -27,7 +27,7 @@ def judge_run_dir(path: str) -> Finding:
         return error(AREA, check, str(problem), "a folder for logs and checkpoints", "type another run_dir=<folder>")
     free = free_bytes(path)
     if free is None:
-        return ok(AREA, check, f"{path} does not tell how much is free")
+        return ok(AREA, check, f"the free space of {path} is unknown")
     found = f"{size_text(free)} free in {path}"
     if free < _ENOUGH_RUN_DISK:
         judge = error if free < _LEAST_RUN_DISK else warning
@@ -35,8 +35,8 @@ def judge_run_dir(path: str) -> Finding:
     return ok(AREA, check, found)
 
 
-def shared_memory(path: str = "/dev/shm") -> tuple[int, int]:  # noqa: S108 - it is asked how large it is
-    """Return the total and free bytes of the memory that processes share; 0 where there is none."""
+def shared_memory(path: str = "/dev/shm") -> tuple[int, int]:  # noqa: S108 - only its size is read
+    """Return total and free bytes of shared memory; 0 if there is none."""
     try:
         about = os.statvfs(path)
     except OSError:
@@ -45,21 +45,21 @@ def shared_memory(path: str = "/dev/shm") -> tuple[int, int]:  # noqa: S108 - it
 
 
 def judge_shared_memory(total: int, free: int, demand: Demand) -> Finding:
-    """Judge whether batches of loaders' workers, and what ranks hand each other, fit.
+    """Check that the batches of loader workers and NCCL's buffers fit into shared memory.
 
     Args:
         total: bytes.
         free: bytes.
-        demand: of the run.
+        demand: what the run asks of this machine.
     """
-    needed = demand.ranks * (demand.workers * _SHARED_OF_A_WORKER + (_SHARED_OF_A_RANK if demand.on_gpu else 0))
+    needed = demand.ranks * (demand.workers * _SHARED_PER_WORKER + (_SHARED_PER_RANK if demand.on_gpu else 0))
     found = f"{size_text(free)} free of {size_text(total)} in /dev/shm"
     if free >= needed:
         return ok(AREA, "shared memory", found)
-    who = f"{demand.ranks} ranks with {demand.workers} workers of loaders each"
+    who = f"{demand.ranks} ranks with {demand.workers} loader workers each"
     gib = max(1, -(-2 * needed // 2**30))
-    todo = f"docker run --shm-size={gib}g (or --ipc=host); outside of a container: "
+    todo = f"docker run --shm-size={gib}g (or --ipc=host); outside a container: "
     todo += f"mount -o remount,size={gib}G /dev/shm; or fewer workers"
-    # A worker that does not find room is killed by SIGBUS in the middle of an epoch.
+    # A worker that runs out of shared memory is killed by SIGBUS in mid-epoch.
     judge = error if free < needed // 4 else warning
     return judge(AREA, "shared memory", found, f"about {size_text(needed)} for {who}", todo)

@@ -1,4 +1,4 @@
-"""What a device reaches: arithmetic, its own memory, and the way to the memory of its host."""
+"""Measured speed of a device: arithmetic, memory bandwidth, and copies from and to the host."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from trainwright.strategies.contract.communication.probe import now_on
 
 _TENSOR_FLOAT = "tf32"
 _KINDS = {"float32": torch.float32, _TENSOR_FLOAT: torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Matrices grow until one product takes so long, seconds, or they have the most rows.
+# Matrices grow until one product takes this many seconds, or they have the most rows.
 _LONG_ENOUGH = 0.02
 _FEWEST_ROWS, _MOST_ROWS = 256, 8192
-# Seconds of repetitions of which the quickest counts.
+# Seconds of repetitions; the fastest counts.
 _BUDGET = 0.5
 _COPIED = {"cpu": 128 * 2**20, "cuda": 2**30}
-# Of the blocks whose training step is measured: width, rows of a batch, kind of numbers.
+# Blocks whose training step is timed: width, rows of a batch, dtype.
 _BLOCKS = {"cpu": (512, 512, "float32"), "cuda": (4096, 8192, "bfloat16")}
 _NUM_BLOCKS = 2
-# Of the blocks whose operations have nothing to compute.
+# Blocks whose operations are too small to cost arithmetic.
 _SMALL_DIM, _SMALL_BLOCKS = 4, 8
 
 
 def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
-    """Figures of one device, in the units of the group ``device``: FLOP/s, bytes/s, bytes.
+    """Return the figures of one device in the units of the group ``device``: FLOP/s, bytes/s, bytes.
 
     Args:
-        device: CPU (with the threads that torch has in this process) or GPU.
-        local_size: ranks of this machine, which share its memory.
+        device: CPU (with torch's threads of this process) or GPU.
+        local_size: ranks on this machine, which share its memory.
 
     Returns:
-        ``device_name``, ``memory_bytes``, ``flops`` by kind of number, ``memory_bandwidth``, ``efficiency``,
+        ``device_name``, ``memory_bytes``, ``flops`` by dtype, ``memory_bandwidth``, ``efficiency``,
         ``host_bandwidth``, ``host_memory_bytes``, ``host_latency`` (seconds of the smallest copy between host and
         device), ``operation_seconds``, ``measured_on`` and the ``cores`` of the machine.
     """
@@ -45,7 +45,7 @@ def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
     host_memory = min(facts.memory, facts.memory_limit or facts.memory) // local_size
     on_gpu = device.type == "cuda"
     flops = {kind: _flops(device, kind) for kind in _KINDS if on_gpu or kind != _TENSOR_FLOAT}
-    flops.setdefault(_TENSOR_FLOAT, flops["float32"])  # cores have no other way to multiply numbers of that size
+    flops.setdefault(_TENSOR_FLOAT, flops["float32"])  # CPUs have no TF32
     copied, copying = _copy_seconds(device)
     host, host_latency = _host_copies(device)
     return {
@@ -66,7 +66,7 @@ def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
 
 
 def _flops(device: torch.device, kind: str) -> float:
-    """Most operations per second of products of square matrices; an addition and a multiplication count as two."""
+    """Return the FLOP/s of square matrix products; a multiply-add counts as two."""
     dtype, previous = _KINDS[kind], torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == _TENSOR_FLOAT
     try:
@@ -79,13 +79,13 @@ def _flops(device: torch.device, kind: str) -> float:
 
 
 def _product(rows: int, dtype: torch.dtype, device: torch.device, budget: float) -> float:
-    """Seconds of the product of two square matrices."""
+    """Return the seconds of a square matrix product."""
     a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     return _quickest(lambda: a @ b, device, budget)
 
 
 def _quickest(function: Callable[[], Any], device: torch.device, budget: float) -> float:
-    """Seconds of the quickest of at least three calls after a first one, within a budget of seconds."""
+    """Return the seconds of the fastest of at least three calls after a warm-up, within a budget of seconds."""
     function()
     best, end = float("inf"), now_on(device) + budget
     for number in range(1000):
@@ -98,7 +98,7 @@ def _quickest(function: Callable[[], Any], device: torch.device, budget: float) 
 
 
 def _copy_seconds(device: torch.device) -> tuple[int, float]:
-    """Bytes that are copied within the memory of the device, and how long that takes."""
+    """Return a number of bytes, and the seconds to copy them within the device's memory."""
     size = _COPIED[device.type]
     source = torch.ones(size // 4, device=device)
     target = torch.zeros_like(source)
@@ -106,7 +106,7 @@ def _copy_seconds(device: torch.device) -> tuple[int, float]:
 
 
 def _host_copies(device: torch.device) -> tuple[float, float]:
-    """Bytes per second from the host to the device, and seconds of the smallest copy; on a CPU within its memory."""
+    """Return bytes/s from host to device, and the seconds of the smallest copy."""
     size, on_gpu = _COPIED["cpu"], device.type == "cuda"
     source = torch.ones(size // 4, pin_memory=on_gpu)
     target = torch.zeros(size // 4, device=device)
@@ -116,20 +116,20 @@ def _host_copies(device: torch.device) -> tuple[float, float]:
 
 
 class _Block(nn.Module):
-    """What most of a transformer's arithmetic is."""
+    """Feed-forward block of a transformer, most of its arithmetic."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the two layers make of ``x``, which is (rows, dim)."""
+        """Apply the block to ``x``, (rows, dim)."""
         out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         return out
 
 
 def _efficiency(device: torch.device, flops: dict[str, float]) -> float:
-    """Part of the most operations per second that forward and backward of some blocks reach."""
+    """Return the part of peak FLOP/s that forward and backward of some blocks reach."""
     dim, rows, kind = _BLOCKS[device.type]
     blocks = nn.Sequential(*(_Block(dim) for _ in range(_NUM_BLOCKS))).to(device, _KINDS[kind])
     batch = torch.randn(rows, dim, device=device).to(_KINDS[kind]).requires_grad_()
@@ -144,8 +144,8 @@ def _efficiency(device: torch.device, flops: dict[str, float]) -> float:
     return min(1.0, 6 * matrices * rows / taken / flops[kind])
 
 
-class _Calls(TorchDispatchMode):
-    """Counts the operations that torch is asked for."""
+class _OperationCounter(TorchDispatchMode):
+    """Counter of torch operations."""
 
     count = 0
 
@@ -155,14 +155,14 @@ class _Calls(TorchDispatchMode):
 
 
 def _operation_seconds(device: torch.device) -> float:
-    """Seconds that an operation takes of which there is nothing to compute, in forward and backward of small blocks.
+    """Return the seconds per operation in forward and backward of blocks too small to cost arithmetic.
 
-    Counted as the planner counts them; what Python and autograd do between two operations is in it.
+    Counted like the planner does; includes the overhead of Python and autograd.
     """
     blocks = small_blocks(device)
     with torch.enable_grad():
         small_step(blocks, device)
-        calls = _Calls()
+        calls = _OperationCounter()
         with calls:
             small_step(blocks, device)
         taken = _quickest(lambda: small_step(blocks, device), device, _BUDGET)
@@ -170,16 +170,16 @@ def _operation_seconds(device: torch.device) -> float:
 
 
 def small_blocks(device: torch.device) -> nn.Sequential:
-    """Blocks whose operations have nothing to compute."""
+    """Return blocks too small to cost arithmetic."""
     return nn.Sequential(*(_Block(_SMALL_DIM) for _ in range(_SMALL_BLOCKS))).to(device)
 
 
 def small_step(blocks: nn.Module, device: torch.device) -> None:
-    """Forward and backward of these."""
+    """Run forward and backward of small blocks."""
     blocks(torch.ones(1, _SMALL_DIM, device=device)).square().mean().backward()
 
 
 def threads_from_environment() -> None:
-    """Compute with as many threads as the launching process has decided; torch was imported before that."""
+    """Apply ``OMP_NUM_THREADS`` to torch, which was imported before the launching process set it."""
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

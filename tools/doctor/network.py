@@ -1,4 +1,4 @@
-"""Through which interfaces ranks would speak, and how fast they do."""
+"""Checks of the network: interfaces that ranks would use, names, and measured speed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trainwright.tools.doctor.finding import Finding, error, ok, rate, time_of, 
 AREA = "network"
 GLOO, NCCL, MASTER = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR"
 _VARIABLES = (GLOO, NCCL, MASTER)
-# Bridges and tunnels of containers and virtual machines: no other machine is reached through them, or slowly.
+# Bridges and tunnels of containers and virtual machines: other machines are unreachable or slow through them.
 _VIRTUAL = re.compile(r"docker|br-|veth|virbr|cni|flannel|cali|tunl|podman|lxc|lxd|vnet|ifb|dummy")
-# A pair is slow when its bandwidth is this part of the median's, or its latency this many times the median's.
+# A pair is slow below this part of the median bandwidth, or above this multiple of the median latency.
 _SLOW_BANDWIDTH, _SLOW_LATENCY, _NOTICEABLE_LATENCY = 1 / 3, 20.0, 1e-3
-# Directions between three ranks; with fewer there is no telling which one is slow.
+# Directions between three ranks; with fewer the slow rank cannot be identified.
 _FEWEST_DIRECTIONS = 6
-# Between machines; less is a network for administration, or a link that negotiated 1 Gb/s or less.
+# Bytes/s between machines; less is an administration network, or a link that negotiated 1 Gb/s or less.
 _LEAST_ACROSS = 100e6
 _SPEED_SHARE = 0.3
 
@@ -34,11 +34,11 @@ class Interface:
     """A network interface.
 
     Args:
-        name: as ``ip link`` shows it.
-        up: whether it is.
-        loopback: whether it leads to this machine alone.
+        name: as shown by ``ip link``.
+        up: whether it is up.
+        loopback: whether it is a loopback interface.
         address: IPv4; empty: none.
-        speed: bytes per second that it negotiated; ``None``: it does not say.
+        speed: negotiated bytes per second; ``None``: unknown.
     """
 
     name: str
@@ -49,19 +49,19 @@ class Interface:
 
     @property
     def virtual(self) -> bool:
-        """Whether it is one of containers or virtual machines, by its name."""
+        """True if its name is that of a container or VM bridge."""
         return _VIRTUAL.match(self.name) is not None
 
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """Of one machine.
+    """Network configuration of one machine.
 
     Args:
-        host: its name.
-        addresses: that the name resolves to; empty: to none.
-        interfaces: all.
-        variables: of the environment, of those that choose interfaces and the place to meet.
+        host: host name.
+        addresses: that the host name resolves to.
+        interfaces: all interfaces.
+        variables: environment variables that choose interfaces and the rendezvous.
         master: addresses that ``MASTER_ADDR`` resolves to.
     """
 
@@ -74,12 +74,12 @@ class NetworkFacts:
 
 @dataclass(frozen=True)
 class Pair:
-    """What one rank sends another.
+    """Measured link from one rank to another.
 
     Args:
         source: rank.
         target: rank.
-        latency: seconds of a small message, one way.
+        latency: one-way seconds of a small message.
         bandwidth: bytes per second.
     """
 
@@ -94,7 +94,7 @@ class Pair:
 
 
 def network_facts() -> NetworkFacts:
-    """Of this machine."""
+    """Return the network configuration of this machine."""
     host = socket.gethostname()
     variables = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     master = _resolve(variables[MASTER]) if MASTER in variables else []
@@ -109,12 +109,12 @@ def _resolve(name: str) -> list[str]:
 
 
 def interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
-    """Those of this machine."""
+    """Return the interfaces of this machine."""
     found = []
     for _, name in socket.if_nameindex():
         flags = int(_text(root / name / "flags") or "0", 16)
         speed = _text(root / name / "speed")
-        # Megabits; -1 where there is no cable, or nothing like one.
+        # Mb/s; -1 without a cable.
         bytes_per_second = int(speed) * 1e6 / 8 if speed.isdecimal() else None
         found.append(Interface(name, bool(flags & 0x1), bool(flags & 0x8), address_of(name), bytes_per_second))
     return found
@@ -128,15 +128,15 @@ def _text(path: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Judgements: where ranks would speak
+# Interfaces
 
 
 def chosen_interfaces(variable: str, value: str, interfaces: Sequence[Interface]) -> list[Interface]:
-    """Interfaces that a variable chooses.
+    """Return the interfaces that a variable selects.
 
     Args:
-        variable: of gloo, which takes names between commas; of NCCL, which takes beginnings of names, ``=`` before
-            whole ones and ``^`` before those to leave out.
+        variable: gloo's takes comma-separated names; NCCL's takes prefixes, ``=`` before exact names and ``^``
+            before excluded ones.
         value: of the variable.
         interfaces: of the machine.
     """
@@ -145,19 +145,19 @@ def chosen_interfaces(variable: str, value: str, interfaces: Sequence[Interface]
         return [each for each in interfaces if each.name in names]
     leaves_out, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     names = [name.strip() for name in value.lstrip("^=").split(",") if name.strip()]
-    return [each for each in interfaces if leaves_out != any(_is_meant(each.name, name, exact) for name in names)]
+    return [each for each in interfaces if leaves_out != any(_matches(each.name, name, exact) for name in names)]
 
 
-def _is_meant(name: str, given: str, exact: bool) -> bool:
+def _matches(name: str, given: str, exact: bool) -> bool:
     return name == given if exact else name.startswith(given)
 
 
 def judge_network(facts: NetworkFacts, hosts: int, on_gpu: bool = False) -> list[Finding]:
-    """The interfaces that the environment chooses, and what names stand for.
+    """Check the interfaces selected by the environment, and name resolution.
 
     Args:
         facts: of one machine.
-        hosts: machines of the run.
+        hosts: number of machines of the run.
         on_gpu: whether ranks compute on GPUs, and so use NCCL.
     """
     found = [
@@ -166,7 +166,7 @@ def judge_network(facts: NetworkFacts, hosts: int, on_gpu: bool = False) -> list
         *_name(facts, hosts),
         *_master(facts, hosts),
     ]
-    usable = ", ".join(f"{each.name} {each.address}" for each in _usable(facts)) or "none that leads to other machines"
+    usable = ", ".join(f"{each.name} {each.address}" for each in _usable(facts)) or "none that reaches other machines"
     return [*found, ok(AREA, "interfaces", usable)]
 
 
@@ -177,7 +177,7 @@ def _usable(facts: NetworkFacts) -> list[Interface]:
 def _suggestion(variable: str, facts: NetworkFacts) -> str:
     names = [each.name for each in _usable(facts)]
     if not names:
-        return f"unset {variable}, and give the machine an address that the others reach (ip addr shows what it has)"
+        return f"unset {variable}, and give the machine an address that the others reach (see ip addr)"
     more = f" (or {', '.join(names[1:])})" if names[1:] else ""
     return f"export {variable}={names[0]}{more}, or unset {variable}"
 
@@ -201,7 +201,7 @@ def _variable(variable: str, facts: NetworkFacts, hosts: int) -> list[Finding]:
         return [error(AREA, variable, what, "an interface that is up", todo)]
     live = [each for each in chosen if each.up and each.address]
     if hosts > 1 and all(each.loopback for each in live):
-        what = f"{given}: {', '.join(each.name for each in live)} leads to this machine alone"
+        what = f"{given}: {', '.join(each.name for each in live)} reaches this machine alone"
         return [error(AREA, variable, what, f"an interface that the other {hosts - 1} machines reach", todo)]
     if any(each.virtual for each in live):
         names = ", ".join(each.name for each in live if each.virtual)
@@ -212,34 +212,34 @@ def _variable(variable: str, facts: NetworkFacts, hosts: int) -> list[Finding]:
 
 
 def _missing_variable(facts: NetworkFacts, hosts: int, on_gpu: bool) -> list[Finding]:
-    """Without a variable gloo takes the address of the machine's name, and NCCL the first interface that it finds."""
+    """Warn about default interfaces: gloo's is that of the host name's address, NCCL's the first it finds."""
     if hosts == 1:
         return []
     by_address = {each.address: each for each in facts.interfaces if each.address}
     found = []
     taken = next((by_address[address] for address in facts.addresses if address in by_address), None)
     if GLOO not in facts.variables and taken is not None and taken.virtual:
-        what = f"gloo would use {taken.name}, to which the name {facts.host} leads"
+        what = f"gloo would use {taken.name}, the interface of the host name {facts.host}"
         found.append(warning(AREA, GLOO, what, "a network card", _suggestion(GLOO, facts)))
     if on_gpu and NCCL not in facts.variables and len(_usable(facts)) > 1:
         names = ", ".join(f"{each.name} {each.address}" for each in _usable(facts))
-        what = f"several interfaces, of which NCCL takes the first for its sockets: {names}"
-        found.append(warning(AREA, NCCL, what, "the fastest one by name", _suggestion(NCCL, facts)))
+        what = f"several interfaces, NCCL's sockets would use the first: {names}"
+        found.append(warning(AREA, NCCL, what, "the name of the fastest one", _suggestion(NCCL, facts)))
     return found
 
 
 def _name(facts: NetworkFacts, hosts: int) -> list[Finding]:
     check, names = "host name", f"{facts.host} resolves to {', '.join(facts.addresses) or 'no address'}"
     addresses = [each.address for each in _usable(facts)]
-    line = f"write '{addresses[0] if addresses else '<its address>'} {facts.host}' into /etc/hosts"
-    if GLOO in facts.variables or hosts == 1:  # the ranks of one machine get the loopback interface
+    line = f"add '{addresses[0] if addresses else '<its address>'} {facts.host}' to /etc/hosts"
+    if GLOO in facts.variables or hosts == 1:  # ranks of one machine use the loopback interface
         return [ok(AREA, check, names)]
     if not facts.addresses:
-        return [error(AREA, check, names, "its address in the network of the others", line)]
+        return [error(AREA, check, names, "its address in the network of the other machines", line)]
     if all(_is_loopback(address) for address in facts.addresses):
-        what = f"{names}: gloo would tell the other machines to look for this one at their own"
+        what = f"{names}: gloo would send the other machines its loopback address"
         todo = f"{line}, or {_suggestion(GLOO, facts).split(', or unset')[0]}"
-        return [error(AREA, check, what, "its address in the network of the others", todo)]
+        return [error(AREA, check, what, "its address in the network of the other machines", todo)]
     return [ok(AREA, check, names)]
 
 
@@ -255,23 +255,23 @@ def _master(facts: NetworkFacts, hosts: int) -> list[Finding]:
     if facts.master and not all(_is_loopback(address) for address in facts.master):
         return [ok(AREA, MASTER, what)]
     todo = "torchrun --rdzv-endpoint=<address of the first machine>:<port> (or --master-addr=)"
-    return [error(AREA, MASTER, what, "the first machine's address, as every machine reaches it", todo)]
+    return [error(AREA, MASTER, what, "an address of the first machine that all machines reach", todo)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Judgements: how fast
+# Speed
 
 
 def judge_pairs(
     pairs: Sequence[Pair], hosts: Sequence[str], speeds: Mapping[str, float] | None = None, rounds: str = ""
 ) -> list[Finding]:
-    """Pairs of ranks that are slower than the others, and a network that is slower than it should be.
+    """Find pairs of ranks slower than the others, and a network slower than it should be.
 
     Args:
-        pairs: measured.
-        hosts: of each rank.
+        pairs: measured links.
+        hosts: host name by rank.
         speeds: host -> bytes per second of its fastest usable interface.
-        rounds: what is to be said of pairs that were left out.
+        rounds: note on pairs that were left out.
     """
     found = []
     for name, is_within in (("within a machine", True), ("across machines", False)):
@@ -306,13 +306,13 @@ def _slow_finding(slow: Sequence[Pair], pairs: Sequence[Pair], hosts: Sequence[s
     worst = min(slow, key=lambda pair: pair.bandwidth)
     shown = f"rank {worst.source} to {worst.target}: {time_of(worst.latency)}, {rate(worst.bandwidth)}"
     if times == len(slow) and times > 1:
-        what = f"everything to or from rank {rank} ({hosts[rank]}) that is slow has it in common; {shown}"
-        todo = f"look at {hosts[rank]}: cable, port, ethtool <interface>, and what else runs there"
+        what = f"all slow links involve rank {rank} ({hosts[rank]}); {shown}"
+        todo = f"check {hosts[rank]}: cable, port, ethtool <interface>, and other processes"
     else:
         names = ", ".join(f"{pair.source}-{pair.target}" for pair in slow[:8])
         what = f"slow pairs: {names}{' ...' if slow[8:] else ''}; {shown}"
-        todo = "look at what these machines have in common (switch, cable), and what else runs there"
-    return warning(AREA, f"slow pairs {name}", what, f"like the others: {rate(median_)} in the median", todo)
+        todo = "check what these machines share (switch, cable), and other processes on them"
+    return warning(AREA, f"slow pairs {name}", what, f"like the others: {rate(median_)} median", todo)
 
 
 def _slow_network(pairs: Sequence[Pair], hosts: Sequence[str], speeds: Mapping[str, float]) -> list[Finding]:
@@ -323,13 +323,13 @@ def _slow_network(pairs: Sequence[Pair], hosts: Sequence[str], speeds: Mapping[s
         return []
     what = f"{rate(bandwidth)} between machines"
     if known:
-        what += f", whose fastest interfaces are told to do {rate(min(known))}"
+        what += f", whose fastest interfaces negotiated {rate(min(known))}"
     todo = f"name the fast interface: export {GLOO}=<interface> and {NCCL}=<interface>; ethtool <interface> shows speed"
     return [warning(AREA, "bandwidth across machines", what, f"at least {rate(expected)}", todo)]
 
 
 def judge_links(links: Sequence[MeasuredLink]) -> list[Finding]:
-    """What all-reduces reach; judged against nothing, since pairs were."""
+    """Report measured all-reduces; pairs are judged instead."""
     return [
         ok(
             AREA,
@@ -340,29 +340,29 @@ def judge_links(links: Sequence[MeasuredLink]) -> list[Finding]:
     ]
 
 
-def judge_meeting(failures: Mapping[int, str], world_size: int) -> list[Finding]:
-    """Ranks that did not do what they were asked.
+def judge_failures(failures: Mapping[int, str], world_size: int) -> list[Finding]:
+    """Report ranks that failed.
 
     Args:
-        failures: rank -> what it said, or where it was when the time was over.
-        world_size: all ranks.
+        failures: rank -> its error, or what it was doing at the timeout.
+        world_size: number of all ranks.
     """
     if not failures:
         return []
     shown = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())[:4])
     more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
-    todo = "see what is said of interfaces and host names here; a firewall must let ranks connect to each other's ports"
-    wanted = f"that all {world_size} ranks connect to each other and answer"
+    todo = "see the findings on interfaces and host names; firewalls must let ranks connect to each other's ports"
+    wanted = f"all {world_size} ranks connected to each other"
     return [error(AREA, "ranks", f"{len(failures)} of {world_size} ranks failed: {shown}{more}", wanted, todo)]
 
 
-def judge_not_met(rank: int, why: str) -> Finding:
-    """Return the finding of a rank that has not reached the others.
+def judge_rendezvous(rank: int, why: str) -> Finding:
+    """Return the finding of a rank that failed to reach the rendezvous.
 
     Args:
         rank: of this process.
-        why: what the store said.
+        why: error of the store.
     """
-    todo = "see what is said of MASTER_ADDR, the host name and interfaces"
-    what = f"rank {rank} has not met the others: {why}"
-    return error(AREA, "meeting", what, "a place that all ranks reach", todo)
+    todo = "see the findings on MASTER_ADDR, the host name and interfaces"
+    what = f"rank {rank} did not reach the rendezvous: {why}"
+    return error(AREA, "rendezvous", what, "an address that all ranks reach", todo)

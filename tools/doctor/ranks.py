@@ -1,7 +1,7 @@
-"""What each rank does to find out about the others, and how its results reach the process that judges.
+"""Measurements that ranks make of each other, and the store through which results reach the judging process.
 
-Ranks say where they are, and in the end what they measured, as JSON in a store; so one that hangs or dies is named,
-with what it was at.
+Ranks write their current activity and finally their result as JSON to a store, so a rank that hangs or dies is named
+with what it was doing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainwright.tools.doctor.network import Pair
 
 # Longest wait for one collective.
 GROUP_SECONDS = 60.0
-# All pairs together; beyond it the remaining ones are left out.
+# For all pairs; the remaining ones are left out.
 PAIR_SECONDS = 20.0
 _MOST_ROUNDS = 64
 _SMALL, _LARGE = 1, 2**20  # elements of four bytes
@@ -41,17 +41,17 @@ _STEPS = 12
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank found.
+    """Measurements of one rank.
 
     Args:
         rank: global rank.
-        host: its machine.
-        failure: why it did not come to its end; ``None``: it did.
-        offset: of its clock.
-        pairs: what it sends others.
-        rounds: rounds of pairs that were measured, and that there are.
-        links: all-reduces, by name; the same on all ranks.
-        figures: of its device, see :mod:`~trainwright.tools.doctor.measure`; empty unless asked for.
+        host: name of its machine.
+        failure: why it failed; ``None``: it did not.
+        offset: of its clock; ``None`` on rank 0.
+        pairs: links from this rank.
+        rounds: rounds of pairs measured, and in total.
+        links: measured all-reduces; the same on all ranks.
+        figures: of its device, see :mod:`~trainwright.tools.doctor.measure`; empty unless requested.
     """
 
     rank: int
@@ -64,36 +64,36 @@ class RankResult:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """For the process that judges."""
+        """Serialize for the judging process."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> RankResult:
-        """What :meth:`to_json` wrote."""
+        """Parse what :meth:`to_json` wrote."""
         result: RankResult = rebuilt(RankResult, json.loads(text))
         return result
 
 
 class StoreBoard:
-    """Where ranks write what they do and found, in a store.
+    """Activities and results of ranks in a store.
 
     Args:
-        store: that all ranks reach.
+        store: reachable by all ranks.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
 
     def at(self, rank: int, what: str) -> None:
-        """Say what a rank begins with."""
+        """Record the current activity of a rank."""
         self._store.set(f"doctor/{rank}/at", what)
 
     def put(self, name: str, text: str) -> None:
-        """Leave a text for everyone."""
+        """Publish a text."""
         self._store.set(f"doctor/{name}", text)
 
     def get(self, name: str, seconds: float) -> str | None:
-        """A text that was left; ``None`` if it is not within so many seconds."""
+        """Return a published text, or ``None`` if it does not appear within so many seconds."""
         key = f"doctor/{name}"
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.01)))
@@ -102,7 +102,7 @@ class StoreBoard:
         return self._store.get(key).decode()
 
     def results(self, world_size: int, seconds: float) -> list[RankResult]:
-        """Of all ranks; one that has not answered in time fails with what it was at."""
+        """Return the results of all ranks; one that does not answer in time fails with its last activity."""
         end = time.monotonic() + seconds
         found = []
         for rank in range(world_size):
@@ -117,7 +117,7 @@ class StoreBoard:
 
 @contextmanager
 def group_of_ranks(store: dist.Store, rank: int, world_size: int, on_gpu: bool) -> Iterator[None]:
-    """A default process group for as long as it is needed: gloo, and NCCL for tensors of GPUs."""
+    """Provide a default process group: gloo, and NCCL for tensors on GPUs."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("doctor/group", store),
@@ -134,15 +134,15 @@ def group_of_ranks(store: dist.Store, rank: int, world_size: int, on_gpu: bool) 
 def examine(
     store: dist.Store, rank: int, world_size: int, local_size: int, device: torch.device, figures: bool = False
 ) -> RankResult:
-    """Do this rank's part and leave the result on the board.
+    """Run the measurements of this rank and publish the result.
 
     Args:
-        store: that all ranks reach.
+        store: reachable by all ranks.
         rank: global rank.
-        world_size: all ranks.
-        local_size: ranks of a machine, where all have as many.
-        device: that this rank would compute on.
-        figures: measure the device too, all ranks at the same time, since they share memory and cores.
+        world_size: number of all ranks.
+        local_size: ranks per machine.
+        device: of this rank.
+        figures: measure the device too; all ranks do so simultaneously, since they share memory and cores.
     """
     board, host = StoreBoard(store), socket.gethostname()
     result = RankResult(rank, host)
@@ -152,9 +152,9 @@ def examine(
         if world_size == 1:
             result = RankResult(rank, host, figures=measure_device(device, 1) if figures else {})
         else:
-            board.at(rank, "meeting the others")
+            board.at(rank, "connecting to the others")
             with group_of_ranks(store, rank, world_size, device.type == "cuda"):
-                # Before one measures, all have made their connections.
+                # All connections are made before any rank measures.
                 dist.all_reduce(torch.zeros(1))
                 board.at(rank, "comparing clocks")
                 offset = compare_clocks(store, rank, world_size)
@@ -168,9 +168,9 @@ def examine(
                     measured = measure_device(device, local_size)
                     board.at(rank, "measuring sharded blocks")
                     measured["gather_seconds"] = measure_gathering(device, links[0])
-                    dist.barrier()  # NCCL's communicator must not end while another one measures
+                    dist.barrier()  # NCCL's communicator must not be destroyed while another rank measures
             result = RankResult(rank, host, None, offset, pairs, rounds, links, measured)
-    except Exception as failure:  # whatever a backend or a driver raises
+    except Exception as failure:  # a backend or a driver can raise anything
         text = (str(failure).strip().splitlines() or [repr(failure)])[0]
         result = RankResult(rank, host, f"{type(failure).__name__}: {text}")
     board.put(f"{rank}/result", result.to_json())
@@ -186,19 +186,19 @@ def _compute(device: torch.device) -> None:
     numbers = torch.arange(1024, device=device, dtype=torch.float64).view(32, 32)
     total = float((numbers @ torch.ones(32, 1, device=device, dtype=torch.float64)).sum())
     if total != 1023 * 1024 / 2:
-        raise RuntimeError(f"{device} computes {total} where {1023 * 1024 // 2} is right")
+        raise RuntimeError(f"{device} computes {total} instead of {1023 * 1024 // 2}")
 
 
 def compare_clocks(store: dist.Store, rank: int, world_size: int) -> Offset | None:
-    """Compare this rank's clock with that of rank 0; a collective of all ranks. None on rank 0."""
+    """Return the clock offset to rank 0, ``None`` on rank 0. A collective of all ranks."""
     offset, wrong_by = clock_offset(store, "doctor/clocks", rank, range(1, world_size))
     return None if rank == 0 else Offset(rank, -offset / 1e9, wrong_by / 1e9)
 
 
 def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
-    """All pairs of ranks, in rounds in which each rank has at most one partner (the circle method of tournaments).
+    """Return all pairs of ranks in rounds where each rank has at most one partner (circle method).
 
-    Beyond 64 rounds, so many of them, evenly chosen.
+    Of more than 64 rounds, 64 evenly spaced ones.
     """
     ranks = list(range(world_size + world_size % 2))
     rounds = []
@@ -212,26 +212,26 @@ def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_pairs(rank: int, world_size: int, device: torch.device) -> tuple[list[Pair], tuple[int, int]]:
-    """What this rank sends each other one; a collective of all ranks. The pairs of a round are measured together.
+    """Measure the links of this rank. A collective of all ranks; pairs of a round are measured simultaneously.
 
     Returns:
-        The pairs, and how many rounds were measured of how many there are.
+        The links, and the number of rounds measured and in total.
     """
     found: list[Pair] = []
     all_rounds = world_size + world_size % 2 - 1
     end = time.monotonic() + PAIR_SECONDS
     done = 0
     for pairs in rounds_of_pairs(world_size):
-        late = torch.tensor([float(time.monotonic() > end)])
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)  # so that a round begins together, and all stop together
-        if late.item():
+        expired = torch.tensor([float(time.monotonic() > end)])
+        dist.all_reduce(expired, op=dist.ReduceOp.MAX)  # starts a round on all ranks at once, and stops all together
+        if expired.item():
             break
         for source, target in pairs:
             if rank in (source, target):
                 partner = target if rank == source else source
                 first = rank == source
                 latency = _latency(partner, first, device)
-                # One direction after the other.
+                # One direction at a time.
                 for sends in (first, not first):
                     seconds = _transfer(partner, sends, device)
                     if sends:
@@ -242,17 +242,17 @@ def measure_pairs(rank: int, world_size: int, device: torch.device) -> tuple[lis
 
 
 def _latency(partner: int, first: bool, device: torch.device) -> float:
-    """Half of the time of the quickest message there and back."""
+    """Return half of the fastest round trip, seconds."""
     message, taken = torch.zeros(_SMALL, device=device), []
     for _ in range(2 + _PINGS):
         begin = now_on(device)
         _exchange(message, message, partner, first)
         taken.append(now_on(device) - begin)
-    return min(taken[2:]) / 2  # the first ones make connections
+    return min(taken[2:]) / 2  # the first two open connections
 
 
 def _transfer(partner: int, sends: bool, device: torch.device) -> float:
-    """Seconds of a large message and a small one back."""
+    """Return the fastest seconds of a large message with a small reply."""
     large, small, taken = torch.zeros(_LARGE, device=device), torch.zeros(_SMALL, device=device), []
     for _ in range(_TRANSFERS):
         begin = now_on(device)
@@ -274,13 +274,13 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int, first: b
 
 
 def measure_gathering(device: torch.device, link: MeasuredLink) -> float:
-    """Seconds that gathering a block's parameters, or reducing its gradients, takes beside the collective itself.
+    """Return the seconds that gathering a block's parameters or reducing its gradients adds to the collective itself.
 
-    Blocks whose parameters are next to nothing, by FSDP2 and without; a collective of all ranks.
+    Compares tiny blocks under FSDP2 with plain ones. A collective of all ranks.
 
     Args:
         device: of this rank.
-        link: of all ranks.
+        link: over all ranks.
     """
     mesh = init_device_mesh(device.type, (link.ranks,))
     plain, sharded = small_blocks(device), small_blocks(device)
@@ -293,7 +293,7 @@ def measure_gathering(device: torch.device, link: MeasuredLink) -> float:
 
 
 def _step_seconds(blocks: torch.nn.Sequential, device: torch.device) -> float:
-    """Of the quickest of some steps, as many on every rank."""
+    """Return the seconds of the fastest step; all ranks make the same number of steps."""
     taken = []
     with torch.enable_grad():
         for _ in range(2 + _STEPS):
@@ -305,9 +305,9 @@ def _step_seconds(blocks: torch.nn.Sequential, device: torch.device) -> float:
 
 
 def measure_links(world_size: int, local_size: int, device: torch.device) -> list[MeasuredLink]:
-    """All-reduces of all ranks; where there are several machines of as many ranks, also within and across them.
+    """Measure all-reduces over all ranks, within and across machines.
 
-    Pairs of a machine of more tell what a collective costs beside its messages.
+    Pairs within larger machines separate the fixed cost of a collective from that of its messages.
     """
     axes: list[tuple[str, Layout, str]] = [("all", Layout(replicate=world_size), "replicate")]
     if 1 <= local_size < world_size and world_size % local_size == 0:

@@ -1,1 +1,1 @@
-"""`trainwright generate`: text from the model of a run."""
+"""The verb `generate`."""

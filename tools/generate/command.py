@@ -1,4 +1,4 @@
-"""`trainwright generate RUN prompt=...`: the words after it, the run that continues prompts, and what is printed."""
+"""The verb `generate`: text from the model of a run."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ OK, FAILED, REFUSED = 0, 1, 2
 VERB = "generate"
 _RECIPE = "run_to_generate"
 _PACKAGE = "trainwright.recipes.generation"
-# Of the run's configuration; what is typed takes the place of each.
+# Keys taken from the run's configuration unless overridden.
 _KEPT = ("name", "module", "data", "strategy", "precision", "devices", "nodes", "accelerator", "seed")
 _SAMPLING = ("max_new_tokens", "temperature", "top_p")
-_OWN = ("prompt", "prompts_file", "batch_size", *_SAMPLING)
+_OPTIONS = ("prompt", "prompts_file", "batch_size", *_SAMPLING)
 
 HELP = """trainwright generate: continue prompts with the model of a run, on any layout.
 
 usage: trainwright generate RUN prompt=TEXT [prompt=TEXT ...] [key=value ...] [--json]
 
   RUN               a run directory; its newest good checkpoint is used, or ckpt_path=PATH
-  prompt=TEXT       a text to continue; several words, or one list: 'prompt=["a","b"]'
-  prompts_file=FILE one prompt in each line
-  max_new_tokens=N  tokens to add to each prompt (100); fewer where the model ends the text
-  temperature=T     divisor of the logits (0); 0 takes the most likely token each time
-  top_p=P           draw from the most likely tokens with this probability together (1: all)
-  seed=S            of the draws (that of the run); a layout or batch size changes none
-  batch_size=B      prompts that a rank continues at once (8)
+  prompt=TEXT       a text to continue; may be repeated, or a list: 'prompt=["a","b"]'
+  prompts_file=FILE one prompt per line
+  max_new_tokens=N  tokens to add to each prompt (100); fewer if the model ends the text
+  temperature=T     divisor of the logits (0); 0 always takes the most likely token
+  top_p=P           sample from the most likely tokens with this total probability (1: all)
+  seed=S            of sampling (default: of the run); independent of layout and batch size
+  batch_size=B      prompts per rank and batch (8)
   --json            print one JSON object, and nothing else, on standard output
 
-Other words are those of any verb, in place of the run's own configuration: strategy=tensor devices=2, precision=...
+Other key=value words override the run's configuration: strategy=tensor devices=2, precision=...
 
 examples:
   trainwright generate runs/gpt/2026-01-31_14-05-09 'prompt=def '
@@ -65,13 +65,13 @@ examples:
 
 
 def run_generate_command(words: Sequence[str]) -> int:
-    """Do what was asked and report errors as one message.
+    """Run `generate` and print errors to stderr.
 
     Args:
-        words: what was typed after `trainwright`, `generate` included.
+        words: the command line after `trainwright`, `generate` included.
 
     Returns:
-        The exit code: 0 it was done, 1 a rank failed, 2 the command was refused.
+        The exit code: 0 success, 1 a rank failed, 2 the command line was refused.
     """
     rest = list(words)
     rest.remove(VERB)
@@ -86,16 +86,16 @@ def run_generate_command(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Understand what was typed.
+    """Parse the command line.
 
     Args:
-        words: what was typed after `trainwright generate`.
+        words: arguments after `trainwright generate`.
 
     Returns:
-        `run_dir`, `json`, `own` words of this verb, `typed` ones of a run's configuration.
+        `run_dir`, `json`, `own`: options of this verb, `typed`: overrides of the run's configuration.
 
     Raises:
-        ConfigError: if it is not understood.
+        ConfigError: if it is invalid.
     """
     parser = Parser(VERB)
     parser.add_argument("--json", action="store_true")
@@ -107,24 +107,25 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if problems:
         raise ConfigError(problems)
     arguments.run_dir = Path(folders[0]).expanduser()
-    arguments.own = [word for word in plain if key_of(word) in _OWN]
+    arguments.own = [word for word in plain if key_of(word) in _OPTIONS]
     arguments.typed = [word for word in plain if word not in (*folders, *arguments.own)]
-    if misspelt := list(_misspelt(arguments.typed)):
-        raise ConfigError(misspelt)
+    if misspelled := list(_misspelled(arguments.typed)):
+        raise ConfigError(misspelled)
     return arguments
 
 
-def _misspelt(typed: Sequence[str]) -> Iterator[str]:
-    """Words that are no key of a run, and nearer to one of this verb than to any."""
+def _misspelled(typed: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each word that is closer to an option of this verb than to a key of a run."""
     keys = [item.name for item in fields(RunConfig)]
     for word in typed:
-        if get_close_matches(key_of(word), [*keys, *_OWN], n=1)[:1] in ([own] for own in _OWN):
-            yield f"{word}: there is no word {key_of(word)!r}; {did_you_mean(key_of(word), _OWN, f'words of {VERB}')}"
+        key = key_of(word)
+        if set(get_close_matches(key, [*keys, *_OPTIONS], n=1)) & set(_OPTIONS):
+            yield f"{word}: there is no option {key!r}; {did_you_mean(key, _OPTIONS, f'options of {VERB}')}"
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     if not holds_run(arguments.run_dir):
-        raise ConfigError([f"{arguments.run_dir}: no run directory, it has no config.yaml; type runs/<name>/<time>"])
+        raise ConfigError([f"{arguments.run_dir}: not a run directory: it has no config.yaml; type runs/<name>/<time>"])
     prompts, own = _prompts(arguments.own), {key_of(word): _value(word) for word in arguments.own}
     cfg = _configured(arguments.run_dir, arguments.typed, prompts, own)
     with ranks_to_stderr() if arguments.json else contextlib.nullcontext():
@@ -160,10 +161,10 @@ def _value(word: str) -> Any:
 
 
 def _configured(run_dir: Path, typed: Sequence[str], prompts: Sequence[str], own: dict[str, Any]) -> DictConfig:
-    """Return what the run was configured with, and what was typed, for `predict` on the prompts.
+    """Return the run's configuration with overrides, for `predict` on the prompts.
 
     Raises:
-        ConfigError: if that does not fit together, or the run has no checkpoint.
+        ConfigError: if it is invalid, or the run has no checkpoint.
     """
     saved = read_config(run_dir)
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +181,7 @@ def _configured(run_dir: Path, typed: Sequence[str], prompts: Sequence[str], own
     cfg.data = {
         "_target_": f"{_PACKAGE}.prompts.PromptData",
         "prompts": list(prompts),
-        "data": OmegaConf.to_container(cfg.data),  # assigned as it is, it would refer to itself
+        "data": OmegaConf.to_container(cfg.data),  # a node would refer to itself
         "batch_size": own.get("batch_size", 8),
         "sampling": {
             "_target_": f"{_PACKAGE}.sampling.Sampling",
@@ -195,7 +196,7 @@ def _configured(run_dir: Path, typed: Sequence[str], prompts: Sequence[str], own
 
 
 def _write_recipe(folder: Path, saved: DictConfig, typed: set[str]) -> None:
-    """Write the run's configuration as a recipe, without what is typed in its place."""
+    """Write the run's configuration as a recipe, without overridden keys."""
     body: Any = OmegaConf.to_container(settled(saved))
     body = {key: value for key, value in body.items() if key in _KEPT and key not in typed}
     if "strategy" in body:
@@ -207,7 +208,7 @@ def _write_recipe(folder: Path, saved: DictConfig, typed: set[str]) -> None:
 
 
 def _report(prompts: Sequence[str], run_dir: Path) -> dict[str, Any]:
-    from trainwright.checkpoint.foreign.unpickle import load_safely  # torch is loaded by now
+    from trainwright.checkpoint.foreign.unpickle import load_safely  # torch is already imported
     from trainwright.launch.worker import PREDICTIONS
 
     with (run_dir / PREDICTIONS).open("rb") as file:

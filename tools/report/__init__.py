@@ -1,4 +1,4 @@
-"""What a run directory tells, as one page (`trainwright report`) and in the terminal (`trainwright watch`).
+"""Run directories as an HTML page (`trainwright report`) and in the terminal (`trainwright watch`).
 
-Everything here reads files of run directories and nothing else; neither torch nor Lightning is imported.
+Only files of run directories are read; neither torch nor Lightning is imported.
 """

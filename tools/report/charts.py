@@ -1,4 +1,4 @@
-"""What each rank held, where the time of steps went, norms by block, each beside what was predicted of it."""
+"""Charts of memory by rank, time by step and rank, and norms by block, beside predicted values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MOST_RANKS = 64
 
 
 def memory_by_rank(run: RunRecord) -> BarTable | None:
-    """What each rank held at most of each kind, in bytes, and first what was predicted of the rank that needs most."""
-    measured = {rank: held for rank in sorted(run.monitor) if (held := _most_held(run.monitor[rank]))}
+    """Return the peak bytes of each kind by rank, preceded by the predicted peak of the largest rank."""
+    measured = {rank: held for rank in sorted(run.monitor) if (held := _peaks(run.monitor[rank]))}
     if not measured:
         return None
     ranks = [list(measured)[i] for i in thinned(list(measured), _MOST_RANKS)]
@@ -33,18 +33,18 @@ def memory_by_rank(run: RunRecord) -> BarTable | None:
     scale = max(sum(row.get(kind, 0.0) for kind in shown) for _, row in rows)
     bars = []
     for label, row in rows:
-        together = sum(row.get(kind, 0.0) for kind in shown)
-        cells = [together, *(row.get(name) for name in (*kinds, *beside))]
+        total = sum(row.get(kind, 0.0) for kind in shown)
+        cells = [total, *(row.get(name) for name in (*kinds, *beside))]
         parts = [(kind, number, row.get(kind, 0.0)) for number, kind in enumerate(shown)]
         words = ["" if cell is None else amount(cell, "bytes") for cell in cells]
         bars.append(stacked(label, parts, scale, "bytes", words, mark))
-    head = ("rank", "memory", "together", *kinds, *(name.replace("_", " ") for name in beside))
+    head = ("rank", "memory", "total", *kinds, *(name.replace("_", " ") for name in beside))
     legend = tuple((kind, number) for number, kind in enumerate(shown))
-    return BarTable("Bytes that each rank held, the most of each kind over the run", head, legend, tuple(bars))
+    return BarTable("Peak bytes of each kind by rank", head, legend, tuple(bars))
 
 
 def predicted_memory(plan: Mapping[str, Any] | None) -> dict[str, float]:
-    """Bytes by kind that plan.json predicts for the rank that needs most; {} if it does not."""
+    """Return the bytes by kind that plan.json predicts for the largest rank; {} if it does not."""
     chosen = (plan or {}).get("chosen")
     found = chosen.get("bytes") if isinstance(chosen, Mapping) else None
     if not isinstance(found, Mapping):
@@ -52,7 +52,7 @@ def predicted_memory(plan: Mapping[str, Any] | None) -> dict[str, float]:
     return {kind: value for kind in KINDS if (value := number_of(found.get(kind))) is not None}
 
 
-def _most_held(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     held: dict[str, float] = {}
     for record in records:
         if record["kind"] != "memory":
@@ -76,9 +76,9 @@ class NormCharts:
     """Norms by block.
 
     Args:
-        charts: of gradients and of parameters, a curve for each block that is drawn and for all together.
-        rows: block, newest norm of gradient and of parameters, and the first as a part of the second.
-        left_out: blocks that have no curve.
+        charts: of gradients and of parameters, one curve per drawn block and one for all blocks.
+        rows: block, newest norms of gradient and parameters, and their ratio.
+        left_out: number of blocks without a curve.
     """
 
     charts: tuple[CurveChart, ...]
@@ -87,13 +87,13 @@ class NormCharts:
 
 
 def norms(run: RunRecord) -> NormCharts | None:
-    """Norms of gradients and parameters by block; None if none were logged."""
+    """Return the norms of gradients and parameters by block; None if none were logged."""
     by_block = {what: _of_blocks(run.metrics, f"norm/{what}/") for what in _NORMS}
     blocks = list(dict.fromkeys(block for each in by_block.values() for block in each))
     if not blocks:
         return None
-    apart = [block for block in blocks if block != _ALL]
-    shown = [*(block for block in (_ALL,) if block in blocks), *(apart[i] for i in thinned(apart, COLOURS - 1))]
+    single = [block for block in blocks if block != _ALL]
+    shown = [*(block for block in (_ALL,) if block in blocks), *(single[i] for i in thinned(single, COLOURS - 1))]
     charts = [
         chart
         for what, title in _NORMS.items()
@@ -108,7 +108,7 @@ def norms(run: RunRecord) -> NormCharts | None:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a metric is one of those that :func:`norms` shows."""
+    """Return whether :func:`norms` shows this metric."""
     return name.startswith(tuple(f"norm/{what}/" for what in _NORMS))
 
 
@@ -125,7 +125,7 @@ _MOST_BARS = 24
 
 
 def time_by_step(run: RunRecord) -> BarTable | None:
-    """Where the time of steps went, window by window: seconds of a step, averaged over ranks."""
+    """Return the seconds of a step by part for each window, averaged over ranks."""
     windows: dict[int, list[dict[str, float]]] = {}
     for _, record in run.records("step"):
         spent = per_step(record)
@@ -140,7 +140,7 @@ def time_by_step(run: RunRecord) -> BarTable | None:
 
 
 def time_by_rank(run: RunRecord) -> BarTable | None:
-    """The same rank by rank, averaged over all steps but the first one (which warms caches) if there are others."""
+    """Return the seconds of a step by part for each rank, averaged over all steps but the first window (warm-up)."""
     rows = []
     for rank in sorted(run.monitor):
         noted = [record for record in run.monitor[rank] if record["kind"] == "step"]
@@ -159,7 +159,7 @@ def time_by_rank(run: RunRecord) -> BarTable | None:
 
 
 def predicted_seconds(run: RunRecord) -> tuple[float, float | None] | None:
-    """Seconds of a step that plan.json predicts, and the middle of those that were measured; None without the first."""
+    """Return the predicted seconds of a step and the measured median; None without a prediction."""
     chosen = (run.plan or {}).get("chosen")
     seconds = chosen.get("seconds") if isinstance(chosen, Mapping) else None
     predicted = number_of(seconds.get("step")) if isinstance(seconds, Mapping) else None
@@ -193,7 +193,7 @@ def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def per_step(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of an optimizer step by part, as one record of `kind` step has them; empty if it has none."""
+    """Return the seconds of an optimizer step by part from a `step` record; {} if it has none."""
     steps = steps_of(record)
     return {part: value / steps for part, value in _seconds(record).items()}
 

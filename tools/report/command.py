@@ -1,4 +1,4 @@
-"""`trainwright report` and `trainwright watch`: the words after them, and their errors."""
+"""The verbs `report` and `watch`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _MOST_RUNS = 8
 _LONGEST_WAIT = 86400
 
 HELP = {
-    "report": """trainwright report: show a run, or several side by side, as one HTML page that loads nothing.
+    "report": """trainwright report: show one run, or several side by side, as one self-contained HTML page.
 
 usage: trainwright report RUN_DIR [RUN_DIR ...] [--out FILE]
 
-  RUN_DIR       a run directory, of a run that has ended or that goes on; up to 8
-  --out FILE    where the page is written; default: report.html in the run directory, or, of several runs, in the
+  RUN_DIR       a run directory, of a finished or a running run; up to 8
+  --out FILE    where the page is written; default: report.html in the run directory, or, for several runs, in the
                 current directory
 
 examples:
   trainwright report runs/gpt/2026-01-31_14-05-09
   trainwright report runs/gpt/2026-01-31_14-05-09 runs/gpt/2026-02-01_09-00-00 --out compared.html
 """,
-    "watch": """trainwright watch: show a run in the terminal while it goes on, from any shell. Ctrl-C ends this, not
+    "watch": """trainwright watch: show a running run in the terminal, from any shell. Ctrl-C ends watch, not
 the run.
 
 usage: trainwright watch RUN_DIR [--every SECONDS] [--once]
 
-  RUN_DIR           a run directory; the run may not have begun yet, or have ended
-  --every SECONDS   between two looks at the files (default 2)
-  --once            show one picture and end
+  RUN_DIR           a run directory; the run may have ended or not have started yet
+  --every SECONDS   seconds between updates (default 2)
+  --once            print the current state and exit
 
 example:
   trainwright watch runs/gpt/2026-01-31_14-05-09
@@ -45,13 +45,13 @@ example:
 
 
 def run_report_command(words: Sequence[str]) -> int:
-    """Do what was asked and report errors as one message.
+    """Run `report` or `watch` and print errors to stderr.
 
     Args:
-        words: what was typed after `trainwright`, `report` or `watch` included.
+        words: the command line after `trainwright`, verb included.
 
     Returns:
-        The exit code: 0 all is well, 2 the command or a path was refused.
+        The exit code: 0 success, 2 the command line or a path was refused.
     """
     if "-h" in words or "--help" in words:
         print(HELP[next(word for word in words if word in HELP)], end="")
@@ -59,7 +59,7 @@ def run_report_command(words: Sequence[str]) -> int:
     try:
         arguments = parse(words)
         return _report(arguments) if arguments.verb == "report" else _watch(arguments)
-    except BrokenPipeError:  # who reads what `watch` writes has enough
+    except BrokenPipeError:  # the reader of `watch` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:
@@ -71,13 +71,13 @@ def run_report_command(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Understand what was typed.
+    """Parse the command line.
 
     Args:
-        words: what was typed after `trainwright`, `report` or `watch` included.
+        words: the command line after `trainwright`, verb included.
 
     Raises:
-        ConfigError: if it is not understood.
+        ConfigError: if it is invalid.
     """
     rest = list(words)
     verb = next(word for word in rest if word in HELP)
@@ -100,16 +100,14 @@ def _report(arguments: argparse.Namespace) -> int:
     from trainwright.tools.report.records import is_run
 
     run_dirs: list[Path] = arguments.run_dirs
-    wrong = [f"{path}: {_why_no_run(path)}" for path in run_dirs if not is_run(path)]
+    wrong = [f"{path}: {_why_not_a_run(path)}" for path in run_dirs if not is_run(path)]
     if wrong:
         raise ConfigError(wrong)
     if len(run_dirs) > _MOST_RUNS:
-        raise ConfigError(
-            [f"{len(run_dirs)} run directories were given; a page shows at most {_MOST_RUNS} side by side"]
-        )
+        raise ConfigError([f"{len(run_dirs)} run directories were given; a page shows at most {_MOST_RUNS}"])
     out = arguments.out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / PAGE_FILE
     if out.is_dir():
-        raise ConfigError([f"--out {out}: this is a folder; type the name of a file, like {out / PAGE_FILE}"])
+        raise ConfigError([f"--out {out}: this is a folder; type a file name, for example {out / PAGE_FILE}"])
     try:
         write_page(run_dirs, out)
     except OSError as error:
@@ -120,9 +118,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _watch(arguments: argparse.Namespace) -> int:
     if not 0.1 <= arguments.every <= _LONGEST_WAIT:
-        raise ConfigError(
-            [f"--every {arguments.every:g}: seconds between two looks must be at least 0.1 and at most {_LONGEST_WAIT}"]
-        )
+        raise ConfigError([f"--every {arguments.every:g}: must be between 0.1 and {_LONGEST_WAIT} seconds"])
     if arguments.run_dir.exists() and not arguments.run_dir.is_dir():
         raise ConfigError([f"{arguments.run_dir}: this is a file; type the run directory"])
     from trainwright.tools.report.watch import watch
@@ -131,12 +127,27 @@ def _watch(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _why_no_run(path: Path) -> str:
+def _why_not_a_run(path: Path) -> str:
     if not path.exists():
-        return "there is no such run directory"
+        return "this run directory does not exist"
     if not path.is_dir():
         return "this is a file; type the run directory"
     inside = sorted(below.name for below in path.iterdir() if (below / "config.yaml").is_file())
     if inside:
-        return f"this holds runs and is none itself; type for example {path / inside[-1]}"
-    return "this is no run directory: it has no config.yaml, metrics.csv or monitor/"
+        return f"this folder contains runs but is not one itself; type for example {path / inside[-1]}"
+    return "this is not a run directory: it has no config.yaml, metrics.csv or monitor/"
+
+
+def write_report(run_dir: Path) -> None:
+    """Write `report.html` into a run directory and print its path; print a failure instead of raising it."""
+    try:
+        from trainwright.tools.report.page import PAGE_FILE, write_page
+
+        out = run_dir / PAGE_FILE
+        write_page([run_dir], out)
+    except Exception as error:  # a report must not change the outcome of a run
+        why = one_line(str(error)) or type(error).__name__
+        print(f"trainwright: no report was written: {why}", file=sys.stderr, flush=True)
+        return
+    relative = os.path.relpath(out)
+    print(f"Report:        {out if relative.startswith('..') else relative}", flush=True)

@@ -1,4 +1,4 @@
-"""The first numbers of a page, rates step by step, how a run was asked for, and what happened in it."""
+"""Key figures, rates, settings and events of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainwright.tools.report.records import Event, RunRecord
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """Return name and value of the first numbers that a person looks for; what was not measured is left out."""
+    """Return name and value of the key figures of a run; those that were not measured are left out."""
     found = []
     if run.diverged is not None:
         first, count = run.diverged
         found.append(("diverged", f"loss not finite from step {first} ({count} steps)"))
     if run.last_step is not None:
         most = number_of(run.config.get("max_steps"))
-        found.append(("last step logged", f"{run.last_step}" + ("" if most is None else f" (to do: {most:.0f})")))
+        found.append(("last step logged", f"{run.last_step}" + ("" if most is None else f" of {most:.0f}")))
     for name in ("loss", "val_loss"):
         if run.metrics.get(name):
             found.append((f"last {name}", exact(run.metrics[name][-1][1])))
@@ -38,21 +38,21 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         found.append(("goodput", f"{100 * share:.3g} %"))
     if run.layout is not None:
         found.append(("ranks", str(run.layout.world_size)))
-    # Of a fault that the launching process tells of, ranks that outlived it tell too.
-    told = [event.rank for event in run.events if event.what == "fault"]
-    faults = told.count(None) or len(told)
+    # A fault recorded by the launching process was also recorded by surviving ranks.
+    reporters = [event.rank for event in run.events if event.what == "fault"]
+    faults = reporters.count(None) or len(reporters)
     back = sum(event.what in ("recovered", "rollback") for event in run.events)
     if faults or back:
         found.append(("faults, recoveries", f"{faults}, {back}"))
     found.append(("checkpoints kept", str(len(run.checkpoints))))
     found += [(f"logged to {name}", at) for name, at in run.loggers.items()]
-    with suppress(OSError):  # only language models write one
+    with suppress(OSError):  # only language models write samples
         found.append(("sample", text_of(read_whole(run.path / "sample.txt", 2**16).decode(errors="replace"))))
     return found
 
 
 def newest(run: RunRecord, kind: str, name: str) -> float | None:
-    """The newest value that any rank has noted; None if there is none."""
+    """Return the newest value recorded by any rank; None if there is none."""
     found = None
     for _, record in run.records(kind):
         value = number_of(record.get(name))
@@ -62,7 +62,7 @@ def newest(run: RunRecord, kind: str, name: str) -> float | None:
 
 
 def rates(run: RunRecord) -> dict[str, list[tuple[float, float]]]:
-    """Values of `rate` records of the first rank that has them, by name: (step, value)."""
+    """Return the `rate` records of the first rank that has any: name -> (step, value)."""
     found: dict[str, list[tuple[float, float]]] = {}
     first = None
     for rank, record in run.records("rate"):
@@ -78,7 +78,7 @@ def rates(run: RunRecord) -> dict[str, list[tuple[float, float]]]:
 
 
 def settings(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
-    """Key, value and whether it, or what it lies in, was typed."""
+    """Yield key, value and whether the key or one of its parents was typed."""
     typed = _typed_keys(run)
     for key, value in run.settings.items():
         parents = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
@@ -86,12 +86,12 @@ def settings(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
 
 
 def command_line(run: RunRecord) -> str | None:
-    """What to type to have the run again; None if the command was not kept."""
+    """Return the command that repeats the run; None if unknown."""
     return None if run.command is None else " ".join(["trainwright", *map(shlex.quote, run.command)])
 
 
 def versions(run: RunRecord) -> str:
-    """Of the libraries, as the newest checkpoint tells them; "" if there is none."""
+    """Return the library versions recorded in the newest checkpoint; "" if there are none."""
     for saved in reversed(run.checkpoints):
         known = saved.about.get("versions")
         if isinstance(known, Mapping) and known:
@@ -100,7 +100,7 @@ def versions(run: RunRecord) -> str:
 
 
 def _typed_keys(run: RunRecord) -> set[str]:
-    """Keys and groups that were typed, without plus signs and tildes."""
+    """Return the typed keys and groups, without prefixes `+` and `~`."""
     words = (word for word in run.command or () if "=" in word and not word.startswith("-"))
     return {word.split("=", 1)[0].lstrip("+~") for word in words}
 
@@ -109,15 +109,15 @@ _MOST_EVENTS = 200
 
 
 @dataclass(frozen=True)
-class Story:
-    """What happened, on an axis of time and as a table.
+class EventTimeline:
+    """Events of a run, as a time line and as a table.
 
     Args:
-        marks: on the axis.
-        ticks: of the axis.
-        began: when its zero was, in words.
-        rows: when, step, kind, rank, what, seconds.
-        left_out: events that are not shown.
+        marks: on the time line.
+        ticks: of its axis.
+        began: description of its zero.
+        rows: time, step, kind, rank, text, duration.
+        left_out: number of events not shown.
     """
 
     marks: tuple[Mark, ...]
@@ -128,20 +128,20 @@ class Story:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those that occur, in the order of their first."""
+        """Kinds of events, in order of first occurrence."""
         return tuple(dict.fromkeys(mark.kind for mark in self.marks))
 
 
-def story(run: RunRecord) -> Story | None:
-    """What happened; None if nothing was noted."""
+def timeline(run: RunRecord) -> EventTimeline | None:
+    """Return the events of a run; None if there are none."""
     if not run.events:
         return None
     began, is_start = _began(run)
-    places = thinned(run.events, _MOST_EVENTS)
-    shown = [run.events[i] for i in places]
-    drawn, ticks = marks([(event.time - began, event.what, _told(event)) for event in shown])
+    indices = thinned(run.events, _MOST_EVENTS)
+    shown = [run.events[i] for i in indices]
+    drawn, ticks = marks([(event.time - began, event.what, _description(event)) for event in shown])
     word = "the first record" if is_start else "the first event"
-    return Story(
+    return EventTimeline(
         drawn,
         ticks,
         f"{word}, {datetime.fromtimestamp(began, UTC).strftime('%Y-%m-%d %H:%M:%S')} UTC",
@@ -157,7 +157,7 @@ def _began(run: RunRecord) -> tuple[float, bool]:
     return (min(known), True) if known else (first, False)
 
 
-def _told(event: Event) -> str:
+def _description(event: Event) -> str:
     return f"{event.what}: {event.text}" if event.text else event.what
 
 

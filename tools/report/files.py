@@ -1,6 +1,6 @@
-"""Reads files that a run may still be writing to: whole lines alone, each once, and never more than a bound.
+"""Bounded, incremental reading of files that a run may still be writing: only whole lines, each once.
 
-A run directory may come from elsewhere: what is no regular file (a FIFO, a device, a link) is not opened for reading.
+Run directories are untrusted: anything but a regular file (a FIFO, a device, a link) is not opened.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from trainwright.core.text.bounded import open_regular, parse_json
 from trainwright.tools.report.plain import is_beyond, number_of, whole_of
 
-# Bytes of one file that are read, its newest; a run of a million steps writes more.
+# Newest bytes read of one file; a run of a million steps writes more.
 MOST_BYTES = 64 * 2**20
-# Of all monitors together, and of one.
+# Bytes of all monitor files, and of one.
 _MOST_OF_MONITORS, _MOST_OF_MONITOR = 128 * 2**20, 8 * 2**20
 _MOST_RECORDS = 400_000
 _MOST_VALUES, _MOST_ROWS = 8_000_000, 1_000_000
@@ -26,10 +26,10 @@ _MOST_OF_LINE = 2**20
 
 
 def read_whole(path: Path, most_bytes: int) -> bytes:
-    """What a file holds.
+    """Return the content of a file.
 
     Raises:
-        OSError: as :func:`open_regular`, or if it holds more than ``most_bytes``.
+        OSError: as :func:`open_regular`, or if it is longer than ``most_bytes``.
     """
     with open_regular(path, os.O_NOFOLLOW) as file:
         content = file.read(most_bytes + 1)
@@ -39,7 +39,7 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
 
 
 def read_end(path: Path, most_bytes: int) -> tuple[bytes, int]:
-    """The newest bytes of a file, ``most_bytes`` of them at most, and how many stand before them.
+    """Return the last ``most_bytes`` bytes of a file, and how many precede them.
 
     Raises:
         OSError: as :func:`open_regular`.
@@ -51,27 +51,27 @@ def read_end(path: Path, most_bytes: int) -> tuple[bytes, int]:
 
 
 class Tail:
-    """The lines of a file, those that were added since the last look.
+    """Reader of the lines appended to a file.
 
     Args:
-        path: of the file, which may not be there yet.
-        most_bytes: that are read at once. Of a longer file the first line (a header) and the newest lines are read.
+        path: of the file, which need not exist yet.
+        most_bytes: limit per read. Of a longer file the first line (a header) and the newest lines are read.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
         self.path = path
         self.left_out = 0
-        """Bytes between the first line and the newest ones that were not read."""
+        """Skipped bytes between the first line and the newest ones."""
         self.problem: str | None = None
-        """Why the file cannot be read; None where it can, or is not there."""
+        """Why the file cannot be read; None if it can, or does not exist."""
         self._most = most_bytes
         self._inode = -1
         self._offset = 0
 
     def read(self) -> tuple[bool, list[str]]:
-        """Whether the file is another one than at the last look (so that what was read of it is void), and new lines.
+        """Return whether the file was replaced since the last call (which invalidates what was read), and new lines.
 
-        A line that has no end yet is left for the next look; of one of more than 1 MiB nothing but its end is left.
+        An incomplete line is left for the next call; a line longer than 1 MiB becomes empty.
         """
         self.problem = None
         try:
@@ -80,7 +80,7 @@ class Tail:
                 is_new = state.st_ino != self._inode or state.st_size < self._offset
                 if is_new:
                     self._inode, self._offset, self.left_out = state.st_ino, 0, 0
-                head = self._pass_over(file, state.st_size)
+                head = self._skip_to_newest(file, state.st_size)
                 whole, end, _ = file.read(self._most).rpartition(b"\n")
                 self._offset += len(whole) + len(end)
         except FileNotFoundError:
@@ -91,21 +91,21 @@ class Tail:
         lines = [*head.splitlines(), *whole.splitlines()]
         return is_new, ["" if len(line) > _MOST_OF_LINE else line.decode("utf-8", errors="replace") for line in lines]
 
-    def _pass_over(self, file: BinaryIO, size: int) -> bytes:
+    def _skip_to_newest(self, file: BinaryIO, size: int) -> bytes:
         file.seek(self._offset)
         if size - self._offset <= self._most:
             return b""
         head = file.readline(_MOST_OF_LINE) if self._offset == 0 else b""
         skipped_from = self._offset + len(head)
         file.seek(size - self._most)
-        file.readline(self._most)  # the rest of a line
+        file.readline(self._most)  # the rest of a partial line
         self._offset = file.tell()
         self.left_out += self._offset - skipped_from
         return head if head.endswith(b"\n") else b"\n"
 
 
 class MetricsFile:
-    """`metrics.csv`: the values of every column by step.
+    """Values of `metrics.csv` by column and step.
 
     Args:
         path: of the file.
@@ -114,19 +114,18 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.tail = Tail(path)
         self.columns: dict[str, list[tuple[int, float]]] = {}
-        """Column -> (step, value), by step; cells that are empty or no number are left out. Where a step comes again,
-        since the run went back, its value and those of later steps make room."""
+        """Column -> (step, value), by step, without empty and invalid cells. A repeated step (the run rolled back)
+        replaces its value and those of later steps."""
         self.not_finite: dict[str, tuple[int, int]] = {}
-        """Column -> step of the first value that is NaN, infinite or too large to draw, which `columns` leaves out, and
-        how many there are."""
+        """Column -> step of the first value that is NaN, infinite or too large to draw, and their number."""
         self.skipped = 0
-        """Rows without a step, or with another number of cells than the header has, and cells that are no numbers."""
+        """Rows without a step or with a wrong number of cells, and cells that are no numbers."""
         self.left_out = 0
-        """Rows, and columns, that were not read since there are too many."""
+        """Rows and columns beyond the limits."""
         self._header: list[str] = []
 
     def update(self) -> None:
-        """Read what was added."""
+        """Read appended lines."""
         is_new, lines = self.tail.read()
         if is_new:
             self.columns, self.not_finite, self.skipped, self.left_out, self._header = {}, {}, 0, 0, []
@@ -136,9 +135,9 @@ class MetricsFile:
         most = min(_MOST_VALUES // max(len(self._header), 1), _MOST_ROWS)
         self.left_out += max(len(lines) - most, 0)
         for line in lines[-most:]:
-            self._take(_csv_row(line))
+            self._add_row(_csv_row(line))
 
-    def _take(self, row: list[str]) -> None:
+    def _add_row(self, row: list[str]) -> None:
         if len(row) != len(self._header) or "step" not in self._header:
             self.skipped += 1
             return
@@ -152,7 +151,7 @@ class MetricsFile:
             if not cell:
                 continue
             if name in self.not_finite and step <= self.not_finite[name][0]:
-                del self.not_finite[name]  # made again
+                del self.not_finite[name]  # the step was repeated
             value = number_of(cell)
             if value is not None:
                 _put(self.columns.setdefault(name, []), step, value)
@@ -164,22 +163,22 @@ class MetricsFile:
 
 
 class MonitorFiles:
-    """`monitor/rank_<n>.jsonl`: what each rank has noted.
+    """Records of `monitor/rank_<n>.jsonl`.
 
     Args:
         folder: `monitor` of a run directory.
-        most_ranks: files that are read, those of the first ranks.
+        most_ranks: number of files that are read, those of the first ranks.
     """
 
     def __init__(self, folder: Path, most_ranks: int = 1024) -> None:
         self.by_rank: dict[int, list[dict[str, Any]]] = {}
-        """Rank -> its records, each with a `kind` (text)."""
+        """Rank -> its records, each with a text `kind`."""
         self.skipped = 0
-        """Lines that are no record."""
+        """Lines that are no records."""
         self.left_out = 0
-        """Bytes that were not read, because there were too many."""
+        """Bytes beyond the limit."""
         self.records_left_out = 0
-        """Lines that were not read, because there were too many."""
+        """Lines beyond the limit."""
         self.ranks_left_out = 0
         """Ranks whose files were not read."""
         self.problems: list[str] = []
@@ -188,7 +187,7 @@ class MonitorFiles:
         self._tails: dict[int, Tail] = {}
 
     def update(self) -> None:
-        """Read what was added."""
+        """Read appended lines."""
         files = self._files()
         most = _MOST_RECORDS // max(len(files), 1)
         for rank, path in files:
@@ -218,11 +217,11 @@ class MonitorFiles:
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """The document in a file; None where there is none.
+    """Return the JSON document in a file; ``None`` if it does not exist.
 
     Raises:
-        OSError: if it is there and cannot be read.
-        ContentError: if it is no JSON, or nests too deeply.
+        OSError: if the file cannot be read.
+        ContentError: if it is no JSON, or nested too deeply.
     """
     try:
         return parse_json(read_whole(path, most_bytes))

@@ -1,4 +1,4 @@
-"""The page of `trainwright report`."""
+"""HTML page of `trainwright report`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from trainwright.tools.report.charts import (
     time_by_rank,
     time_by_step,
 )
-from trainwright.tools.report.facts import command_line, facts, newest, rates, settings, story, versions
+from trainwright.tools.report.facts import command_line, facts, newest, rates, settings, timeline, versions
 from trainwright.tools.report.pipeline import pipeline
 from trainwright.tools.report.plain import text_of
 from trainwright.tools.report.records import RunRecord, read_run
 
 PAGE_FILE = "report.html"
-# Pictures of a section, before the rest is only named.
-_MOST_PICTURES = 24
+# Charts of a section; the rest is only named.
+_MOST_CHARTS = 24
 _RATES = ("_per_second", "step_seconds", "mfu", "goodput")
-# What the templates ask of a run.
+# Functions of a run that the templates call.
 _SHOWN = {
     function.__name__: function
     for function in (
@@ -43,7 +43,7 @@ _SHOWN = {
         predicted_memory,
         predicted_seconds,
         settings,
-        story,
+        timeline,
         text_of,
         time_by_rank,
         time_by_step,
@@ -54,15 +54,15 @@ _SHOWN = {
 
 @dataclass(frozen=True)
 class PageContent:
-    """All that the template is filled with.
+    """Content of the page template.
 
     Args:
         title: of the page.
-        runs: side by side.
-        losses: pictures of all runs together.
-        rates: the same.
-        others: the same.
-        left_out: names of metrics that no picture shows.
+        runs: shown side by side.
+        losses: charts over all runs.
+        rates: charts over all runs.
+        others: charts over all runs.
+        left_out: names of metrics without a chart.
     """
 
     title: str
@@ -74,20 +74,20 @@ class PageContent:
 
 
 def build_page(run_dirs: Sequence[Path]) -> str:
-    """The HTML of one or several run directories."""
+    """Return the HTML of one or several run directories."""
     runs = [read_run(path, label) for path, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
     content = content_of(runs)
     return render("report.html.j2", title=content.title, content=content, show=_SHOWN)
 
 
 def write_page(run_dirs: Sequence[Path], out: Path) -> None:
-    """Build a page and put it in place, whole or not at all.
+    """Build a page and write it atomically.
 
     Raises:
         OSError: if it cannot be written.
     """
     page = build_page(run_dirs)
-    # A name that nobody can have put a link at.
+    # A random name, at which no link can have been placed.
     partial = out.with_name(f"{out.name}.{token_hex(8)}.partial")
     try:
         with partial.open("x", encoding="utf-8", errors="replace") as file:
@@ -98,7 +98,7 @@ def write_page(run_dirs: Sequence[Path], out: Path) -> None:
 
 
 def labels_of(run_dirs: Sequence[Path]) -> list[str]:
-    """Short names of run directories: the last parts of their paths that tell them apart; equal ones get a number."""
+    """Return unique short labels of run directories: distinct path suffixes; equal paths are numbered."""
     parts = [path.absolute().parts for path in run_dirs]
     length = 1
     while length < max(map(len, parts)) and len({part[-length:] for part in parts}) < len({*parts}):
@@ -108,7 +108,7 @@ def labels_of(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def content_of(runs: Sequence[RunRecord]) -> PageContent:
-    """Sort what was logged into pictures."""
+    """Sort logged metrics into sections of charts."""
     content = PageContent(f"{', '.join(run.label for run in runs)} - Trainwright report", runs)
     rated = [rates(run) for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in sorted(run.metrics)))
@@ -125,10 +125,10 @@ def content_of(runs: Sequence[RunRecord]) -> PageContent:
 
 
 def _draw(content: PageContent, section: list[CurveChart], name: str, curves: Mapping[str, Points]) -> None:
-    """Put a picture of all runs into a section, if a run has values of it and there is room."""
+    """Add a chart over all runs to a section, if a run has values and there is room."""
     if not any(curves.values()):
         return
-    if len(section) >= _MOST_PICTURES:
+    if len(section) >= _MOST_CHARTS:
         content.left_out.append(name)
         return
     chart = curve_chart(name, {label: (n % COLOURS, values) for n, (label, values) in enumerate(curves.items())})

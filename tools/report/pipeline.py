@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline did when, in a step that was sampled."""
+"""Timeline of the ranks of a pipeline in a sampled step."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from trainwright.tools.report.plain import number_of, text_of
 from trainwright.tools.report.records import RunRecord
 
 _Entry = tuple[float, float, str, str, str]
-# The number of no micro-batch, or of no single stage.
+# Stands for no micro-batch, or no single stage.
 _NONE = "-1"
 _MOST_RANKS = 64
 _MOST_ENTRIES = 2000
-# Pieces of bars, of all ranks together.
+# Bar segments of all ranks.
 _MOST_DRAWN = 20_000
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A sampled step of the pipeline.
+    """Sampled step of a pipeline.
 
     Args:
-        table: a row per rank, with the stages that it has.
-        entries: (stage, what, micro-batch, from, to), seconds since the step began.
-        left_out: entries that are not listed.
-        step: that was sampled; None if it was not said.
+        table: one row per rank, with its stages.
+        entries: (stage, action, micro-batch, from, to), seconds since the start of the step.
+        left_out: number of entries not listed.
+        step: that was sampled; None if unknown.
     """
 
     table: BarTable
@@ -36,13 +36,13 @@ class Pipeline:
 
 
 def pipeline(run: RunRecord) -> Pipeline | None:
-    """The newest step whose timeline was sampled; None if none was."""
+    """Return the newest sampled step; None if there is none."""
     sampled = _sampled(run)
     if not sampled:
         return None
     step, by_rank, undrawn = sampled
-    # A rank works at one stage at a time: in a row for each of its stages it would seem idle while it does another.
-    rows = {_place_of(rank, entries): sorted(entries) for rank, entries in by_rank.items()}
+    # One row per rank, not per stage: a rank works at one stage at a time and would seem idle in the others.
+    rows = {_label_of(rank, entries): sorted(entries) for rank, entries in by_rank.items()}
     begin = min(entry[0] for entries in rows.values() for entry in entries)
     span = max(entry[1] for entries in rows.values() for entry in entries) - begin
     if span <= 0:
@@ -64,13 +64,13 @@ def pipeline(run: RunRecord) -> Pipeline | None:
         for start, end, what, micro_batch, stage in sorted(entries)
     ]
     table = BarTable(
-        "One optimizer step of the pipeline: what each rank did when", ("stage", "timeline", "busy", "idle", "bubble"),
+        "One optimizer step of the pipeline: timeline by rank", ("stage", "timeline", "busy", "idle", "bubble"),
         legend, tuple(bars)
     )  # fmt: skip
     return Pipeline(table, tuple(listed[:_MOST_ENTRIES]), max(len(listed) - _MOST_ENTRIES, 0) + undrawn, step)
 
 
-def _place_of(rank: int, entries: Sequence[_Entry]) -> str:
+def _label_of(rank: int, entries: Sequence[_Entry]) -> str:
     stages = sorted({stage for *_, stage in entries if stage != _NONE}, key=_numbers)
     if len(stages) > 1:
         return f"stages {', '.join(stages)}, rank {rank}"
@@ -82,7 +82,7 @@ def _stage_of(rank: int, stage: str) -> str:
 
 
 def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]], int] | None:
-    """The newest step for which most ranks have a timeline, and how many entries of it are too many to draw."""
+    """Return the newest step with the most timelines of ranks, and the number of entries too many to draw."""
     by_step: dict[int | None, dict[int, list[_Entry]]] = {}
     for rank, record in run.records("bubble"):
         raw, began = record.get("timeline"), number_of(record.get("began")) or 0.0

@@ -1,4 +1,4 @@
-"""Values of records that others wrote: each is taken for what it should be, or for nothing."""
+"""Conversion of untrusted values of records to plain numbers and texts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from trainwright.core.text.printable import shortened
 
 GREATEST = 1e100
-"""Of a number that is taken: sums and ratios of smaller ones stay finite."""
+"""Largest accepted number: sums and ratios of smaller ones stay finite."""
 _LEAST = 1e-100
-# Seconds since 1970 that every calendar can tell of.
+# Seconds since 1970 that every calendar can represent.
 _LATEST = 2.0**33
 
 
 def number_of(value: object) -> float | None:
-    """A number of at most :data:`GREATEST` either way, of a number or its text; None for everything else."""
+    """Return a number of at most :data:`GREATEST` in magnitude from a number or its text, else ``None``."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -29,7 +29,7 @@ def number_of(value: object) -> float | None:
 
 
 def is_beyond(value: str) -> bool:
-    """Whether a text is a number, but none that :func:`number_of` takes."""
+    """Return whether a text is a number that :func:`number_of` rejects as too large or not finite."""
     try:
         return not abs(float(value)) <= GREATEST
     except ValueError:
@@ -37,13 +37,13 @@ def is_beyond(value: str) -> bool:
 
 
 def whole_of(value: object) -> int | None:
-    """A whole number, of a number or its text; None for everything else."""
+    """Return an integer from a number or its text, else ``None``."""
     number = number_of(value)
     return None if number is None else int(number)
 
 
 def text_of(value: object, default: str = "") -> str:
-    """A text of at most 500 letters; of what is no text and no number its kind, ``default`` for None."""
+    """Return a text of at most 500 characters; the type's name for other values, ``default`` for None."""
     if value is None:
         return default
     if isinstance(value, bool):
@@ -56,12 +56,12 @@ def text_of(value: object, default: str = "") -> str:
 
 
 def time_of(record: Mapping[str, Any]) -> float:
-    """When a record was noted, in seconds since 1970; 0 if it does not say."""
+    """Return the time of a record in seconds since 1970; 0 if it has none."""
     return moment_of(record.get("time")) or 0.0
 
 
 def moment_of(value: object) -> float | None:
-    """Seconds since 1970 that a calendar can tell of, of these or a date as ISO 8601; None for everything else."""
+    """Return seconds since 1970 from a number or an ISO 8601 date, else ``None``."""
     seconds = number_of(value)
     if seconds is None and isinstance(value, str):
         try:
@@ -72,6 +72,6 @@ def moment_of(value: object) -> float | None:
 
 
 def steps_of(record: Mapping[str, Any]) -> float:
-    """Optimizer steps of the window that a record is of; 1 if it does not say."""
+    """Return the optimizer steps in the window of a record; 1 if it has none."""
     steps = number_of(record.get("steps"))
     return steps if steps is not None and steps > 0 else 1.0

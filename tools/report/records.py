@@ -1,4 +1,4 @@
-"""What the files of a run directory say, as plain values; what is missing is named, nothing is made up."""
+"""Content of a run directory as plain values, with notes on what is missing."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from trainwright.tools.report.plain import GREATEST, moment_of, number_of, steps
 
 _MOST_KEYS = 2000
 _MOST_CHECKPOINTS = 500
-# Bytes: of config.yaml, of command.json, of plan.json, and of the manifests of all checkpoints together.
-_MOST_OF_CONFIG, _MOST_OF_COMMAND, _MOST_OF_PLAN, _MOST_OF_MANIFESTS = 2**18, 2**20, 2**23, 2**25
-_MOST_OF_RESTARTS = 2**20
-# A number in config.yaml that is longer is a text, and what is deeper is refused: the parser's time is the product of
-# length and depth.
+# Bytes of config.yaml, command.json, plan.json, and of all checkpoint manifests.
+_MAX_CONFIG, _MAX_COMMAND, _MAX_PLAN, _MAX_MANIFESTS = 2**18, 2**20, 2**23, 2**25
+_MAX_RESTARTS = 2**20
+# Longest number and deepest nesting in config.yaml: the parser's time is the product of length and depth.
 _LONGEST_NUMBER, _DEEPEST = 40, 50
-# Files that a note names.
+# Files named by a note.
 _SHOWN = 4
-# Ranks along an axis.
+# Largest size of an axis.
 _MOST_RANKS = 2**24
 _RESTART_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?) (.*)")
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
@@ -36,15 +35,15 @@ _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run.
+    """Something that happened in a run.
 
     Args:
         time: seconds since 1970.
         what: fault, recovered, restarted, rollback, checkpoint, validation, preempted, profile, or another word.
-        text: for a person.
+        text: description.
         step: optimizer steps done; None if unknown.
-        rank: that noted it; None: the launching process.
-        seconds: that it took; None if unknown.
+        rank: that recorded it; None: the launching process.
+        seconds: duration; None if unknown.
     """
 
     time: float
@@ -61,10 +60,10 @@ class SavedRecord:
 
     Args:
         name: of its folder.
-        step: optimizer steps done; None if its manifest does not say.
-        created: when, in UTC as ISO 8601; "" if its manifest does not say.
-        bytes: of all its files; None if its manifest does not say.
-        about: what else its manifest says.
+        step: optimizer steps done; None if unknown.
+        created: UTC time in ISO 8601; "" if unknown.
+        bytes: of all its files; None if unknown.
+        about: other fields of its manifest.
     """
 
     name: str
@@ -76,23 +75,23 @@ class SavedRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that is known of a run.
+    """Content of a run directory.
 
     Args:
         path: the run directory.
-        label: a short name, unlike that of other runs on the same page.
+        label: short name, unique on the page.
         config: config.yaml; {} if it cannot be read.
         settings: its leaves in order, `strategy.shard` -> `2`; secrets are masked.
-        command: the words after `trainwright`, secrets masked; None if they were not kept.
+        command: the words after `trainwright`, secrets masked; None if unknown.
         metrics: column -> (step, value).
-        diverged: step of the first `loss` that is not finite, and how many there are; None if all are.
-        monitor: rank -> records, of steps that were made again the later ones alone.
-        events: in the order of time.
-        checkpoints: in the order of steps.
+        diverged: step of the first `loss` that is not finite, and the number of such values; None if all are finite.
+        monitor: rank -> records; of repeated steps only the newest.
+        events: in order of time.
+        checkpoints: in order of steps.
         plan: plan.json; None if there is none.
-        loggers: name of a logger -> the run that it writes to.
-        layout: None if it cannot be told.
-        notes: what is missing, and what could not be read, a sentence each.
+        loggers: name of a logger -> the run it writes to.
+        layout: None if unknown.
+        notes: sentences on what is missing or could not be read.
     """
 
     path: Path
@@ -111,7 +110,7 @@ class RunRecord:
     notes: tuple[str, ...]
 
     def records(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each record of a kind with its rank, rank by rank."""
+        """Yield each record of a kind with its rank, rank by rank."""
         for rank, records in sorted(self.monitor.items()):
             for record in records:
                 if record["kind"] == kind:
@@ -119,22 +118,22 @@ class RunRecord:
 
     @property
     def last_step(self) -> int | None:
-        """The greatest step that anything was logged of; None before."""
+        """Greatest logged step; None before the first."""
         steps = [values[-1][0] for values in self.metrics.values() if values]
         noted = [int(step) for _, record in self.records("step") if (step := number_of(record.get("step"))) is not None]
         return max([*steps, *noted], default=None)
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Without references to what stands elsewhere, which runs do not write and which can make a small file huge."""
+    """YAML loader without aliases, which can make a small file huge."""
 
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse references and deep nesting; take a number that is long, and takes long, for a text."""
+        """Refuse aliases and deep nesting; read long numbers as text."""
         self._depth += 1
         if self._depth > _DEEPEST or self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("a reference, or nested too deeply")
+            raise yaml.YAMLError("an alias, or nested too deeply")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(node, yaml.ScalarNode) and len(node.value) > _LONGEST_NUMBER:
@@ -143,12 +142,12 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds what a page can be made of."""
+    """Return whether a folder has files of a run."""
     return any((path / name).exists() for name in ("config.yaml", "metrics.csv", "monitor"))
 
 
 def read_run(path: Path, label: str) -> RunRecord:
-    """Read a run directory; files that are missing or damaged are named in `notes`."""
+    """Read a run directory; missing and damaged files are named in `notes`."""
     notes: list[str] = []
     config = read_config(path, notes)
     metrics = MetricsFile(path / "metrics.csv")
@@ -166,10 +165,10 @@ def read_run(path: Path, label: str) -> RunRecord:
         command=_read_command(path, notes),
         metrics=metrics.columns,
         diverged=metrics.not_finite.get("loss"),
-        monitor={rank: lasting(records) for rank, records in monitor.by_rank.items()},
+        monitor={rank: without_repeated_steps(records) for rank, records in monitor.by_rank.items()},
         events=tuple(read_events(path, monitor.by_rank, checkpoints, notes)),
         checkpoints=tuple(checkpoints),
-        plan=_document(path / "plan.json", notes, _MOST_OF_PLAN),
+        plan=_document(path / "plan.json", notes, _MAX_PLAN),
         loggers=dict(_loggers(path, notes)),
         layout=layout_of(config, checkpoints),
         notes=tuple(notes),
@@ -177,10 +176,10 @@ def read_run(path: Path, label: str) -> RunRecord:
 
 
 def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    """config.yaml as plain values: nothing in it is resolved, so nothing of this machine gets into a page."""
-    unknown = "so configuration and layout are not known."
+    """Return config.yaml as plain values. Nothing is interpolated, so no data of this machine gets into a page."""
+    unknown = "so configuration and layout are unknown."
     try:
-        text = read_whole(path / "config.yaml", _MOST_OF_CONFIG).decode("utf-8")
+        text = read_whole(path / "config.yaml", _MAX_CONFIG).decode("utf-8")
         loaded = yaml.load(text, Loader=_PlainLoader)  # noqa: S506
     except FileNotFoundError:
         notes.append(f"There is no config.yaml, {unknown}")
@@ -188,20 +187,20 @@ def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     except OSError as error:
         notes.append(f"config.yaml cannot be read ({error.strerror}), {unknown}")
         return {}
-    except Exception:  # the parser has many ways not to understand a document
+    except Exception:  # the parser raises many types
         notes.append(f"config.yaml cannot be read, {unknown}")
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
 
 def _read_command(path: Path, notes: list[str]) -> tuple[str, ...] | None:
-    """The words after `trainwright` that started the run, without secrets; None if they were not kept."""
-    words = (_document(path / "command.json", notes, _MOST_OF_COMMAND) or {}).get("words")
+    """Return the words after `trainwright` that started the run, secrets masked; None if unknown."""
+    words = (_document(path / "command.json", notes, _MAX_COMMAND) or {}).get("words")
     return tuple(masked_words(map(text_of, words[:_MOST_KEYS]))) if isinstance(words, list) and words else None
 
 
 def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any] | None:
-    """A mapping in a file of JSON; None where there is none, with a note where it cannot be read."""
+    """Return the mapping in a JSON file; None if it does not exist, and with a note if it cannot be read."""
     try:
         document = read_json(path, most_bytes)
     except OSError as error:
@@ -214,22 +213,22 @@ def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any] |
 
 
 def _loggers(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
-    """Name of each logger that writes elsewhere, and its run in words, secrets masked."""
-    document = _document(path / "loggers.json", notes, _MOST_OF_COMMAND) or {}
-    for name, told in islice(document.items(), _SHOWN):
-        if isinstance(told, dict) and (at := text_of(told.get("at"))):
+    """Yield the name of each external logger and the run it writes to, secrets masked."""
+    document = _document(path / "loggers.json", notes, _MAX_COMMAND) or {}
+    for name, about in islice(document.items(), _SHOWN):
+        if isinstance(about, dict) and (at := text_of(about.get("at"))):
             yield shortened(name), shortened(str(masked(at)))
 
 
 def read_checkpoints(path: Path, notes: list[str]) -> list[SavedRecord]:
-    """The checkpoints in the run's own folder, by step; those that are still being written are left out."""
-    found, problems, left = [], list[str](), _MOST_OF_MANIFESTS
+    """Return the checkpoints of the run directory by step, without those still being written."""
+    found, problems, allowed = [], list[str](), _MAX_MANIFESTS
     for manifest in islice(sorted((path / "checkpoints").glob("*/manifest.json")), _MOST_CHECKPOINTS):
-        document = _document(manifest, problems, left)
-        left -= _size_of(manifest) if document is not None else 0
+        document = _document(manifest, problems, allowed)
+        allowed -= _size_of(manifest) if document is not None else 0
         found.append(_saved(manifest.parent.name, (document or {}).get("about")))
     if problems:
-        notes.append(f"Of {len(problems)} checkpoints nothing but the name is known: {problems[0]}")
+        notes.append(f"Only the names of {len(problems)} checkpoints are known: {problems[0]}")
     return sorted(found, key=lambda saved: (saved.step is None, saved.step or 0, saved.name))
 
 
@@ -242,20 +241,17 @@ def _saved(name: str, about: object) -> SavedRecord:
 def _size_of(path: Path) -> int:
     try:
         return os.lstat(path).st_size
-    except OSError:  # deleted by now
+    except OSError:  # deleted meanwhile
         return 0
 
 
 def read_events(
-    path: Path,
-    monitor: Mapping[int, list[dict[str, Any]]],
-    checkpoints: list[SavedRecord],
-    notes: list[str],
+    path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpoints: list[SavedRecord], notes: list[str]
 ) -> list[Event]:
-    """What happened, in the order of time: of the monitors, of logs/restarts.log, and checkpoints that are there.
+    """Return the events of the monitors and of logs/restarts.log, and existing checkpoints, in order of time.
 
-    What several ranks noted of the same thing (a checkpoint, a validation) is told once, by the first of them. What
-    has no time that a calendar knows is left out, with a note.
+    An event recorded by several ranks (a checkpoint, a validation) is returned once; one without a valid time is left
+    out, with a note.
     """
     events: dict[tuple[str, object], Event] = {}
     undated = 0
@@ -294,59 +290,58 @@ def _is_unnamed(event: Event) -> bool:
     return event.what == "checkpoint" and not event.text
 
 
-def lasting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a rank in which each step is told once: where a run went back, the newer ones count.
+def without_repeated_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of a rank with each step once: after a rollback the newer ones count.
 
-    Of a window that reaches beyond the step from which training went on, the part before it is left. Events and
-    goodput are of the clock, not of steps: they stay.
+    A window that extends beyond the step rolled back to is shortened. Events and goodput stay: they follow the clock.
     """
     found: list[dict[str, Any] | None] = []
-    of_kind: dict[str, list[int]] = {}  # places of records that count, by step
+    of_kind: dict[str, list[int]] = {}  # indices of valid records, by step
     for record in records:
         step = number_of(record.get("step"))
-        if step is not None and record["kind"] not in _OF_THE_CLOCK:
-            places = of_kind.setdefault(record["kind"], [])
+        if step is not None and record["kind"] not in _CLOCK_KINDS:
+            indices = of_kind.setdefault(record["kind"], [])
             window = max(steps_of(record), 1.0) if record["kind"] == "step" else 1.0
-            _cut(found, places, step - window)
-            places.append(len(found))
+            _cut(found, indices, step - window)
+            indices.append(len(found))
         found.append(record)
     return [record for record in found if record is not None]
 
 
-_OF_THE_CLOCK = ("event", "goodput")
+_CLOCK_KINDS = ("event", "goodput")
 
 
-def _cut(found: list[dict[str, Any] | None], places: list[int], done: float) -> None:
-    """Take away what the records at ``places`` tell of steps after the first ``done`` ones."""
-    while places:
-        record = found[places[-1]]
+def _cut(found: list[dict[str, Any] | None], indices: list[int], done: float) -> None:
+    """Drop what the records at ``indices`` say about steps after the first ``done`` ones."""
+    while indices:
+        record = found[indices[-1]]
         assert record is not None
         step = number_of(record["step"]) or 0.0
         if step <= done:
             return
-        left = _until(record, done) if record["kind"] == "step" else None
-        found[places[-1]] = left
-        if left is not None:
+        kept = _truncated(record, done) if record["kind"] == "step" else None
+        found[indices[-1]] = kept
+        if kept is not None:
             return
-        places.pop()
+        indices.pop()
 
 
-def _until(record: Mapping[str, Any], done: float) -> dict[str, Any] | None:
-    """What is left of a window where only its steps up to the number ``done`` count; None: nothing."""
+def _truncated(record: Mapping[str, Any], done: float) -> dict[str, Any] | None:
+    """Return a window shortened to the steps up to ``done``; None if nothing remains."""
     steps, seconds = steps_of(record), record.get("seconds")
-    left = steps - ((number_of(record["step"]) or 0.0) - done)
-    if left <= 0 or not isinstance(seconds, Mapping):
+    remaining = steps - ((number_of(record["step"]) or 0.0) - done)
+    if remaining <= 0 or not isinstance(seconds, Mapping):
         return None
-    kept = {part: value * left / steps for part, each in seconds.items() if (value := number_of(each)) is not None}
-    return {**record, "step": done, "steps": left, "seconds": kept, "total": sum(kept.values())}
+    kept = {part: value * remaining / steps for part, each in seconds.items() if (value := number_of(each)) is not None}
+    return {**record, "step": done, "steps": remaining, "seconds": kept, "total": sum(kept.values())}
 
 
 def layout_of(config: Mapping[str, Any], checkpoints: list[SavedRecord]) -> Layout | None:
-    """The layout that the newest checkpoint tells, or the configuration; None if neither does."""
+    """Return the layout of the newest checkpoint, else of the configuration; None if unknown."""
     sizes = [saved.about["layout"] for saved in checkpoints if isinstance(saved.about.get("layout"), dict)]
     if sizes:
-        told = _layout({axis: sizes[-1].get(axis, 1) for axis in _AXES})
-        return None if told is None or told.is_open else told
+        saved = _layout({axis: sizes[-1].get(axis, 1) for axis in _AXES})
+        return None if saved is None or saved.is_open else saved
     strategy = config.get("strategy")
     devices, nodes = config.get("devices"), config.get("nodes", 1)
     if not isinstance(strategy, dict) or not isinstance(devices, int) or not isinstance(nodes, int):
@@ -355,7 +350,7 @@ def layout_of(config: Mapping[str, Any], checkpoints: list[SavedRecord]) -> Layo
     world = devices * nodes
     if not 0 < world <= _MOST_RANKS:
         return None
-    if not known:  # ranks of the strategies without axes hold copies: single, ddp
+    if not known:  # strategies without axes that replicate: single, ddp
         is_copy = str(strategy.get("_target_", "")).startswith(
             ("trainwright.strategies.data.ddp.", "trainwright.strategies.data.single.")
         )
@@ -390,7 +385,7 @@ def _setting(value: object) -> str:
 
 def _restarts(path: Path, notes: list[str]) -> Iterator[Event]:
     try:
-        text, before = read_end(path, _MOST_OF_RESTARTS)
+        text, before = read_end(path, _MAX_RESTARTS)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -410,14 +405,14 @@ def _restarts(path: Path, notes: list[str]) -> Iterator[Event]:
         step = re.search(r"\bstep[ =](\d+)", match[2])
         yield Event(time, _what_of(match[2]), shortened(match[2]), None if step is None else whole_of(step[1]))
     if undated:
-        notes.append(f"{undated} lines of {path.name} have no date that there is and were left out.")
+        notes.append(f"{undated} lines of {path.name} have no valid date and were left out.")
 
 
 def _what_of(line: str) -> str:
-    """The word for a line of restarts.log: what says that the run goes on is a recovery, the rest faults."""
+    """Return the kind of a line of restarts.log."""
     if re.match(r"restart \d", line):
         return "restarted"
-    return "recovered" if re.search(r"goes? on|going on|takes the place|recovered|joined", line) else "fault"
+    return "recovered" if re.search(r"go(es|ing)? on|continu|resum|takes the place|recovered|joined", line) else "fault"
 
 
 def _notes_of_metrics(metrics: MetricsFile) -> Iterator[str]:
@@ -430,18 +425,15 @@ def _notes_of_metrics(metrics: MetricsFile) -> Iterator[str]:
     if metrics.left_out:
         yield f"metrics.csv is large: {metrics.left_out} columns or rows were not read."
     if metrics.tail.left_out:
-        yield f"metrics.csv is long: {metrics.tail.left_out} bytes behind its header were not read."
+        yield f"metrics.csv is long: {metrics.tail.left_out} bytes after its header were not read."
     for name, (_, count) in metrics.not_finite.items():
-        yield (
-            f"{count} values of {shortened(name)} are not finite (NaN or infinite) or beyond {GREATEST:g}; curves "
-            "leave them out."
-        )
+        yield (f"{count} values of {shortened(name)} are NaN, infinite or beyond {GREATEST:g}; curves leave them out.")
 
 
 def _notes_of_monitor(monitor: MonitorFiles) -> Iterator[str]:
     if not monitor.by_rank:
         yield (
-            "There is no monitor/rank_<n>.jsonl, so time by part, memory by rank, MFU and the pipeline's timeline were "
+            "There is no monitor/rank_<n>.jsonl, so time by part, memory by rank, MFU and the pipeline timeline were "
             "not measured."
         )
     if monitor.skipped:

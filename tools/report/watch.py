@@ -1,4 +1,4 @@
-"""The picture of `trainwright watch`: what a run's files say now, drawn again whenever they have grown."""
+"""Terminal view of `trainwright watch`, redrawn when the files of a run grow."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _MOST_EVENTS = 6
 _MOST_PARTS = 2
 _MOST_NAMES = 8
 _BARS = "▁▂▃▄▅▆▇█"
-# A rank that was heard of this many times longer ago than others are in the middle is behind.
+# A rank is behind if its last record is this many times older than the median.
 _BEHIND = 3.0
 
 
 class WatchedRun:
-    """What is known of a run that may be going on.
+    """Files of a run that may be running.
 
     Args:
-        run_dir: of the run; it may not be there yet.
+        run_dir: of the run; it need not exist yet.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -52,15 +52,15 @@ class WatchedRun:
         self._monitor.update()
 
     def picture(self, now: float | None = None) -> RenderableType:
-        """All of it for a terminal.
+        """Return the view for a terminal.
 
         Args:
-            now: seconds since 1970; None: the clock says.
+            now: seconds since 1970; None: the current time.
         """
         now = time.time() if now is None else now
         if not self._metrics.columns and not self._monitor.by_rank:
-            began = self._config_written is not None
-            said = "nothing was logged yet" if began else "the run has not begun: there is no config.yaml yet"
+            started = self._config_written is not None
+            said = "nothing was logged yet" if started else "the run has not started: there is no config.yaml yet"
             if self._metrics.tail.problem is not None:
                 said += f"; metrics.csv cannot be read: {self._metrics.tail.problem}"
             return _text(f"{self.run_dir}: {said}")
@@ -125,7 +125,7 @@ class WatchedRun:
             return Text("no monitor/rank_<n>.jsonl: memory and time by rank were not measured", style="dim")
         steps = {rank: self._newest_of(rank, "step") for rank in ranks}
         memory = {rank: self._newest_of(rank, "memory") for rank in ranks}
-        behind = behind_others({rank: record for rank, record in steps.items() if record}, now)
+        behind = stragglers({rank: record for rank, record in steps.items() if record}, now)
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("rank", "step", "held", "process", "whole step", "spent on", ""):
             table.add_column(
@@ -135,9 +135,9 @@ class WatchedRun:
             cells = (Text(cell) for cell in _rank_cells(rank, steps[rank], memory[rank]))
             table.add_row(*cells, Text(behind.get(rank, ""), style="red"))
         left_out = len(ranks) - _MOST_RANKS
-        late = [f"rank {rank}: {text}" for rank, text in behind.items() if rank in ranks[_MOST_RANKS:]]
+        hidden = [f"rank {rank}: {text}" for rank, text in behind.items() if rank in ranks[_MOST_RANKS:]]
         rest = [Text(f"... and {left_out} more ranks", style="dim")] if left_out > 0 else []
-        return Group(table, *rest, *(Text(line, style="red") for line in late[:_MOST_RANKS]))
+        return Group(table, *rest, *(Text(line, style="red") for line in hidden[:_MOST_RANKS]))
 
     def _events(self) -> RenderableType | None:
         events = read_events(self.run_dir, self._monitor.by_rank, read_checkpoints(self.run_dir, []), [])
@@ -146,7 +146,7 @@ class WatchedRun:
         table = Table.grid(padding=(0, 2))
         for event in events[-_MOST_EVENTS:]:
             clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-            table.add_row(_text(clock, "dim"), _text(event.what, _style(event)), _text(_told(event)))
+            table.add_row(_text(clock, "dim"), _text(event.what, _style(event)), _text(_description(event)))
         return table
 
     def _last(self, name: str) -> float | None:
@@ -166,10 +166,10 @@ def watch(run_dir: Path, every: float, *, once: bool = False, console: Console |
     """Show a run until Ctrl-C.
 
     Args:
-        run_dir: of the run; it is waited for.
-        every: seconds between two looks.
-        once: show one picture and end.
-        console: to write on; None: standard output.
+        run_dir: of the run; waits until it exists.
+        every: seconds between updates.
+        once: show the current state and return.
+        console: to write to; None: standard output.
     """
     watched, console = WatchedRun(run_dir), console or Console()
     try:
@@ -180,7 +180,7 @@ def watch(run_dir: Path, every: float, *, once: bool = False, console: Console |
             return
         if console.is_terminal:
             _live(watched, every, console)
-        while True:  # into a file or a pipe: one picture after the other
+        while True:  # a file or a pipe gets one view after the other
             time.sleep(every)
             watched.update()
             _show(watched, console)
@@ -190,7 +190,7 @@ def watch(run_dir: Path, every: float, *, once: bool = False, console: Console |
 
 def _show(watched: WatchedRun, console: Console) -> None:
     console.print(watched.picture())
-    console.file.flush()  # a file or a pipe holds back what is written
+    console.file.flush()  # files and pipes are buffered
 
 
 def _live(watched: WatchedRun, every: float, console: Console) -> None:
@@ -202,7 +202,7 @@ def _live(watched: WatchedRun, every: float, console: Console) -> None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as letters of growing height, each the mean of what falls to it."""
+    """Return values as block characters, each the mean of its interval."""
     pieces = min(width, len(values))
     means = []
     for i in range(pieces):
@@ -213,8 +213,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def behind_others(steps: Mapping[int, Mapping[str, Any]], now: float) -> dict[int, str]:
-    """Ranks that are behind, and how: fewer steps than the others have in the middle, or not heard of for much longer.
+def stragglers(steps: Mapping[int, Mapping[str, Any]], now: float) -> dict[int, str]:
+    """Return ranks with fewer steps than the median, or silent for much longer, with a description.
 
     Args:
         steps: rank -> its newest record `step`.
@@ -250,7 +250,7 @@ def _rank_cells(rank: int, step: Mapping[str, Any] | None, memory: Mapping[str, 
 
 
 def _spent(seconds: Mapping[str, float]) -> str:
-    """The parts that took most, in percent of all."""
+    """Return the largest parts in percent of the total."""
     total = sum(seconds.values())
     largest = sorted(seconds, key=lambda part: -seconds[part])[:_MOST_PARTS]
     shares = [(part, round(100 * seconds[part] / total)) for part in largest] if total > 0 else []
@@ -258,19 +258,19 @@ def _spent(seconds: Mapping[str, float]) -> str:
 
 
 def _text(said: str, style: str = "") -> Text:
-    """Everything that files say comes through here before it gets to the terminal."""
+    """Return sanitized text; everything read from files passes here before it reaches the terminal."""
     return Text(shortened(one_line(said)), style=style)
 
 
 def _written(path: Path) -> float | None:
-    """When a file was last written to, in seconds since 1970; None where there is none."""
+    """Return the modification time of a file in seconds since 1970; None if it does not exist."""
     try:
         return path.lstat().st_mtime
     except OSError:
         return None
 
 
-def _told(event: Event) -> str:
+def _description(event: Event) -> str:
     step = "" if event.step is None else f"step {event.step}"
     return ", ".join(part for part in (step, event.text) if part)
 

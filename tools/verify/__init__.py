@@ -1,1 +1,1 @@
-"""`trainwright verify`: compare a layout with one process."""
+"""The verb `verify`: compare training under a layout with training in one process."""

@@ -1,15 +1,15 @@
-"""Compares what two runs have recorded (`trainwright.tools.verify.record`).
+"""Comparison of two recorded runs (`trainwright.tools.verify.record`).
 
 **Loss.** `|a - b| <= tolerance * |b|`, b of the one-process run.
 
-**Gradients and parameters.** `|a - b| <= tolerance * max(|b|, FLOOR * largest)` in L2 norms of one whole tensor;
-`largest` is the largest `|b|` of that step. Without the floor a gradient that is zero but for rounding (the bias of an
-attention's keys) would fail on its rounding error. A missing gradient is zero. With several optimizers the gradients of
-a step are those of the parameters that it steps.
+**Gradients and parameters.** `|a - b| <= tolerance * max(|b|, FLOOR * largest)` in L2 norms of a whole tensor;
+`largest` is the largest `|b|` of that step. The floor is for gradients that are zero except for rounding (the bias of
+attention keys). A missing gradient is zero. With several optimizers only gradients of the stepped parameters are
+compared.
 
-**Elements left out** of parameters, and counted: those whose gradient was at some step before rounding alone, that is,
-not the same in both runs and in both not more than `ROUNDING` times the largest element of all gradients of that step.
-Adam divides a gradient by its own size and makes a whole step of it, in any direction.
+**Excluded elements** of parameters, which are counted: those whose gradient in an earlier step was rounding only, that
+is, different between the runs and in both at most `ROUNDING` times the largest gradient element of that step. Adam
+turns such a gradient into a full step in an arbitrary direction.
 """
 
 import json
@@ -21,18 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.tools.verify.report import LossDifference, Start, TensorDifference
+from trainwright.tools.verify.report import FirstDifference, LossDifference, TensorDifference
 
 FLOOR = 1e-2
 ROUNDING = 1e-6
-_CHUNK = 2**20  # elements that are compared at a time
+_CHUNK = 2**20  # elements compared at a time
 
 
 class Record:
-    """What one run has recorded.
+    """Record of one run.
 
     Args:
-        folder: as `trainwright.tools.verify.record.Recorder` wrote it.
+        folder: written by `trainwright.tools.verify.record.Recorder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were recorded."""
+        """Number of recorded optimizer steps."""
         return int(self.run["steps"])
 
     @property
@@ -55,22 +55,22 @@ class Record:
         return None if micro is None else int(micro) * int(self.run["data_ranks"])
 
     def losses(self) -> list[float | None]:
-        """The loss of every step, the mean over the data ranks; None where no rank has one."""
+        """Return the loss of every step, the mean over data ranks; None where no rank has one."""
         columns = zip(*(rank["losses"] for rank in self.ranks), strict=True)
         found = [[value for value in column if value is not None] for column in columns]
         return [sum(values) / len(values) if values else None for values in found]
 
     def has(self, kind: str, number: int) -> bool:
-        """Whether these tensors were recorded: several optimizers may step in one batch, before its end."""
+        """Return whether these tensors were recorded; several optimizers may step within one batch."""
         return (self.folder / f"{kind}_{number}.json").exists()
 
     def stepped(self, step: int) -> list[str] | None:
-        """Names of the parameters that the optimizer of this step holds; None = all, there is only one."""
+        """Return the names of the parameters of this step's optimizer; None: all, there is one optimizer."""
         names: list[str] | None = self.run["stepped"].get(str(step))
         return names
 
     def tensors(self, kind: str, number: int) -> "Tensors":
-        """Gradients or parameters by name, mapped from disk."""
+        """Return gradients or parameters by name, memory-mapped."""
         path = self.folder / f"{kind}_{number}"
         index = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         return {name: _mapped(path.with_suffix(".bin"), **where) for name, where in index.items()}
@@ -85,7 +85,7 @@ def _mapped(path: Path, offset: int, dtype: str, shape: list[int]) -> "np.ndarra
 def compare_losses(
     layout: Sequence[float | None], reference: Sequence[float | None], tolerance: float
 ) -> list[LossDifference]:
-    """One per step that both have."""
+    """Compare the losses of steps that both runs have."""
     found = []
     for step, (ours, theirs) in enumerate(zip(layout, reference, strict=False), 1):
         if ours is None or theirs is None:
@@ -100,13 +100,13 @@ Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
 
 class Rounding:
-    """Which elements had a gradient that was rounding alone, in the steps so far."""
+    """Elements whose gradient was rounding only in a step so far."""
 
     def __init__(self) -> None:
         self._masks: dict[str, np.ndarray[Any, Any]] = {}
 
-    def see(self, layout: Tensors, reference: Tensors) -> None:
-        """Take in the gradients of the next step."""
+    def add(self, layout: Tensors, reference: Tensors) -> None:
+        """Add the gradients of a step."""
         limit = ROUNDING * max((_largest(tensor) for tensor in reference.values()), default=0.0)
         for name, theirs in reference.items():
             ours = layout.get(name)
@@ -115,28 +115,28 @@ class Rounding:
             for start, a, b in _chunks(ours, theirs):
                 mask = (a != b) & (np.maximum(np.abs(a), np.abs(b)) <= limit)
                 if mask.any():
-                    self.left_out(name, theirs.size)[start : start + mask.size] |= mask
+                    self.excluded(name, theirs.size)[start : start + mask.size] |= mask
 
-    def left_out(self, name: str, size: int) -> "np.ndarray[Any, Any]":
-        """Flat mask of a parameter's elements."""
+    def excluded(self, name: str, size: int) -> "np.ndarray[Any, Any]":
+        """Return the flat mask of a parameter's excluded elements, created if missing."""
         return self._masks.setdefault(name, np.zeros(size, bool))
 
     def mask(self, name: str) -> "np.ndarray[Any, Any] | None":
-        """As `left_out`; None when there is none."""
+        """Return the flat mask of a parameter's excluded elements; None if there is none."""
         return self._masks.get(name)
 
 
 def compare_steps(
     layout: Record, reference: Record, tolerance: float
 ) -> tuple[list[TensorDifference], list[TensorDifference]]:
-    """Gradients and parameters of all steps that both runs have recorded."""
+    """Compare gradients and parameters of all steps that both runs recorded."""
     rounding, gradients = Rounding(), list[TensorDifference]()
     parameters = compare_tensors(0, layout.tensors("parameters", 0), reference.tensors("parameters", 0), tolerance)
     for step in range(1, min(layout.steps, reference.steps) + 1):
         stepped = reference.stepped(step)
         ours, theirs = (_only(record.tensors("gradients", step), stepped) for record in (layout, reference))
         gradients += compare_tensors(step, ours, theirs, tolerance)
-        rounding.see(ours, theirs)
+        rounding.add(ours, theirs)
         if layout.has("parameters", step) and reference.has("parameters", step):
             ours, theirs = (record.tensors("parameters", step) for record in (layout, reference))
             parameters += compare_tensors(step, ours, theirs, tolerance, rounding)
@@ -150,14 +150,14 @@ def _only(tensors: Tensors, names: Sequence[str] | None) -> Tensors:
 def compare_tensors(
     step: int, layout: Tensors, reference: Tensors, tolerance: float, rounding: Rounding | None = None
 ) -> list[TensorDifference]:
-    """One per name of either, in the order of the reference; what is missing is zero.
+    """Compare tensors by name, in the order of the reference; a missing one is zero.
 
     Args:
         step: of the tensors.
         layout: by name.
         reference: by name.
         tolerance: largest relative difference that passes.
-        rounding: says which elements to leave out; None = none.
+        rounding: elements to exclude; None: none.
     """
     names = [*reference, *(name for name in layout if name not in reference)]
     masks = {name: None if rounding is None else rounding.mask(name) for name in names}
@@ -176,7 +176,7 @@ def compare_tensors(
 def _measure(
     ours: "np.ndarray[Any, Any] | None", theirs: "np.ndarray[Any, Any] | None", mask: "np.ndarray[Any, Any] | None"
 ) -> tuple[float, float, float | None]:
-    """Distance, norm of the reference, and the factor between them if nothing but the scale differs."""
+    """Return the distance, the norm of the reference, and the factor between them if only the scale differs."""
     present = ours if theirs is None else theirs
     assert present is not None
     if ours is not None and theirs is not None and ours.shape != theirs.shape:
@@ -203,7 +203,7 @@ def _factor(product: float, squared_ours: float, squared_theirs: float) -> float
 def _chunks(
     ours: "np.ndarray[Any, Any]", theirs: "np.ndarray[Any, Any]"
 ) -> Iterator[tuple[int, "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]]:
-    """Where each part begins, and both in float64, flat."""
+    """Yield the start of each chunk, and both chunks in float64, flat."""
     for start in range(0, theirs.size, _CHUNK):
         a, b = (tensor.reshape(-1)[start : start + _CHUNK].astype(np.float64) for tensor in (ours, theirs))
         yield start, a, b
@@ -224,14 +224,14 @@ def _relative(distance: float, norm: float) -> float:
 
 @dataclass(frozen=True)
 class SampleProblem:
-    """What is wrong with the samples of one step, counted from 1."""
+    """Wrong samples in one step, counted from 1."""
 
     step: int
     text: str
 
 
 def compare_samples(layout: Record, reference: Record) -> list[SampleProblem]:
-    """Whether the data ranks together read, in every step, each sample of the one-process run once."""
+    """Check that in every step the data ranks read each sample of the one-process run once."""
     found: list[SampleProblem] = []
     for step, of_one in enumerate(reference.ranks[0]["samples"], 1):
         by_rank = [rank["samples"][step - 1] if step <= len(rank["samples"]) else [] for rank in layout.ranks]
@@ -246,25 +246,25 @@ def compare_samples(layout: Record, reference: Record) -> list[SampleProblem]:
 
 
 def _readers(layout: Record) -> list[list[int]]:
-    """The ranks of each data rank."""
+    """Return the ranks of each data rank."""
     data_ranks = range(int(layout.run["data_ranks"]))
     return [[rank for rank, each in enumerate(layout.ranks) if each["data_rank"] == one] for one in data_ranks]
 
 
 def _unequal_sharers(readers: Sequence[Sequence[int]], by_rank: Sequence[list[list[str]]]) -> Iterator[str]:
-    """Ranks that should read the same samples (they split the model or the sequence) and do not."""
+    """Yield ranks that share the samples of another (they split model or sequence) but read different ones."""
     for first, *others in filter(None, readers):
         for rank in others:
             if Counter(_flat(by_rank[first])) != Counter(_flat(by_rank[rank])):
-                yield f"rank {rank} must read those of rank {first} and reads others"
+                yield f"rank {rank} must read the samples of rank {first} but reads others"
 
 
 def _without_reader(readers: Sequence[Sequence[int]]) -> Iterator[str]:
     most = max(readers, key=len)
     for data_rank, ranks in enumerate(readers):
         if not ranks:
-            who = ", ".join(map(str, most))
-            yield f"no rank reads as data rank {data_rank}, but ranks {who} all read as {readers.index(most)}"
+            ranks_text = ", ".join(map(str, most))
+            yield f"no rank reads as data rank {data_rank}, but ranks {ranks_text} all read as {readers.index(most)}"
 
 
 def _compare_step(read: Sequence[list[str]], of_one: list[list[str]]) -> str | None:
@@ -278,9 +278,9 @@ def _compare_step(read: Sequence[list[str]], of_one: list[list[str]]) -> str | N
     due = [Counter(_flat(of_one[rank :: len(read)])) for rank in range(len(read))]
     wrong = [str(rank) for rank, each in enumerate(read) if Counter(each) != due[rank]]
     parts = [f"{again} read more than once"] if again else []
-    parts += [f"{foreign} read that are not of this step"] if foreign else []
+    parts += [f"{foreign} read from other steps"] if foreign else []
     parts += [f"{sum(missing.values())} of {total} not read"] if missing else []
-    return f"data rank {', '.join(wrong)} read others than its own ({', '.join(parts)})"
+    return f"data rank {', '.join(wrong)} read wrong samples ({', '.join(parts)})"
 
 
 def _flat(micro_batches: Iterable[list[str]]) -> list[str]:
@@ -297,10 +297,10 @@ def find_start(
     gradients: Sequence[TensorDifference],
     parameters: Sequence[TensorDifference],
     execution: Sequence[str],
-) -> Start | None:
-    """The first thing that differs: what the runs did, then, by step, samples, loss, gradients, parameters."""
+) -> FirstDifference | None:
+    """Return the first difference: of the runs, then by step of samples, loss, gradients, parameters."""
     if problems:
-        return Start(0, "run", None, None, f"before the numbers: {problems[0]}")
+        return FirstDifference(0, "run", None, None, f"before the first step: {problems[0]}")
     initial = [one for one in parameters if one.step == 0]
     start = _tensor_start("parameters", 0, initial, execution)
     if start is not None:
@@ -310,7 +310,7 @@ def find_start(
         of_step = [one for one in gradients if one.step == step]
         for problem in samples:
             if problem.step == step:
-                return Start(step, "samples", None, None, f"at {problem.text}")
+                return FirstDifference(step, "samples", None, None, f"at {problem.text}")
         if not loss.passed:
             return _loss_start(loss, of_step, execution)
         start = _tensor_start("gradients", step, of_step, execution) or _tensor_start(
@@ -318,33 +318,33 @@ def find_start(
         )
         if start is not None:
             return start
-    # Several optimizers make more steps than there are losses.
+    # With several optimizers there are more steps than losses.
     rest = [*((one, "gradients") for one in gradients), *((one, "parameters") for one in parameters)]
-    late = sorted((one.step, kind) for one, kind in rest if not one.passed)
-    if not late:
+    failed = sorted((one.step, kind) for one, kind in rest if not one.passed)
+    if not failed:
         return None
-    step, kind = late[0]
+    step, kind = failed[0]
     pool = gradients if kind == "gradients" else parameters
     return _tensor_start(kind, step, [one for one in pool if one.step == step], execution)
 
 
-def _loss_start(loss: LossDifference, gradients: Sequence[TensorDifference], execution: Sequence[str]) -> Start:
+def _loss_start(
+    loss: LossDifference, gradients: Sequence[TensorDifference], execution: Sequence[str]
+) -> FirstDifference:
     text = f"at step {loss.step}, in the loss ({loss.difference:.1e}), with equal samples and parameters: in forward"
     failed = [one for one in gradients if not one.passed]
     if not failed:
-        return Start(loss.step, "loss", None, None, text)
+        return FirstDifference(loss.step, "loss", None, None, text)
     worst = max(failed, key=lambda one: one.difference if one.difference == one.difference else float("inf"))
     first = _in_order(failed, execution)[0]
     module, parameter = module_of(first.name), first.name
-    text += (
-        f"; gradients differ from module {module or '(the whole)'} on, most in {worst.name} ({worst.difference:.1e})"
-    )
-    return Start(loss.step, "loss", module, parameter, text)
+    text += f"; gradients differ from module {module or '(root)'} on, most in {worst.name} ({worst.difference:.1e})"
+    return FirstDifference(loss.step, "loss", module, parameter, text)
 
 
 def _tensor_start(
     kind: str, step: int, differences: Sequence[TensorDifference], execution: Sequence[str]
-) -> Start | None:
+) -> FirstDifference | None:
     failed = [one for one in differences if not one.passed]
     if not failed:
         return None
@@ -352,21 +352,21 @@ def _tensor_start(
     module = module_of(first.name)
     when = "before the first step" if step == 0 else f"at step {step}"
     noun = {"gradients": "the gradient", "parameters": "the parameter"}[kind]
-    text = f"{when}, in module {module or '(the whole)'}: {noun} {first.name} differs by {first.difference:.1e}"
+    text = f"{when}, in module {module or '(root)'}: {noun} {first.name} differs by {first.difference:.1e}"
     if first.factor is not None:
         text += f", it is {first.factor:.4g} times that of one process"
     others = len(failed) - 1
     if others:
         text += f"; so do {others} more of {len(differences)}"
-    return Start(step, kind, module, first.name, text)
+    return FirstDifference(step, kind, module, first.name, text)
 
 
 def module_of(parameter: str) -> str:
-    """Name of the module that holds a parameter; empty for the outermost."""
+    """Return the name of the module that holds a parameter; "" for the root."""
     return parameter.rpartition(".")[0]
 
 
 def _in_order(differences: Sequence[TensorDifference], execution: Sequence[str]) -> list[TensorDifference]:
-    """By the first execution of their modules; those that were not seen to run come last, as registered."""
+    """Sort by first execution of the modules; those never seen running come last, in order of registration."""
     place = {name: number for number, name in enumerate(execution)}
     return sorted(differences, key=lambda one: place.get(module_of(one.name), len(place)))

@@ -1,9 +1,9 @@
-"""What a verified run leaves behind for the comparison: written by its ranks, one folder per run.
+"""Recorder of a verified run; the ranks write one folder per run.
 
-run.json            written by rank 0: the global batch, dropout that was switched off, order of execution
-rank_<n>.json       loss and hashes of the samples of every step, as rank n saw them
-gradients_<k>.bin   whole gradients of the k-th optimizer step (from 1), before clipping; .json says what lies where
-parameters_<k>.bin  whole parameters after k optimizer steps, 0 = at the start
+run.json            of rank 0: global batch, disabled dropout, order of execution
+rank_<n>.json       loss and sample hashes of every step on rank n
+gradients_<k>.bin   whole gradients of the k-th optimizer step (from 1), before clipping; .json has the offsets
+parameters_<k>.bin  whole parameters after k optimizer steps, 0: initial
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DROPOUT_NAMES = ("dropout", "drop_prob", "drop_path")
 
 
 class Recorder(Callback):
-    """Switches dropout off, and writes down what every optimizer step saw.
+    """Callback that disables dropout and records every optimizer step.
 
-    Reading whole gradients and parameters is a collective per tensor; they stream to the disk of rank 0, so no more
-    than one of them is in memory beside the run's own.
+    Reading whole gradients and parameters is one collective per tensor; rank 0 streams them to disk, so at most one is
+    in memory in addition to the run's own.
 
     Args:
-        folder: where to write; made if it is not there. All ranks must be on one machine.
-        watch_execution: note the order in which modules run for the first time, and which parameters an optimizer
-            steps. For the one-process run, whose modules and optimizers are as the user wrote them.
+        folder: to write to; created if missing. All ranks must be on one machine.
+        watch_execution: record the order of first execution of modules, and the parameters stepped by each optimizer.
+            For the one-process run, which leaves modules and optimizers as the user wrote them.
     """
 
     def __init__(self, folder: str, watch_execution: bool = False) -> None:
@@ -55,28 +55,28 @@ class Recorder(Callback):
         self._samples: list[list[list[str]]] = []
 
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        """Before the strategy takes the module: dropout off, full fp32 on GPUs too."""
+        """Disable dropout and TF32 before the strategy takes the module."""
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        self._dropout += switch_dropout_off(pl_module)
+        self._dropout += disable_dropout(pl_module)
 
     def on_fit_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        """Once more, for what ``configure_model`` has built."""
-        self._dropout += switch_dropout_off(pl_module)
+        """Disable dropout in modules built by ``configure_model``."""
+        self._dropout += disable_dropout(pl_module)
 
     def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Write the initial parameters.
 
         Raises:
-            TypeError: if the strategy cannot tell whole gradients.
+            TypeError: if the strategy has no whole gradients.
         """
         strategy = trainer.strategy
         if not hasattr(strategy, "whole_gradients"):
             raise TypeError(
-                f"{type(strategy).__name__} has no whole_gradients(), by which verify reads the gradients of any "
-                "layout. Use one of the strategies of trainwright, or a class on LayoutStrategy."
+                f"{type(strategy).__name__} has no whole_gradients(), from which verify reads gradients under any "
+                "layout. Use a strategy of trainwright, or a subclass of LayoutStrategy."
             )
         for config in strategy.lr_scheduler_configs:
-            config.strict = False  # there is no validation that could log what a scheduler waits for
+            config.strict = False  # no validation runs that could log a scheduler's metric
         self._seen = trainer.global_step
         if self._watches:
             self._watch(pl_module)
@@ -85,7 +85,7 @@ class Recorder(Callback):
     def on_train_batch_start(
         self, trainer: LightningTrainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hash the samples, unless they are only there to keep this rank in step."""
+        """Hash the samples, except for padding batches."""
         is_padding = getattr(trainer.fit_loop.epoch_loop, "_is_padding", None)
         if is_padding is None or not is_padding(batch_idx):
             self._micro_samples.append(hash_samples(batch))
@@ -96,7 +96,7 @@ class Recorder(Callback):
         """Write the gradients."""
         self._steps += 1
         if self._watches and len(trainer.optimizers) > 1:
-            # The others' parameters hold what is left of earlier steps, or nothing: that differs by strategy.
+            # Gradients of other optimizers' parameters are stale or missing, depending on the strategy.
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._stepped[self._steps] = [name for name, p in pl_module.named_parameters() if id(p) in stepped]
         self._write_tensors(trainer, "gradients", self._steps)
@@ -121,7 +121,7 @@ class Recorder(Callback):
         self._write_tensors(trainer, "parameters", self._steps)
 
     def on_train_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        """Write the rest."""
+        """Write the JSON files."""
         strategy: Any = trainer.strategy
         rank = {"data_rank": strategy.ranks.data_rank, "losses": self._losses, "samples": self._samples}
         _write_json(self._folder / f"rank_{trainer.global_rank}.json", rank)
@@ -166,11 +166,11 @@ class Recorder(Callback):
 
 
 def write_tensors(path: Path, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors one behind the other to ``path.bin``, and what lies where to ``path.json``.
+    """Write tensors consecutively to ``path.bin``, and their offsets to ``path.json``.
 
     Args:
         path: without suffix.
-        named: name and tensor; float64 stays, every other kind of number becomes float32.
+        named: name and tensor; float64 is kept, other numbers become float32.
     """
     index: dict[str, Any] = {}
     with path.with_suffix(".bin").open("wb") as file:
@@ -184,12 +184,11 @@ def write_tensors(path: Path, named: Iterable[tuple[str, Tensor]]) -> None:
     _write_json(path.with_suffix(".json"), index)
 
 
-def switch_dropout_off(module: nn.Module) -> list[str]:
-    """Set the probability of every dropout in ``module`` to 0.
+def disable_dropout(module: nn.Module) -> list[str]:
+    """Set the probability of every dropout in ``module`` to 0, since masks depend on the rank.
 
-    These are ``p`` of torch's dropout modules, and number attributes of any module whose name has ``dropout``,
-    ``drop_prob`` or ``drop_path`` in it. (Which elements fall out depends on the rank, so it cannot be the same on
-    every layout.)
+    Affects ``p`` of torch's dropout modules, and number attributes with ``dropout``, ``drop_prob`` or ``drop_path`` in
+    their names.
 
     Returns:
         ``module.attribute`` of each that was not 0.
@@ -207,10 +206,10 @@ def switch_dropout_off(module: nn.Module) -> list[str]:
 
 
 def hash_samples(batch: Any) -> list[str]:
-    """A hash of every sample of a batch, from the bytes of its tensors.
+    """Return a hash of every sample of a batch, from the bytes of its tensors.
 
-    The number of samples is the first dimension of the first tensor that has one. Tensors of another first dimension,
-    and what is no tensor, do not count.
+    The number of samples is the first dim of the first tensor with dims. Tensors with another first dim, and other
+    values, are ignored.
 
     Returns:
         One short text per sample; empty for a batch without tensors.
@@ -232,7 +231,7 @@ def hash_samples(batch: Any) -> list[str]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """``(samples, bytes of each)`` on the CPU."""
+    """Return bytes on the CPU, (samples, bytes per sample)."""
     flat = tensor.cpu().contiguous().reshape(tensor.shape[0], -1)
     return flat.view(torch.uint8) if flat.shape[1] else flat.new_zeros(flat.shape, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The outcome of `trainwright verify`: numbers, verdict, and both as text."""
+"""Result of `trainwright verify`: numbers, verdict, and text."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,16 +7,16 @@ from typing import Any
 
 _MOST_ROWS = 24
 _WORST = 5
-_ENDS = 4  # steps of which the module table shows so many from the start and from the end
+_ENDS = 4  # steps shown in the module table, from the start and from the end
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """The loss of one optimizer step, the mean over its global batch.
+    """Loss of one optimizer step, the mean over its global batch.
 
     Attributes:
         step: counted from 1.
-        reference: of the one-process run; None when no micro-batch returned one.
+        reference: of the one-process run; None if no micro-batch returned one.
         layout: under the layout.
         difference: relative to the reference.
         passed: whether it is within the tolerance.
@@ -31,7 +31,7 @@ class LossDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One gradient, or one parameter, after one optimizer step.
+    """Difference of one gradient or parameter after one optimizer step.
 
     Attributes:
         step: counted from 1; 0 for the initial parameters.
@@ -40,8 +40,8 @@ class TensorDifference:
         norm: L2 norm in the one-process run.
         difference: `distance` divided by `norm`, or by the floor of small ones (see `tools/verify/compare.py`).
         passed: whether it is within the tolerance.
-        left_out: elements that rounding alone may have moved, which do not count (see there).
-        factor: when all that is wrong is the scale, how many times the one-process value this is; else None.
+        left_out: number of excluded elements, which may differ by rounding (see there).
+        factor: ratio to the one-process value, if only the scale differs; else None.
     """
 
     step: int
@@ -55,15 +55,15 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where the difference starts.
+class FirstDifference:
+    """First difference between the runs.
 
     Attributes:
         step: counted from 1; 0: before the first.
         what: run, samples, parameters, loss or gradients.
-        module: name of the first module, in the order of execution, that differs; None where that cannot be told.
-        parameter: its first parameter that differs; None as for `module`.
-        text: the same in words.
+        module: first module that differs, in order of execution; None if unknown.
+        parameter: its first parameter that differs; None if unknown.
+        text: description.
     """
 
     step: int
@@ -75,23 +75,23 @@ class Start:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Whether a layout trains as one process does.
+    """Comparison of training under a layout and in one process.
 
     Attributes:
         recipe: name of the run.
         strategy: class of the strategy.
         ranks: number of processes under the layout.
-        layout: sizes of its mesh axes, those that are not 1.
+        layout: sizes of its mesh axes other than 1.
         precision: of both runs.
         tolerance: largest relative difference that passes.
-        global_batch: samples per optimizer step, and what they are made of, in words.
-        dropout_off: attributes that held a dropout probability and were set to 0.
+        global_batch: description of the samples per optimizer step.
+        dropout_off: attributes with dropout probabilities set to 0.
         losses: one per step.
-        samples: what is wrong with the samples that were read, one text each.
+        samples: problems with the samples read.
         gradients: before clipping, one per step and parameter.
-        parameters: at the start (step 0) and after every step, one per parameter.
-        problems: what else the runs do not have in common, one text each.
-        start: where the difference starts; None when all is within the tolerance.
+        parameters: initial (step 0) and after every step, one per parameter.
+        problems: other mismatches of the runs.
+        start: first difference; None if all is within the tolerance.
     """
 
     recipe: str
@@ -107,21 +107,21 @@ class VerifyReport:
     gradients: Sequence[TensorDifference]
     parameters: Sequence[TensorDifference]
     problems: Sequence[str]
-    start: Start | None
+    start: FirstDifference | None
 
     @property
     def passed(self) -> bool:
-        """The verdict."""
+        """True if all differences are within the tolerance."""
         return self.start is None
 
     @property
     def final_parameters(self) -> list[TensorDifference]:
-        """Those after the last step."""
+        """Differences after the last step."""
         last = max((one.step for one in self.parameters), default=0)
         return [one for one in self.parameters if one.step == last]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; what is not a finite number is null."""
+        """Return a JSON document; numbers that are not finite become null."""
         steps = sorted({one.step for one in self.gradients})
         groups = groups_of([one.name for one in self.final_parameters])
         document = {
@@ -140,7 +140,7 @@ class VerifyReport:
         return {key: _finite(value) for key, value in document.items()}
 
     def to_text(self) -> str:
-        """As a person reads it."""
+        """Return text for a terminal."""
         parts = ["\n".join(self._head()), "\n".join(self._loss_table()), "\n".join(self._module_table())]
         parts += ["\n".join(lines) for lines in (self._worst(), self._left_out(), self._verdict()) if lines]
         return "\n\n".join(parts) + "\n"
@@ -182,7 +182,7 @@ class VerifyReport:
         shown = sorted(range(len(rows)), key=lambda row: _order(rows[row][0]), reverse=True)[:_MOST_ROWS]
         lines += [rows[row][1] for row in sorted(shown)]
         if len(rows) > len(shown):
-            lines.append(f"... and {len(rows) - len(shown)} modules that differ less")
+            lines.append(f"... and {len(rows) - len(shown)} modules with smaller differences")
         return lines
 
     def _worst(self) -> list[str]:
@@ -203,24 +203,24 @@ class VerifyReport:
         names = ", ".join(one.name for one in found[:_WORST])
         names += f" and {len(found) - _WORST} more" if len(found) > _WORST else ""
         count = sum(one.left_out for one in found)
-        return [f"left out: {count} element(s) whose gradient is nothing but rounding, of {names}"]
+        return [f"excluded: {count} element(s) with gradients of rounding only, in {names}"]
 
     def _verdict(self) -> list[str]:
         if self.start is None:
             return [f"passed: every difference is within {self.tolerance:g}"]
-        lines = [f"FAILED, tolerance {self.tolerance:g}: the difference starts {self.start.text}"]
+        lines = [f"FAILED, tolerance {self.tolerance:g}: the first difference is {self.start.text}"]
         others = [text for text in (*self.problems, *self.samples) if text not in self.start.text]
         lines += [f"  {text}" for text in others[:_WORST]]
-        return lines + ([f"  ... and {len(others) - _WORST} more of this kind"] if len(others) > _WORST else [])
+        return lines + ([f"  ... and {len(others) - _WORST} more"] if len(others) > _WORST else [])
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters by module: by the first level of names on which they differ, and each member of a list by itself.
+    """Group parameters by module: by the first level of names that differs, with members of lists separate.
 
     `model.blocks.0.up.weight` and `model.head.weight` are in `blocks.0` and `head`.
 
     Returns:
-        Names by group, in the order given.
+        Names by group, in the given order.
     """
     names = list(dict.fromkeys(names))
     split = [name.split(".") for name in names]
@@ -231,7 +231,7 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
     for name, parts in zip(names, split, strict=True):
         path = parts[common:-1] or parts[common:]
         last = next((place for place, part in enumerate(path) if part.isdigit() and place), 0)
-        # The number of a list says nothing without the list's name.
+        # An index is meaningless without the name of its list.
         list_name = parts[common - 1 : common] if path[0].isdigit() else []
         groups.setdefault(".".join([*list_name, *path[: last + 1]]), []).append(name)
     return groups
@@ -244,7 +244,7 @@ def _worst_of(differences: Sequence[TensorDifference], names: Sequence[str], ste
 
 
 def _order(value: float) -> float:
-    """NaN is worse than everything."""
+    """Return a sort key that puts NaN last."""
     return math.inf if math.isnan(value) else value
 
 

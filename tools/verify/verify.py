@@ -1,8 +1,7 @@
-"""`trainwright verify`: does a layout train as one process does?
+"""`trainwright verify`: compare training under a layout with training in one process.
 
-A few optimizer steps of the same samples are trained twice, under the layout and by one process, each in processes of
-its own and through the normal launch. What is compared, and by what measure, stands in
-`trainwright.tools.verify.compare`.
+Both train a few optimizer steps of the same samples, each in its own processes and through the normal launch. Measures
+and tolerances: `trainwright.tools.verify.compare`.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ _RECORDER = "trainwright.tools.verify.record.Recorder"
 def verify(
     cfg: DictConfig, options: VerifyOptions = _DEFAULTS, on_progress: Callable[[str], None] | None = None
 ) -> VerifyReport:
-    """Train a few steps under the configured layout and by one process, and compare.
+    """Train a few steps under the configured layout and in one process, and compare.
 
-    Both runs take the configured module, data, optimizer, schedulers, clipping, seed and precision, the same global
-    batch and micro-batches. Dropout is off in both; validation, loggers, checkpoints and the callbacks of the
-    configuration are left out. Nothing is left on disk.
+    Both runs use the configured module, data, optimizer, schedulers, clipping, seed and precision, the same global
+    batch and micro-batches. Dropout is off in both; validation, loggers, checkpoints and configured callbacks are left
+    out. No files remain.
 
     Args:
-        cfg: as `trainwright.compose` returns it; not changed.
+        cfg: as returned by `trainwright.compose`; not changed.
         options: number of steps and tolerance.
-        on_progress: told, in words, what begins.
+        on_progress: called with a line of text at each phase.
 
     Raises:
-        ConfigError: with everything that is wrong with the configuration; no process was started.
+        ConfigError: with all problems of the configuration; no process was started.
         RankError: if a rank of one of the runs failed.
-        Interrupted: if this process was told to end by a signal.
+        Interrupted: if a signal ended this process.
     """
     say = on_progress or (lambda text: None)
     with temporary_folder("verify") as folder:
@@ -65,7 +64,7 @@ def verify(
 
 
 def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
-    """What stands against verifying `cfg`, beside what stands against running it."""
+    """Return the problems of verifying `cfg`, besides those of running it."""
     problems = options.problems(str(cfg.precision))
     launcher = detect_launcher()
     if launcher is not None:
@@ -75,28 +74,28 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
     given = {key: cfg[key] for key in ("ckpt_path", "resume") if cfg[key] is not None}
     problems += [f"{key}={v}: verify starts from the initial weights; leave {key} out" for key, v in given.items()]
     if cfg.inject:
-        problems.append("inject: verify compares runs that nothing happens to; leave inject out")
+        problems.append("inject: verify compares runs without faults; leave inject out")
     if cfg.run_dir is not None:
-        problems.append(f"run_dir={cfg.run_dir}: verify leaves nothing behind; leave run_dir out")
+        problems.append(f"run_dir={cfg.run_dir}: verify keeps no files; leave run_dir out")
     if cfg.global_batch_size is None and cfg.micro_batch_size is None:
         problems.append(
-            "global_batch_size and micro_batch_size are both null, so the samples of a step would depend on the "
+            "global_batch_size and micro_batch_size are both null, so the samples per step would depend on the "
             "number of ranks; type global_batch_size=32"
         )
-    difference = _difference(cfg, options.steps)
+    difference = _expected_difference(cfg, options.steps)
     if difference is not None:
         problems.append(difference)
     return problems
 
 
 def _planned(cfg: DictConfig, options: VerifyOptions, folder: Path) -> DictConfig:
-    """The configuration of the layout with everything decided that decides on samples; interpolations still in it."""
+    """Return the layout's configuration with all sizes of batches decided, interpolations unresolved."""
     problems = problems_of(cfg, options)
     cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
     cfg.run_dir, cfg.ckpt_path, cfg.resume = str(folder / "layout"), None, None
     if cfg.max_steps is None and cfg.max_epochs is None:
-        cfg.max_steps = options.steps  # only so that the run has an end; a recipe may read what was there
+        cfg.max_steps = options.steps  # gives the run an end; a recipe may read the original value
     planned, found = plan(cfg, "fit")
     problems += found
     if problems:
@@ -109,7 +108,7 @@ def _planned(cfg: DictConfig, options: VerifyOptions, folder: Path) -> DictConfi
 
 
 def _settled(planned: DictConfig, options: VerifyOptions, run_dir: Path, *, one_process: bool = False) -> DictConfig:
-    """Resolve, then leave nothing but the training of `steps` steps and the recorder."""
+    """Resolve, and keep only the training of `steps` steps and the recorder."""
     recorder = {"_target_": _RECORDER, "folder": str(run_dir / "record"), "watch_execution": one_process}
     resolved = only_training(planned, options.steps, run_dir, {"recorder": recorder})
     if one_process:
@@ -118,14 +117,14 @@ def _settled(planned: DictConfig, options: VerifyOptions, run_dir: Path, *, one_
 
 
 def _one_process(planned: DictConfig, options: VerifyOptions, folder: Path) -> DictConfig:
-    """The one-process run; the micro-batches of the layout's ranks one after the other."""
+    """Return the configuration of the one-process run, which processes the micro-batches of all ranks in turn."""
     from trainwright.tools.verify.compare import Record
 
     record = Record(folder / "layout" / "record")
     wave = record.wave_size
     whole_wave = planned.trainer.sync_batchnorm or not record.run["automatic_optimization"]
     if whole_wave and wave is not None:
-        # All ranks together normalize over a wave, or step after it by hand: here it is one micro-batch.
+        # Ranks normalize over, or manually step after, one wave: it becomes one micro-batch.
         planned = planned.copy()
         planned.micro_batch_size = wave
     return _settled(planned, options, folder / "one", one_process=True)
@@ -135,7 +134,7 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
     from trainwright.tools.verify import compare as compare
 
     layout, reference = (compare.Record(folder / name / "record") for name in ("layout", "one"))
-    tolerance, problems = options.bound, _unlike(layout, reference)
+    tolerance, problems = options.bound, _mismatches(layout, reference)
 
     losses = compare.compare_losses(layout.losses(), reference.losses(), tolerance)
     gradients, parameters = compare.compare_steps(layout, reference, tolerance)
@@ -148,7 +147,7 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
         layout=layout.run["layout"],
         precision=str(layout_cfg.precision),
         tolerance=tolerance,
-        global_batch=_batch_in_words(layout, layout_cfg),
+        global_batch=_batch_text(layout, layout_cfg),
         dropout_off=reference.run["dropout"],
         losses=losses,
         samples=[problem.text for problem in samples],
@@ -159,31 +158,31 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
     )
 
 
-def _unlike(layout: Any, reference: Any) -> list[str]:
-    """What the runs do not have in common although they must."""
+def _mismatches(layout: Any, reference: Any) -> list[str]:
+    """Return what the runs must have in common but do not."""
     problems = []
     if layout.steps != reference.steps:
         problems.append(f"{layout.steps} optimizer step(s) under the layout, {reference.steps} on one process")
     ours, theirs = (list(record.tensors("parameters", 0)) for record in (layout, reference))
     missing, extra = ([name for name in a if name not in set(b)] for a, b in ((theirs, ours), (ours, theirs)))
     if missing:
-        problems.append(f"parameters that the layout does not have: {', '.join(missing)}")
+        problems.append(f"parameters missing under the layout: {', '.join(missing)}")
     if extra:
-        problems.append(f"parameters that only the layout has: {', '.join(extra)}")
+        problems.append(f"parameters only under the layout: {', '.join(extra)}")
     return problems
 
 
-def _batch_in_words(record: Any, cfg: DictConfig) -> str:
+def _batch_text(record: Any, cfg: DictConfig) -> str:
     run = record.run
     if run["micro_batch_size"] is None:
-        return f"{cfg.global_batch_size} samples a step"
+        return f"{cfg.global_batch_size} samples per step"
     return (
         f"{run['micro_batch_size']} samples x {run['accumulation']} accumulated x {run['data_ranks']} data rank(s) "
-        f"= {record.wave_size * run['accumulation']} samples a step"
+        f"= {record.wave_size * run['accumulation']} samples per step"
     )
 
 
-def _difference(cfg: DictConfig, steps: int) -> str | None:
+def _expected_difference(cfg: DictConfig, steps: int) -> str | None:
     strategy = options_of(cfg.strategy)
     return None if strategy is None else strategy.difference_from_one_process(steps, cfg.compression.name)
 
@@ -197,20 +196,20 @@ OK, FAILED = 0, 1
 
 
 def run_verify_command(arguments: argparse.Namespace) -> int:
-    """Compare a layout with one process; standard output holds the report alone.
+    """Run `verify`; standard output holds only the report.
 
     Args:
-        arguments: of the command line, parsed.
+        arguments: parsed command line.
 
     Returns:
-        The exit code: 0 = equal, 1 = not.
+        The exit code: 0 equal, 1 different.
 
     Raises:
-        ConfigError: if the configuration is impossible.
+        ConfigError: if the configuration is invalid.
     """
     options, overrides, problems = take_options(arguments.overrides)
     if arguments.multirun:
-        problems.append("--multirun with verify: it compares one layout; start one after the other")
+        problems.append("--multirun with verify: verify compares one layout; run it once per layout")
     composition = compose_checked(overrides, arguments.config_dir)
     problems += composition.problems
     if problems or composition.cfg is None:

@@ -17,7 +17,7 @@ TALK = [
 ]
 
 
-def test_answers_alone_are_trained_counted_by_hand() -> None:
+def test_answers_are_trained() -> None:
     """A token is a byte or one of the markers.
 
     ``<|im_start|>user\\nHi<|im_end|>\\n`` has 1 + 5 + 2 + 1 + 1 = 10 tokens, ``<|im_start|>assistant\\n`` 11, so the
@@ -33,25 +33,25 @@ def test_answers_alone_are_trained_counted_by_hand() -> None:
     assert tokenizer.decode(ids[21:25]) == "Yo!<|im_end|>"
 
 
-def test_a_template_without_marks_trains_what_follows_the_generation_prompt() -> None:
-    """Its newline behind the end of an answer counts as the answer's."""
+def test_template_without_generation_marks() -> None:
+    """The newline after an answer belongs to it."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = PLAIN
     _, targets = encode_chat(tokenizer, TALK)
     assert [n for n, count in enumerate(targets) if count != NOT_TRAINED] == [21, 22, 23, 24, 25, 46, 47, 48, 49]
 
 
-def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:
+def test_template_that_rewrites_messages_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + PLAIN
-    with pytest.raises(RecordsError, match="changes what was before message 1"):
+    with pytest.raises(RecordsError, match="changes the text before message 1"):
         encode_chat(tokenizer, TALK)
     tokenizer.chat_template = None
     with pytest.raises(RecordsError, match=r"data\.chat_template=chatml"):
         encode_chat(tokenizer, TALK)
 
 
-def test_a_text_is_trained_whole_and_ends() -> None:
+def test_text_is_trained_with_its_end() -> None:
     tokenizer = byte_tokenizer()
     ids, targets = encode_text(tokenizer, "aé")
     assert (len(ids), ids[-1], targets) == (4, tokenizer.eos_token_id, [1, 2, 0, 0])
@@ -65,26 +65,26 @@ def test_a_text_is_trained_whole_and_ends() -> None:
     {"instruction": "q", "output": "a"},
     {"instruction": "q", "input": "", "response": "a"},
 ])  # fmt: skip
-def test_shapes_of_a_conversation(record: dict[str, Any]) -> None:
+def test_formats_of_a_conversation(record: dict[str, Any]) -> None:
     assert messages_of(record) == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 @pytest.mark.parametrize(
     "record", [{}, {"messages": []}, {"messages": [{"role": "user", "content": "q"}]}, {"text": "x"}]
 )
-def test_what_is_no_conversation_is_refused(record: dict[str, Any]) -> None:
+def test_invalid_conversations(record: dict[str, Any]) -> None:
     with pytest.raises(RecordsError):
         messages_of(record)
 
 
-def test_a_pair_is_two_conversations() -> None:
+def test_preference_pair() -> None:
     chosen, rejected = pair_of({"prompt": "q", "chosen": "a", "rejected": "b"})
     assert [each["content"] for each in chosen + rejected] == ["q", "a", "q", "b"]
     with pytest.raises(RecordsError, match="chosen and rejected"):
         pair_of({"prompt": "q", "chosen": "a"})
 
 
-def test_records_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
+def test_file_formats(tmp_path: Path) -> None:
     import datasets
 
     record = {"prompt": "q", "completion": "a"}

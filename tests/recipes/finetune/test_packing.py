@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import default_collate
 
+from tests.parity.harness import QUIET
 from tests.recipes.finetune.fixtures import write_base, write_chats
-from tests.recipes.test_gpt import QUIET
 from trainwright import Trainer
 from trainwright.recipes.finetune.data import IGNORED, FineTuneData
 from trainwright.recipes.finetune.module import FineTuneModule
@@ -33,7 +33,7 @@ def test_every_token_is_predicted_once(split: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mixtral", "gemma2"])
-def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path, family: str) -> None:
+def test_packed_losses_equal_those_of_documents(tmp_path: Path, family: str) -> None:
     base = write_base(tmp_path / "base", family)
     data = FineTuneData(
         str(write_chats(tmp_path / "chats.jsonl")), base, "chat", seq_len=160, cache_dir=tmp_path, held_out=0.0
@@ -61,8 +61,8 @@ def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path, family: st
     assert seen == 40 > len(data.train)
 
 
-def test_documents_that_see_each_other_are_refused(tmp_path: Path) -> None:
-    """A state space model carries what it has read across the border between two documents."""
+def test_state_space_models_are_refused(tmp_path: Path) -> None:
+    """Their state crosses the border between two documents."""
     base = write_base(tmp_path / "base", "mamba", state_size=4)
 
     def fit(**options: Any) -> None:

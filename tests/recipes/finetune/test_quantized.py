@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights in four bits."""
+"""Adapters with frozen weights in four bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.plan.blocks import count_parameters
 
 LORA = {"kind": "lora", "quantize": "nf4", "r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-SIZES = {"hidden_size": 48, "intermediate_size": 72}  # rows do not end where blocks do
+SIZES = {"hidden_size": 48, "intermediate_size": 72}  # rows and blocks are not aligned
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def module_of(folder: Path, meta: bool | str = "auto", **adapter: Any) -> FineTu
     return FineTuneModule(str(folder / "base"), {**LORA, **adapter}, meta, **given)
 
 
-class Held(Callback):
-    """Bytes of the storages of weights in four bits, after a step."""
+class QuantizedBytes(Callback):
+    """Record the storage bytes of weights in four bits after a step."""
 
-    sees_parts = True  # not the wholes that hooks are shown
+    sees_parts = True  # parameters as sharded
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         parts = [local_tensor(value) for value in pl_module.parameters() if value.dtype == torch.uint8]
@@ -59,9 +59,9 @@ class Held(Callback):
 def train(
     folder: Path, strategy: str, steps: int = 4, resumed: str | None = None, saved: str | None = None
 ) -> dict[str, Any]:
-    """Losses of a run, all weights after it, and bytes of base weights that this rank held."""
+    """Return losses of a run, all weights after it, and bytes of quantized weights on this rank."""
     options = {"global_batch_size": 4, "max_steps": steps, "max_epochs": -1, "loss_weighting": "tokens"}
-    trainer = make_trainer(strategy, None, callbacks=[held := Held()], **options)
+    trainer = make_trainer(strategy, None, callbacks=[held := QuantizedBytes()], **options)
     batch_size = 4 // trainer.world_size
     data = FineTuneData(
         str(folder / "chats.jsonl"), folder / "base", "chat", 96, batch_size, held_out=0.25, cache_dir=folder / "cache"
@@ -87,7 +87,7 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], **limits: float) -> N
         torch.testing.assert_close(found["weights"][name], value, **limits)
 
 
-def test_values_are_the_nearest_ones(folder: Path) -> None:
+def test_quantized_values_are_the_nearest(folder: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(37, 5, dtype=torch.float64).float()
     weight[:13] = 0  # a whole block
@@ -101,13 +101,13 @@ def test_values_are_the_nearest_ones(folder: Path) -> None:
         assert torch.equal(got, nearest)
         assert (got - part).abs().max() <= (LEVELS[1] - LEVELS[0]) / 2 * part.abs().max() * (1 + 1e-6)
     assert torch.equal(quantize(found), packed)
-    # Of normally distributed weights the error is a tenth of their size.
+    # The error of normally distributed weights is a tenth of their norm.
     normal = torch.randn(512, 512)
     assert (dequantize(quantize(normal), normal.shape) - normal).norm() / normal.norm() < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_computes_and_differentiates_as_the_weight_that_it_stands_for(dtype: torch.dtype) -> None:
+def test_forward_and_backward_equal_the_dequantized_weight(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(48, 40)
     layer = NF4Linear(linear)
@@ -125,7 +125,7 @@ def test_computes_and_differentiates_as_the_weight_that_it_stands_for(dtype: tor
         assert layer(inputs).dtype == torch.bfloat16
 
 
-def test_a_part_of_a_file_is_quantized_as_the_whole(folder: Path) -> None:
+def test_parts_of_a_file_are_quantized_like_the_whole(folder: Path) -> None:
     source = SafetensorsFolder(str(folder / "base"))
     held = QuantizedSource(source, ["model.base_model.model.model.layers.0.mlp.down_proj.weight"])
     key = "model.layers.0.mlp.down_proj.weight"
@@ -140,7 +140,7 @@ def test_a_part_of_a_file_is_quantized_as_the_whole(folder: Path) -> None:
     assert torch.equal(held.read(other), source.read(other))
 
 
-def test_what_is_in_four_bits(folder: Path) -> None:
+def test_quantized_layers(folder: Path) -> None:
     module = module_of(folder, meta=False)
     layers = {name for name, layer in module.named_modules() if isinstance(layer, NF4Linear)}
     assert len(layers) == 2 * 7
@@ -192,7 +192,7 @@ def test_resumes_under_another_strategy_and_exports(ranks: Any, reference: Any, 
     ({"kind": "lora", "quantize": "int3"}, "allowed: null, nf4"),
     ({"quantize": "nf4"}, "Type adapter=lora"),
 ])  # fmt: skip
-def test_refused_before_a_process_starts(adapter: dict[str, Any], words: str) -> None:
+def test_refused(adapter: dict[str, Any], words: str) -> None:
     (problem,) = _of_adapter(adapter)
     assert words in problem
 

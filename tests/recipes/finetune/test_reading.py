@@ -1,4 +1,4 @@
-"""Where the weights of a fine-tuned model are read from, and by whom."""
+"""Reading of pretrained weights by ranks."""
 
 import csv
 import os
@@ -13,8 +13,8 @@ from lightning.pytorch import seed_everything
 from transformers import AutoModelForCausalLM
 
 from tests.command.project import environment
+from tests.parity.harness import QUIET
 from tests.recipes.finetune.fixtures import write_base, write_chats
-from tests.recipes.test_gpt import QUIET
 from trainwright import Trainer
 from trainwright.recipes.finetune.data import FineTuneData
 from trainwright.recipes.finetune.module import FineTuneModule
@@ -24,7 +24,7 @@ SNAPSHOT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def losses(folder: str, meta: bool | str) -> list[float]:
-    """Of the rows after two steps that train an adapter and a copy of the head."""
+    """Return the losses of rows after two steps that train an adapter and a copy of the head."""
     targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     seed_everything(0, verbose=False)
     module = FineTuneModule(folder, {"kind": "ia3", **targets, "modules_to_save": ["lm_head"]}, meta=meta, seq_len=64)
@@ -36,7 +36,7 @@ def losses(folder: str, meta: bool | str) -> list[float]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_ranks_that_read_their_parts_begin_saved_modules_as_copies(
+def test_saved_modules_are_copied_when_ranks_read_parts(
     tmp_path: Path, ranks: Callable[..., list[Any]], tied: bool
 ) -> None:
     folder = str(write_base(tmp_path / "base", tie_word_embeddings=tied))
@@ -47,7 +47,7 @@ def test_ranks_that_read_their_parts_begin_saved_modules_as_copies(
 
 
 def fit(base: str, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Train two steps by the command, in a process that has imported nothing yet."""
+    """Train two steps by the command, in a new process."""
     command = [
         sys.executable, "-m", "trainwright", "fit", "recipe=finetune", f"module.pretrained={base}", "max_steps=2",
         "data.path=chat.jsonl", "data.format=chat", "data.cache_dir=cache", "module.seq_len=64", "logger=csv",
@@ -58,14 +58,14 @@ def fit(base: str, *words: str, **settings: str) -> subprocess.CompletedProcess[
 
 
 def read_losses(run_dir: Path) -> list[float]:
-    """The losses of training steps."""
+    """Return the losses of training steps."""
     (file,) = run_dir.rglob("metrics.csv")
     with file.open(newline="") as rows:
         return [float(row["train_loss"]) for row in csv.DictReader(rows) if row.get("train_loss")]
 
 
 def cached(home: Path) -> Path:
-    """Write a model of several files as ``huggingface_hub`` keeps a download; return its snapshot."""
+    """Write a sharded model in the cache format of ``huggingface_hub``; return its snapshot."""
     repository = home / "hub" / f"models--{ID.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(SNAPSHOT)
@@ -83,7 +83,7 @@ def cached(home: Path) -> Path:
     return snapshot
 
 
-def test_an_id_is_read_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_id_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     home, chats = tmp_path / "home", write_chats(tmp_path / "chat.jsonl")
     snapshot = cached(home)
@@ -96,7 +96,7 @@ def test_an_id_is_read_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: py
     assert len(found) == 2
     assert found == wanted
     for words, said in (
-        ([], "module.allow_download=true to fetch"),
+        ([], "module.allow_download=true to download"),
         (["module.allow_download=true"], "HF_HUB_OFFLINE"),
     ):
         done = fit("someone/other", *words, "run_dir=none", HF_HOME=str(home))

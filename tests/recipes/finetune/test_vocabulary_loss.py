@@ -1,4 +1,4 @@
-"""A loss in chunks of positions has the losses and gradients of the plain one, on every layout, in less memory."""
+"""A chunked loss equals the plain one on every layout, with less memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +38,7 @@ def train(layout: str, chunk: int, kind: type[FineTuneModule] = FineTuneModule, 
     module = finetuned.module(kind, optimizer=partial(SGD, lr=0.5), loss_chunk=chunk, **options)
     data = finetuned.data("chat" if kind is FineTuneModule else "preference", 4, held_out=0.2)
     chunks = patch.object(chunked_logits, "checkpoint", side_effect=chunked_logits.checkpoint)
-    wholes = patch.object(chunked_logits, "_say_whole", side_effect=chunked_logits._say_whole)
+    wholes = patch.object(chunked_logits, "_report_whole", side_effect=chunked_logits._report_whole)
     with chunks as in_chunks, wholes as made_whole:
         trainer.fit(module, data)
         weights = {name: value.detach().clone() for name, value in trainer.strategy.whole_parameters()}
@@ -58,14 +58,14 @@ def compared(ranks: Callable[..., list[Any]], layout: str, *args: Any, **options
             torch.testing.assert_close(after[1][name], value, rtol=1e-6, atol=1e-6, msg=lambda text, n=name: n + text)
         assert before[2:] == (0, 0)
     first, last = chunked[0][2], chunked[-1][2]
-    # The first stage only looks once, without weights, at what its step does.
+    # The first stage runs its step once without weights.
     assert last > 0
     assert first < last if layout in ("pipeline x tensor", "interleaved") else first > 0
     assert not any(wholes for *_, wholes in chunked)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "sequence", "pipeline x tensor", "interleaved", "context"])
-def test_a_layout_trains_as_with_the_plain_loss(ranks: Callable[..., list[Any]], layout: str) -> None:
+def test_layouts(ranks: Callable[..., list[Any]], layout: str) -> None:
     compared(ranks, layout)
 
 
@@ -73,7 +73,7 @@ def test_a_layout_trains_as_with_the_plain_loss(ranks: Callable[..., list[Any]],
     ("layout", "kind", "adapter"),
     [("zero3", FineTuneModule, LORA), ("tensor", PreferenceModule, None), ("pipeline", PreferenceModule, LORA)],
 )
-def test_adapters_and_preferences_train_as_with_the_plain_loss(
+def test_adapters_and_preferences(
     ranks: Callable[..., list[Any]], layout: str, kind: type[FineTuneModule], adapter: dict[str, Any] | None
 ) -> None:
     compared(ranks, layout, kind, adapter=adapter)
@@ -100,7 +100,10 @@ def step(base: Path, chunk: int, batch: dict[str, Tensor]) -> tuple[Tensor, dict
 def test_logits_are_scaled_and_cast_in_chunks(tmp_path: Path, family: str, bf16: bool) -> None:
     """Gemma 2 caps its logits, Cohere scales them; autocast computes them in 16 bits."""
     base, batch = write_base(tmp_path / "base", family), batch_of(264, 40)
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16), patch.object(chunked_logits, "_say_whole") as made_whole:
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+        patch.object(chunked_logits, "_report_whole") as made_whole,
+    ):
         (loss, gradients), (wanted, plain) = step(base, 7, batch), step(base, 0, batch)
     assert not made_whole.called
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
@@ -111,10 +114,10 @@ def test_logits_are_scaled_and_cast_in_chunks(tmp_path: Path, family: str, bf16:
         torch.testing.assert_close(gradients[name], value, rtol=1e-6, atol=limit)
 
 
-def test_what_needs_whole_logits_gets_them(tmp_path: Path) -> None:
+def test_whole_logits_if_needed(tmp_path: Path) -> None:
     module = FineTuneModule(str(write_base(tmp_path / "base")), meta=False, loss_chunk=7).eval()
-    batch, said = batch_of(264, 40), chunked_logits._say_whole
-    with patch.object(chunked_logits, "_say_whole", side_effect=said) as made_whole:
+    batch, said = batch_of(264, 40), chunked_logits._report_whole
+    with patch.object(chunked_logits, "_report_whole", side_effect=said) as made_whole:
         logits = module.logits(batch)
         assert isinstance(logits, chunked_logits.ChunkedLogits)
         found = logits.log_softmax(-1)[0, 3] + logits[1, 3]
@@ -125,14 +128,14 @@ def test_what_needs_whole_logits_gets_them(tmp_path: Path) -> None:
     assert torch.equal(found, plain.log_softmax(-1)[0, 3] + plain[1, 3])
 
 
-def test_a_negative_chunk_is_refused(tmp_path: Path) -> None:
+def test_negative_chunk_is_refused(tmp_path: Path) -> None:
     (problem,) = checks.check(compose("hf_causal_lm", ["module.loss_chunk=-1"]), 1)
     assert problem.startswith("module.loss_chunk=-1 (allowed: 0 = off")
     with pytest.raises(ValueError, match=r"loss_chunk=-1 .*Type module\.loss_chunk=512"):
         FineTuneModule(str(write_base(tmp_path / "base")), loss_chunk=-1)
 
 
-def test_a_chunked_loss_needs_less_memory(tmp_path: Path) -> None:
+def test_chunked_loss_needs_less_memory(tmp_path: Path) -> None:
     base, batch = write_base(tmp_path / "base", vocab_size=8192), batch_of(8192, 256)
 
     def peak(chunk: int) -> int:

@@ -1,4 +1,4 @@
-"""Ranks that look at each other for real, and the commands that start them."""
+"""Measurements of real ranks, and the commands that start them."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor import measure
 from trainwright.tools.doctor import ranks as of_ranks
 from trainwright.tools.doctor.command import parse
+from trainwright.tools.doctor.examination import Examination
 from trainwright.tools.doctor.finding import OK
 from trainwright.tools.doctor.profile import _with_calls as with_calls
 from trainwright.tools.doctor.profile import profile_of, to_yaml
 from trainwright.tools.doctor.ranks import RankResult, StoreBoard, examine
 from trainwright.tools.doctor.report import judge
-from trainwright.tools.doctor.together import Seen
 
 
-def look(local_size: int, figures: bool = False) -> list[str]:
-    """What all ranks found, as this one reads it."""
+def examine_rank(local_size: int, figures: bool = False) -> list[str]:
+    """Return the results of all ranks as this rank reads them."""
     measure._BUDGET, measure._MOST_ROWS = 0.0, 256
     measure._COPIED["cpu"] = 2**20
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -36,46 +36,46 @@ def look(local_size: int, figures: bool = False) -> list[str]:
     examine(store, rank, size, local_size, torch.device("cpu"), figures)
     board = StoreBoard(store)
     found = board.results(size, 60.0)
-    # torch counts a group whose making failed; a rank that lives on would name its next one other than the others do.
+    # torch counts groups whose creation failed; pooled ranks would name their next group differently.
     dist.distributed_c10d._world.group_count = 0
-    # The store is that of rank 0: it leaves last.
-    board.put(f"left/{rank}", "")
+    # Rank 0 hosts the store, so it ends last.
+    board.put(f"done/{rank}", "")
     if rank == 0:
         for other in range(size):
-            board.get(f"left/{other}", 60.0)
+            board.get(f"done/{other}", 60.0)
     return [each.to_json() for each in found]
 
 
-def everybody(ranks, size: int, *arguments: object) -> list[RankResult]:
-    found = ranks(look, size, *arguments, init_group=False, timeout=150.0)
+def examine_all(ranks, size: int, *arguments: object) -> list[RankResult]:
+    found = ranks(examine_rank, size, *arguments, init_group=False, timeout=150.0)
     assert all(each == found[0] for each in found)
     return [RankResult.from_json(text) for text in found[0]]
 
 
-def test_three_ranks_measure_each_other(ranks):
-    results = everybody(ranks, 3, 3)
+def test_pairs_of_three_ranks(ranks):
+    results = examine_all(ranks, 3, 3)
     assert [result.failure for result in results] == [None] * 3
     directions = {(pair.source, pair.target) for result in results for pair in result.pairs}
     assert directions == {(a, b) for a in range(3) for b in range(3) if a != b}
     assert all(pair.latency > 0 and pair.bandwidth > 0 for result in results for pair in result.pairs)
     assert [result.rounds for result in results] == [(3, 3)] * 3
-    # One machine has one clock.
+    # All ranks share one clock.
     assert results[0].offset is None
     assert all(abs(result.offset.seconds) <= result.offset.uncertain + 1e-3 for result in results[1:])
     assert [(link.axis, link.ranks) for link in results[0].links] == [("all", 3)]
 
 
-def test_a_wrong_interface_is_found(ranks, monkeypatch):
+def test_wrong_interface(ranks, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
-    results = everybody(ranks, 2, 2)
+    results = examine_all(ranks, 2, 2)
     assert all(result.failure is not None for result in results)
-    findings = judge(Seen({}, results, False, 2))
+    findings = judge(Examination({}, results, False, 2))
     failed = next(finding for finding in findings if finding.check == "ranks")
     assert failed.state != OK
     assert "2 of 2 ranks failed" in failed.found
 
 
-def test_a_rank_that_says_nothing_is_named_with_what_it_was_at(ranks):
+def test_silent_rank_is_named_with_its_activity(ranks):
     assert ranks(silent, 1, init_group=False) == [["computing on cpu", "not started"]]
 
 
@@ -87,12 +87,12 @@ def silent() -> list[str]:
     return [text.removeprefix("did not answer; it was ") for text in found]
 
 
-def test_a_profile_is_measured_and_written(ranks, tmp_path: Path):
-    # Two machines of two ranks, as far as the layout goes.
-    results = everybody(ranks, 4, 2, True)
+def test_profile(ranks, tmp_path: Path):
+    # The layout of two machines with two ranks each.
+    results = examine_all(ranks, 4, 2, True)
     assert [result.failure for result in results] == [None] * 4
     assert [link.axis for link in results[0].links] == ["all", "within", "across"]
-    values, notes = profile_of(Seen({}, results, False, 2), "lab")
+    values, notes = profile_of(Examination({}, results, False, 2), "lab")
     read = yaml.safe_load(to_yaml(values, notes))
     assert read == values
     assert read["name"] == "lab_cpu"
@@ -108,7 +108,7 @@ def test_a_profile_is_measured_and_written(ranks, tmp_path: Path):
     assert len(notes) == 1, "everything was measured"
 
 
-def test_what_a_collective_costs_beside_its_messages():
+def test_cost_of_a_call_is_separated_from_that_of_a_message():
     """All-reduces of two and of eight ranks that take 10 us a call and 3 us a message."""
     of_pair, of_all = (MeasuredLink(name, n, (10e-6 + 2 * (n - 1) * 3e-6) / (2 * (n - 1)), 1e9) for name, n in
                        (("pair", 2), ("all", 8)))  # fmt: skip
@@ -121,36 +121,36 @@ def test_what_a_collective_costs_beside_its_messages():
     assert noisy["call"] == pytest.approx(14 * of_all.latency, rel=1e-3)
 
 
-def test_what_was_not_measured_is_said(ranks):
-    values, notes = profile_of(Seen({}, everybody(ranks, 1, 1, True), False, 1), "lab")
+def test_profile_notes_what_was_not_measured(ranks):
+    values, notes = profile_of(Examination({}, examine_all(ranks, 1, 1, True), False, 1), "lab")
     assert values["within"] == values["across"]
     assert [note.split(":")[0] for note in notes[1:]] == ["within", "across"]
 
 
-def test_numbers_of_a_profile_are_numbers_for_yaml():
+def test_profile_yaml_keeps_numbers():
     values = {"a": 1.853e10, "b": 9.6e-5, "c": 0.5, "d": 4096, "e": {"f": 0.0, "g": 1e-3, "h": 123456.0}}
     assert yaml.safe_load(to_yaml(values, ["note"])) == values
 
 
-def test_most_ranks_are_measured_in_part():
+def test_rounds_are_limited_for_many_ranks():
     rounds = of_ranks.rounds_of_pairs(1000)
     assert len(rounds) == of_ranks._MOST_ROUNDS
     assert len({pair for pairs in rounds for pair in pairs}) == 64 * 500
 
 
-def test_the_command_looks_at_this_machine(tmp_path: Path):
+def test_doctor_command(tmp_path: Path):
     before = set(tmp_path.iterdir())
     done = run_command("doctor", "devices=2", "--json", stderr=subprocess.PIPE)
     document = json.loads(done.stdout)
     assert done.returncode == (1 if document["counts"]["error"] else 0), done.stderr
     found = {finding["check"]: finding for finding in document["findings"]}
-    # What ranks have to answer for is well wherever this runs.
+    # Checks of ranks succeed on any machine.
     assert document["ranks"] == 2
     assert {"pairs within a machine", "all-reduce all", "clock"} <= found.keys(), done.stdout
     assert "ranks" not in found
     assert {finding["area"] for finding in document["findings"]} >= {"machine", "network", "folders"}
     assert [each["torch_version"] for each in document["environment"].values()] == [torch.__version__]
-    assert set(tmp_path.iterdir()) == before, "it leaves nothing behind"
+    assert set(tmp_path.iterdir()) == before, "files were left"
 
 
 @pytest.mark.parametrize(
@@ -169,16 +169,16 @@ def test_the_command_looks_at_this_machine(tmp_path: Path):
         (["-m", "doctor"], "doctor comes first: type trainwright doctor [key=value ...]"),
     ],
 )
-def test_what_is_refused(words, problem, tmp_path: Path, capsys):
+def test_refused(words, problem, tmp_path: Path, capsys):
     (tmp_path / "there/device").mkdir(parents=True)
     (tmp_path / "there/device/mine.yaml").touch()
     assert main(words) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_devices_are_what_a_launcher_has_started():
+def test_devices_under_a_launcher():
     launcher = Launcher("torchrun", 0, 4, 2)
-    assert parse("doctor", ["devices=2"], launcher).wish.devices == 2
+    assert parse("doctor", ["devices=2"], launcher).request.devices == 2
     with pytest.raises(ConfigError, match="torchrun has started 2 ranks"):
         parse("doctor", ["devices=4"], launcher)
 

@@ -1,4 +1,4 @@
-"""A page of HTML as tests ask for it."""
+"""A parsed HTML page."""
 
 from html.parser import HTMLParser
 
@@ -6,7 +6,7 @@ _VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Parsed(HTMLParser):
-    """Tags with their attributes, tables as rows of texts, the text of the whole."""
+    """Tags with their attributes, tables as rows of texts, and the whole text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Parsed(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
     def table(self, *head: str) -> list[list[str]]:
-        """The rows of the first table whose head begins so."""
+        """Return the rows of the first table whose head starts with these cells."""
         return next(rows[1:] for rows in self.tables if rows and rows[0][: len(head)] == list(head))
 
     def handle_starttag(self, tag, attrs):

@@ -1,4 +1,4 @@
-"""Run directories, written as runs write them."""
+"""Run directories in the format of runs."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ optimizer:
 
 
 def small_run(path: Path, config: str = CONFIG) -> Path:
-    """A run of which only metrics.csv and config.yaml are left."""
+    """Write a run with only metrics.csv and config.yaml."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(config)
     rows = [f"{5 - step / 10},{10 * step + 1},{step}" for step in range(20)]
@@ -36,7 +36,7 @@ def small_run(path: Path, config: str = CONFIG) -> Path:
 
 
 def whole_run(path: Path) -> Path:
-    """A run that wrote everything: four ranks, a fault, a restart, a checkpoint, a sampled step of the pipeline."""
+    """Write a run with all files: four ranks, a fault, a restart, a checkpoint, a sampled step of the pipeline."""
     small_run(path)
     write_command(path, command_words("fit", ["recipe=gpt", "strategy=hybrid", "strategy.shard=-1", "seed=7"]))
     for rank in range(4):
@@ -44,7 +44,7 @@ def whole_run(path: Path) -> Path:
     (path / "logs").mkdir()
     (path / "logs" / "restarts.log").write_text(
         "2027-01-15 08:05:00.250 rank 1 was ended by SIGKILL (at step 12)\n    details\n"
-        "2027-01-15 08:05:00.300 restart 1; more\n2027-01-15 08:05:01.000 continuing from step=10 with 4 rank(s)\n"
+        "2027-01-15 08:05:00.300 restart 1; more\n2027-01-15 08:05:01.000 resuming from step=10 with 4 rank(s)\n"
     )
     saved = path / "checkpoints" / "step=10"
     saved.mkdir(parents=True)
@@ -65,7 +65,7 @@ def records_of(rank: int) -> list[dict[str, Any]]:
     seconds = {"data": 0.25, "forward": 1.0, "backward": 2.0, "communication": 0.5, "optimizer": 0.25, "other": 0.0}
     timeline = [[0.0, 1.0, "forward", 0, 0], [1.0, 2.0, "forward", 1, 0], [3.0, 4.0, "backward", 0, 0]]
     if stage:
-        timeline = [[0.5, 1.5, "forward", 0, 1], [1.5, 2.5, "backward", 0, 1]]  # began half a second later
+        timeline = [[0.5, 1.5, "forward", 0, 1], [1.5, 2.5, "backward", 0, 1]]  # starts half a second later
     return [
         {"time": BEGAN, "step": 10, "kind": "step", "seconds": seconds, "total": 4.0, "steps": 4},
         {"time": BEGAN + 9, "step": 20, "kind": "step", "seconds": seconds, "total": 4.0, "steps": 2},

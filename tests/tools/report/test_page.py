@@ -1,4 +1,4 @@
-"""The page says what the files say, and lets nothing in them act."""
+"""The page shows the contents of files, and nothing in them is executed."""
 
 import base64
 import csv
@@ -9,17 +9,16 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.tools.report.browser import browser, why_not
+from tests.tools.report.browser import MISSING, browser
 from tests.tools.report.parsed import Parsed
 from tests.tools.report.runs import small_run, whole_run, write_records
 from trainwright.core.charts.drawing import amount, curve_chart, downsampled, ticks
-from trainwright.tools.report.command import run_report_command
-from trainwright.tools.report.ending import write_report
+from trainwright.tools.report.command import run_report_command, write_report
 from trainwright.tools.report.page import build_page, labels_of
-from trainwright.tools.report.records import lasting
+from trainwright.tools.report.records import without_repeated_steps
 
 
-def test_curves_hold_the_numbers_of_the_file(tmp_path):
+def test_curves_have_the_numbers_of_the_file(tmp_path):
     run = small_run(tmp_path / "run")
     page = Parsed(build_page([run]))
     rows = list(csv.DictReader((run / "metrics.csv").open()))
@@ -28,34 +27,34 @@ def test_curves_hold_the_numbers_of_the_file(tmp_path):
         written = [(int(row["step"]), float(row[name])) for row in rows]
         assert [(int(step), float(value)) for step, value in shown] == written
     assert "last loss 3.1" in page.text
-    assert "last step logged 19 (to do: 20)" in page.text
+    assert "last step logged 19 of 20" in page.text
 
 
 def table_of(page, name):
-    """Rows of the table that belongs to the picture of a metric."""
+    """Return the rows of the table of a metric's chart."""
     names = [attributes.get("aria-label") for tag, attributes in page.tags if tag == "div"]
     labelled = [label for label in names if label and label.endswith("as a table")]
     tables = [rows[1:] for rows in page.tables if rows and rows[0][0] == "step" and len(rows[0]) == 2]
     return tables[labelled.index(f"{name} as a table")]
 
 
-def test_everything_that_was_measured_is_shown(tmp_path):
+def test_measurements_are_shown(tmp_path):
     page = Parsed(build_page([whole_run(tmp_path / "run")]))
 
     by_rank = page.table("rank", "time")
-    # Of two windows the first warms up; the second is 4 s for 2 steps.
+    # The first window is warm-up; the second is 4 s for 2 steps.
     assert by_rank[3] == ["rank 3", "", "2 s", "125 ms", "500 ms", "1 s", "250 ms", "125 ms"]
     assert [row[0] for row in page.table("window until")] == ["step 10", "step 20"]
     memory = page.table("rank", "memory")
     assert memory[0] == ["predicted", "", "5.72 MiB", "2.86 MiB", "976.56 KiB", "1.91 MiB", "0 B", "0 B", ""]
     assert memory[3] == ["rank 2", "", "6.00 MiB", "3.00 MiB", "1.00 MiB", "2.00 MiB", "", "", "1.00 GiB"]
-    assert "predicted for the rank that needs most, 5.72 MiB" in page.text
-    assert "Predicted were 500 ms a step." in page.text
+    assert "prediction for the largest rank, 5.72 MiB" in page.text
+    assert "Predicted: 500 ms per step." in page.text
 
     stages = page.table("stage", "timeline")
     assert stages[0] == ["stage 0, rank 0", "", "3 s", "1 s", "25 %"]
     assert stages[3] == ["stage 1, rank 3", "", "2 s", "2 s", "50 %"]
-    assert ["stage 1, rank 2", "backward", "0", "2 s", "3 s"] in page.table("stage", "what")
+    assert ["stage 1, rank 2", "backward", "0", "2 s", "3 s"] in page.table("stage", "action")
     assert "MFU 32.1 %" in page.text
     assert "faults, recoveries 1, 1" in page.text
 
@@ -75,7 +74,7 @@ def test_everything_that_was_measured_is_shown(tmp_path):
     assert settings["optimizer.lr"] == ["0.004", ""]
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_data_is_named(tmp_path):
     page = Parsed(build_page([small_run(tmp_path / "run")]))
     for text in (
         "There is no monitor/rank_<n>.jsonl",
@@ -83,13 +82,13 @@ def test_what_is_missing_is_said(tmp_path):
         "Memory was not measured",
         "No timeline was sampled",
         "There is no prediction to compare with",
-        "Nothing was noted: no fault, no restart, no checkpoint",
-        "There is none in checkpoints/",
-        "The command was not kept",
-        "MFU (the share of the device's peak that the model's own operations make) was not measured",
+        "No events were recorded: no fault, no restart, no checkpoint",
+        "There are none in checkpoints/",
+        "The command was not recorded",
+        "MFU (the model's own operations as a share of the device's peak) was not measured",
     ):
         assert text in page.text, text
-    assert "pipeline 2 x shard 2" in page.text  # of the configuration alone
+    assert "pipeline 2 x shard 2" in page.text  # from the configuration
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.csv"])
@@ -99,7 +98,7 @@ def test_either_file_is_enough(tmp_path, name):
     assert f"There is no {name}" in Parsed(build_page([run])).text
 
 
-def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
+def test_damaged_files_are_read_partly(tmp_path):
     run = whole_run(tmp_path / "run")
     with (run / "metrics.csv").open("a") as file:
         file.write("nan,1,20\nbroken\n0.5,3,21\n0.25,")
@@ -110,15 +109,15 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
     page = Parsed(build_page([run]))
     assert "last loss 0.5" in page.text
     assert "1 rows or cells of metrics.csv are damaged" in page.text
-    assert "1 values of loss are not finite" in page.text
+    assert "1 values of loss are NaN, infinite" in page.text
     assert "1 lines of monitor/ are damaged" in page.text
 
 
 @pytest.mark.parametrize(("rows", "said"), [
     ("nan,3\ninf,4\n1,5\n", "from step 3 (2 steps)"), ("nan,3\n1,2\n2,3\n", None),
 ])  # fmt: skip
-def test_a_run_whose_loss_is_not_finite_has_diverged(tmp_path, capsys, rows, said):
-    """Unless those steps were made again."""
+def test_divergence(tmp_path, capsys, rows, said):
+    """Repeated steps count as newest only."""
     run = small_run(tmp_path / "run")
     (run / "metrics.csv").write_text(f"loss,step\n5,1\n4,2\n{rows}")
     text = Parsed(build_page([run])).text
@@ -127,7 +126,7 @@ def test_a_run_whose_loss_is_not_finite_has_diverged(tmp_path, capsys, rows, sai
         assert (f"diverged loss not finite {said}" in shown) if said else "diverged" not in shown
 
 
-def test_values_that_cannot_be_are_left_out(tmp_path):
+def test_invalid_values_are_left_out(tmp_path):
     run = whole_run(tmp_path / "run")
     (run / "config.yaml").write_text("a: &a [1, 1]\nb: &b [*a, *a]\n")
     layout = {"pipeline": -1, "shard": 2}
@@ -137,14 +136,14 @@ def test_values_that_cannot_be_are_left_out(tmp_path):
     write_records(run, 0, [event])
     page = Parsed(build_page([run]))
     assert "config.yaml cannot be read" in page.text
-    assert "The layout is told neither by a checkpoint nor by the configuration" in page.text
+    assert "The layout is unknown" in page.text
     assert "1e292" not in page.text
 
 
 EVIL = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7*7 }}"
 
 
-def test_texts_of_a_run_stay_texts(tmp_path):
+def test_texts_of_a_run_are_escaped(tmp_path):
     config = f"name: {json.dumps(EVIL)}\n? {json.dumps(EVIL)}\n: ${{oc.env:HOME}}\ndevices: 2\n"
     run = small_run(tmp_path / "run", config)
     lines = (run / "metrics.csv").read_text().replace("samples_per_second", '"' + EVIL.replace('"', '""') + '"', 1)
@@ -161,10 +160,10 @@ def test_texts_of_a_run_stay_texts(tmp_path):
     assert not {name for name in attributes if name.startswith("on") or name in ("style", "src", "xlink:href")}
     assert {found["href"][0] for tag, found in page.tags if tag == "a"} == {"#"}
     assert EVIL in page.text
-    assert "${oc.env:HOME}" in page.text  # nothing is resolved on the machine that makes the page
+    assert "${oc.env:HOME}" in page.text  # no interpolation on the machine that makes the page
 
 
-def test_only_the_own_style_is_allowed(tmp_path):
+def test_content_security_policy(tmp_path):
     html = build_page([small_run(tmp_path / "run")])
     page = Parsed(html)
     [policy] = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
@@ -173,7 +172,7 @@ def test_only_the_own_style_is_allowed(tmp_path):
     assert not re.search(r"https?://|url\((?!#)", html)
 
 
-def test_a_reader_finds_the_way(tmp_path):
+def test_accessibility(tmp_path):
     page = Parsed(build_page([whole_run(tmp_path / "a"), small_run(tmp_path / "b")]))
     tags = [tag for tag, _ in page.tags]
     assert all(tags.count(tag) == 1 for tag in ("h1", "main", "header", "footer", "nav"))
@@ -199,7 +198,7 @@ def test_runs_are_side_by_side(tmp_path):
     assert labels_of([tmp_path / "a", tmp_path / "a"]) == ["a (1)", "a (2)"]
 
 
-def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
+def test_size_of_a_long_run_is_bounded(tmp_path):
     run = small_run(tmp_path / "run")
     peak = 60_000
     rows = (f"{1000 if step == peak else step % 7},{step},{step}" for step in range(100_000))
@@ -211,7 +210,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     assert "greatest 1,000," in html
 
 
-def test_no_peak_is_lost():
+def test_downsampling_keeps_peaks():
     values = [(float(x), 5.0 if x == 777 else -5.0 if x == 3111 else float(x % 3)) for x in range(5000)]
     kept = downsampled(values, 100)
     assert len(kept) <= 200
@@ -219,7 +218,7 @@ def test_no_peak_is_lost():
     assert {(777.0, 5.0), (3111.0, -5.0)} <= set(kept) <= set(values)
 
 
-def test_pictures_of_few_and_equal_values():
+def test_charts_of_few_and_equal_values():
     assert curve_chart("loss", {"run": (0, [])}) is None
     chart = curve_chart("loss", {"run": (0, [(3, 2.0)])})
     assert chart.curves[0].path == "M500.0 500.0h0"
@@ -227,16 +226,16 @@ def test_pictures_of_few_and_equal_values():
     assert amount(3 * 2**30, "bytes") == "3.00 GiB"
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_browser_has_nothing_to_complain_of(tmp_path):
+@pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
+def test_browser_shows_the_page_without_errors(tmp_path):
     out = tmp_path / "page.html"
     out.write_text(build_page([whole_run(tmp_path / "a"), small_run(tmp_path / "b")]))
     with browser(tmp_path / "profile") as tab:
         backgrounds = []
         for scheme in ("light", "dark"):
-            tab.colours(scheme)
-            tab.size(390)
-            tab.open(out)
+            tab.emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            tab.emulate("setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+            tab.call("url", url=out.resolve().as_uri())
             tab.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
             assert tab.run("return document.documentElement.scrollWidth") == 390
             backgrounds.append(tab.run("return getComputedStyle(document.body).backgroundColor"))
@@ -244,10 +243,10 @@ def test_a_browser_has_nothing_to_complain_of(tmp_path):
             drawn = f"return {curves}.map(p => p.getBoundingClientRect().width)"
             assert [width > 100 for width in tab.run(drawn)] == [True, True, True, True, False]  # one value is a dot
         assert backgrounds == ["rgb(251, 251, 249)", "rgb(20, 22, 26)"]
-        assert tab.console() == []
+        assert tab.call("se/log", type="browser") == []
 
 
-def test_the_command_writes_the_page(tmp_path, capsys):
+def test_report_command(tmp_path, capsys):
     run = small_run(tmp_path / "run")
     assert run_report_command(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"report: {run / 'report.html'}\n"
@@ -258,11 +257,11 @@ def test_the_command_writes_the_page(tmp_path, capsys):
 
 @pytest.mark.parametrize(("words", "said"), [
     ([], "required: RUN_DIR"),
-    (["{tmp}/nothing"], "there is no such run directory"),
-    (["{tmp}"], "this holds runs and is none itself; type for example {tmp}/run"),
-    (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type the name of a file"),
+    (["{tmp}/nothing"], "this run directory does not exist"),
+    (["{tmp}"], "this folder contains runs but is not one itself; type for example {tmp}/run"),
+    (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type a file name"),
     (["{tmp}/run", "--out", "{tmp}/no/page.html"], "No such file or directory; type another --out FILE"),
-    (["{tmp}/run"] * 9, "at most 8 side by side"),
+    (["{tmp}/run"] * 9, "at most 8"),
     (["{tmp}/run", "--open"], "unrecognized arguments: --open; `trainwright report --help`"),
 ])  # fmt: skip
 def test_refusals(tmp_path, capsys, words, said):
@@ -271,13 +270,13 @@ def test_refusals(tmp_path, capsys, words, said):
     assert said.format(tmp=tmp_path) in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_fails_no_run(tmp_path, capsys):
+def test_failed_report_does_not_fail_a_run(tmp_path, capsys):
     write_report(tmp_path / "nothing")
     assert capsys.readouterr().err.startswith("trainwright: no report was written: ")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_every_fit_ends_with_a_page(tmp_path, monkeypatch, capsys, fails):
+def test_fit_ends_with_a_report(tmp_path, monkeypatch, capsys, fails):
     from trainwright.command import run
     from trainwright.command.schema.compose import compose
 
@@ -295,31 +294,31 @@ def test_every_fit_ends_with_a_page(tmp_path, monkeypatch, capsys, fails):
     assert capsys.readouterr().out.startswith("Report:        ")
 
 
-def test_a_rank_of_several_stages_has_one_row(tmp_path):
+def test_rank_with_several_stages_has_one_row(tmp_path):
     run = small_run(tmp_path / "run")
     timeline = [[0, 1, "forward", 0, 0], [1, 2, "forward", 0, 2], [2, 3, "backward", 0, 2], [3, 4, "optimizer", -1, -1]]
     write_records(run, 0, [{"time": 1.0, "step": 1, "kind": "bubble", "timeline": timeline}])
     page = Parsed(build_page([run]))
     assert page.table("stage", "timeline") == [["stages 0, 2, rank 0", "", "4 s", "0 ms", "0 %"]]
-    done = [row[:3] for row in page.table("stage", "what")]
+    done = [row[:3] for row in page.table("stage", "action")]
     assert done == [
         ["stage 0, rank 0", "forward", "0"], ["stage 2, rank 0", "forward", "0"], ["stage 2, rank 0", "backward", "0"],
         ["rank 0", "optimizer", ""],
     ]  # fmt: skip
 
 
-def test_steps_that_were_made_again_count_once():
+def test_repeated_steps_count_once():
     def window(step, steps, seconds):
         return {"kind": "step", "step": step, "steps": steps, "seconds": {"forward": seconds}, "total": seconds}
 
     other = {"kind": "event", "step": 60, "what": "fault"}
     memory = [{"kind": "memory", "step": step, "host": step} for step in (50, 100, 50)]
     records = [window(50, 50, 5.0), memory[0], window(100, 50, 10.0), memory[1], other]
-    # Went on from step 80, then from step 20.
-    assert lasting([*records, window(81, 1, 1.0)]) == [
+    # Rolled back to step 80, then to step 20.
+    assert without_repeated_steps([*records, window(81, 1, 1.0)]) == [
         *records[:2], {**window(80, 30, 6.0), "step": 80.0}, *records[3:], window(81, 1, 1.0)
     ]  # fmt: skip
-    again = lasting([*records, window(81, 1, 1.0), window(21, 1, 1.0), memory[2]])
+    again = without_repeated_steps([*records, window(81, 1, 1.0), window(21, 1, 1.0), memory[2]])
     assert again == [window(20, 20, 2.0), other, window(21, 1, 1.0), memory[2]]
 
 

@@ -1,4 +1,4 @@
-"""The picture in the terminal: what was added to the files since, and who is behind."""
+"""The view in the terminal: appended data, and stragglers."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.tools.report.runs import BEGAN, CONFIG, records_of, small_run, whole_run, write_records
 from trainwright.tools.report.command import run_report_command
 from trainwright.tools.report.files import MetricsFile, Tail
-from trainwright.tools.report.watch import WatchedRun, behind_others, sparkline
+from trainwright.tools.report.watch import WatchedRun, sparkline, stragglers
 
 
 def picture(watched, now=BEGAN + 10):
@@ -22,10 +22,10 @@ def picture(watched, now=BEGAN + 10):
     return console.file.getvalue()
 
 
-def test_a_run_is_followed_from_before_it_begins(tmp_path):
+def test_run_is_followed_from_before_its_start(tmp_path):
     run = tmp_path / "run"
     watched = WatchedRun(run)
-    assert "the run has not begun" in picture(watched)
+    assert "the run has not started" in picture(watched)
     run.mkdir()
     (run / "config.yaml").write_text(CONFIG)
     assert "nothing was logged yet" in picture(watched)
@@ -51,14 +51,14 @@ def test_ranks_are_compared(tmp_path):
     assert rows[1][:6] == ["1", "30", "5.00", "MiB", "1.00", "GiB"]
     assert rows[0][6:] == ["2", "s", "backward", "50", "%,", "forward", "25", "%"]
     steps = {rank: {"time": BEGAN, "step": 20} for rank in range(4)}
-    assert behind_others(steps, BEGAN + 30) == {}
+    assert stragglers(steps, BEGAN + 30) == {}
     steps[2] = {"time": BEGAN, "step": 15}
-    assert behind_others(steps, BEGAN + 1) == {2: "5 steps behind"}
+    assert stragglers(steps, BEGAN + 1) == {2: "5 steps behind"}
     steps[2] = {"time": BEGAN - 60, "step": 20}
-    assert behind_others(steps, BEGAN + 1) == {2: "silent for 1:01"}
+    assert stragglers(steps, BEGAN + 1) == {2: "silent for 1:01"}
 
 
-def test_a_file_is_read_line_by_whole_line(tmp_path):
+def test_tail_reads_whole_lines(tmp_path):
     path = tmp_path / "file"
     tail = Tail(path, most_bytes=16)
     assert tail.read() == (False, [])
@@ -74,7 +74,7 @@ def test_a_file_is_read_line_by_whole_line(tmp_path):
     assert tail.left_out == 9 * 7 - 2 * 7
 
 
-def test_steps_that_are_made_again_take_the_place_of_the_first(tmp_path):
+def test_repeated_steps_replace_the_first(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("loss,step\n4,0\n3,1\n2,2\n2.5,1\n")
     metrics = MetricsFile(path)
@@ -82,7 +82,7 @@ def test_steps_that_are_made_again_take_the_place_of_the_first(tmp_path):
     assert metrics.columns == {"loss": [(0, 4.0), (1, 2.5)]}
 
 
-def test_heights():
+def test_sparkline():
     assert sparkline([0, 7], 10) == "▁█"
     assert sparkline([1, 1, 1], 10) == "▁▁▁"
     assert len(sparkline(list(range(1000)), 60)) == 60
@@ -94,14 +94,14 @@ def test_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--every", "0"], "must be at least 0.1"), (["--once=1"], "`trainwright watch --help`")]
+    ("words", "said"), [(["--every", "0"], "must be between 0.1"), (["--once=1"], "`trainwright watch --help`")]
 )
 def test_refusals(tmp_path, capsys, words, said):
     assert run_report_command(["watch", str(tmp_path), *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_control_c_ends_it(tmp_path):
+def test_interrupt(tmp_path):
     small_run(tmp_path / "run")
     words = [sys.executable, "-m", "trainwright", "watch", str(tmp_path / "run"), "--every", "0.2"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -1,1 +1,1 @@
-"""What becomes of the keys of a DeepSpeed JSON, theme by theme."""
+"""Translation of DeepSpeed's keys by theme."""

@@ -1,11 +1,11 @@
-"""Batch sizes and their identity: train = micro x accumulation x data ranks."""
+"""Batch sizes, with train = micro x accumulation x data ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.tools.deepspeed.key import MAPPED
-from trainwright.tools.deepspeed.themes.layout import Chosen
+from trainwright.tools.deepspeed.table import MAPPED
+from trainwright.tools.deepspeed.themes.layout import RequestedLayout
 from trainwright.tools.deepspeed.translation import Translation
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -14,7 +14,7 @@ _KEYS = (TRAIN, MICRO, ACCUMULATION)
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes as the file has them, and the data ranks; None = not known."""
+    """Sizes in the file, and data ranks; None: unknown."""
 
     train: int | None
     micro: int | None
@@ -22,14 +22,14 @@ class _Sizes:
     ranks: int | None
 
 
-def translate_batch(t: Translation, chosen: Chosen) -> None:
+def translate_batch(t: Translation, chosen: RequestedLayout) -> None:
     """Decide global_batch_size, micro_batch_size and accumulation."""
     for path in _KEYS:
-        t.say(path, MAPPED, "as the recipe has it, and as the others make it" if t.is_auto(path) else "")
+        t.say(path, MAPPED, "from the recipe and the other sizes" if t.is_auto(path) else "")
     auto = [path for path in _KEYS if t.is_auto(path)]
     if auto and t.recipe is None:
         t.refuse(
-            f'{", ".join(auto)}: "auto", and no recipe was given to take it from; type recipe=<name>, or write numbers'
+            f'{", ".join(auto)}: "auto", and there is no recipe to take it from; type recipe=<name>, or write numbers'
         )
     train, micro, accumulation = (None if t.is_auto(path) else t.value(path) for path in _KEYS)
     sizes = _Sizes(train, micro, accumulation, chosen.data_ranks)
@@ -42,7 +42,7 @@ def translate_batch(t: Translation, chosen: Chosen) -> None:
 
 
 def _contradictory(t: Translation, s: _Sizes) -> bool:
-    """Refuse sizes that do not make up one batch, unless they were typed anew."""
+    """Refuse inconsistent sizes, unless they were typed."""
     if s.train is None or any(
         key in t.typed for key in ("global_batch_size", "micro_batch_size", "accumulation.steps")
     ):
@@ -54,7 +54,9 @@ def _contradictory(t: Translation, s: _Sizes) -> bool:
     if s.ranks is None:
         if s.train % per_rank:
             made_by = " x ".join(made)
-            t.refuse(f"{TRAIN} is {s.train}, which is no multiple of {made_by}; they must make it with the data ranks")
+            t.refuse(
+                f"{TRAIN} is {s.train}, which is not a multiple of {made_by}; with the data ranks they must make it"
+            )
         return s.train % per_rank != 0
     complete, product = len(made) == 2, per_rank * s.ranks
     if s.train == product or (not complete and s.train % product == 0):
@@ -79,24 +81,24 @@ def _plain(t: Translation, s: _Sizes) -> None:
 
 
 def _fix(t: Translation, steps: int, by: str) -> None:
-    """Accumulate as many micro-batches on any number of ranks."""
+    """Accumulate the same number of micro-batches on any number of ranks."""
     t.set("global_batch_size", None, by=by)
     t.set("accumulation", "fixed", by=by)
     t.set("accumulation.steps", steps, by=by)
 
 
 def _share(t: Translation, s: _Sizes) -> int | None:
-    """Return the micro-batch of a data rank from the global batch; None leaves it to the recipe or what is typed."""
+    """Return the micro-batch size that follows from the global batch; None leaves it to recipe or command line."""
     if t.is_auto(ACCUMULATION) or (t.is_auto(MICRO) and s.accumulation is None) or "micro_batch_size" in t.typed:
         return None
     return _quotient(t, s, s.accumulation or 1, MICRO)
 
 
 def _quotient(t: Translation, s: _Sizes, other: int, path: str) -> int | None:
-    """Return the size that makes up the global batch with the other one and the data ranks."""
+    """Return the size that follows from the global batch, the other size and the data ranks."""
     if s.train is None or s.ranks is None:
         t.refuse(
-            f"{path} is not given and follows from the number of data ranks, which is not known; type "
+            f"{path} is missing and follows from the number of data ranks, which is unknown; type "
             "devices=<ranks>, or write it"
         )
         return None
@@ -109,7 +111,7 @@ def _pipeline(t: Translation, s: _Sizes) -> None:
     if micro is None:
         if s.train is None or accumulation is None or s.ranks is None:
             if any((s.train, accumulation)):
-                t.refuse(f"a pipeline needs {MICRO}, and {TRAIN} or {ACCUMULATION} beside it; write both as numbers")
+                t.refuse(f"a pipeline needs {MICRO}, and {TRAIN} or {ACCUMULATION}; write both as numbers")
             return
         micro = s.train // (accumulation * s.ranks)
     if accumulation is None:
@@ -124,10 +126,10 @@ def _pipeline(t: Translation, s: _Sizes) -> None:
         _fix(t, 1, by)
     else:
         t.set("global_batch_size", s.train, by=TRAIN)
-    note = f"A pipeline splits what a data rank reads at a time, {micro} x {accumulation}, into strategy.micro_batches."
+    note = f"A pipeline splits the samples of a data rank, {micro} x {accumulation}, into strategy.micro_batches."
     t.say(MICRO, MAPPED, note)
 
 
 def _first(t: Translation, *paths: str) -> str:
-    """Return the first key that the file has, else the last."""
+    """Return the first key in the file, else the last."""
     return next((path for path in paths if t.has(path)), paths[-1])

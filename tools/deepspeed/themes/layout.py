@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.tools.deepspeed.key import APPROXIMATED, AUTO, MAPPED, UNSUPPORTED
+from trainwright.tools.deepspeed.table import APPROXIMATED, AUTO, MAPPED, UNSUPPORTED
 from trainwright.tools.deepspeed.translation import Translation
 
 STAGE = "zero_optimization.stage"
@@ -13,25 +13,21 @@ _ZERO = "zero_optimization"
 _MIB = 2**20
 _AXES = {
     "pipeline": ("pipeline.stages",),
-    "tensor": (
-        "tensor_parallel.autotp_size",
-        "tensor_parallel.tp.tp_size",
-        "tensor_parallel.tensor_parallel.tp_size",
-    ),
+    "tensor": ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "tensor_parallel.tensor_parallel.tp_size"),
     "context": ("sequence_parallel_size",),
     "expert": ("expert_parallel.autoep_size",),
 }
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The layout that a file asks for.
+class RequestedLayout:
+    """Layout requested by a file.
 
     Attributes:
         stage: of ZeRO, 0 to 3.
-        axes: sizes of those of pipeline, tensor, context and expert that are more than 1.
-        replicates: whether gradients are averaged over whole copies, so that they can be compressed.
-        data_ranks: ranks that read different samples; None = not known.
+        axes: sizes of pipeline, tensor, context and expert axes larger than 1.
+        replicates: whether gradients are averaged over whole replicas, so that they can be compressed.
+        data_ranks: ranks that read different samples; None: unknown.
     """
 
     stage: int
@@ -40,7 +36,7 @@ class Chosen:
     data_ranks: int | None
 
 
-def translate_layout(t: Translation, precision: str) -> Chosen:
+def translate_layout(t: Translation, precision: str) -> RequestedLayout:
     """Decide the strategy and its keys."""
     stage = _stage(t)
     found = {axis: _axis(t, axis) for axis in _AXES}
@@ -65,7 +61,7 @@ def translate_layout(t: Translation, precision: str) -> Chosen:
     _unused(t, stage)
     _pipeline_options(t, axes)
     _options_of_axes(t, axes)
-    return Chosen(stage, axes, _replicates(t, stage, axes, groups), _data_ranks(t, axes))
+    return RequestedLayout(stage, axes, _replicates(t, stage, axes, groups), _data_ranks(t, axes))
 
 
 def _stage(t: Translation) -> int:
@@ -75,7 +71,7 @@ def _stage(t: Translation) -> int:
 
 
 def _axis(t: Translation, axis: str) -> tuple[int, str]:
-    """Ranks along an axis, and the key that says so; a typed number comes before the file's."""
+    """Return the size of an axis and its key; a typed size overrides the file's."""
     path = next((path for path in _AXES[axis] if t.has(path)), _AXES[axis][0])
     typed = t.typed.value(f"strategy.{axis}")
     if isinstance(typed, int) and typed > 1:
@@ -97,21 +93,21 @@ def _stages_of_recipe(t: Translation, path: str) -> int:
         t.say(
             path,
             UNSUPPORTED,
-            "DeepSpeed has the number of stages in the code of the model. Type strategy.pipeline=<stages>, or take the "
-            "key out for a run without pipeline.",
+            "DeepSpeed defines the stages in the model's code. Type strategy.pipeline=<stages>, or remove the "
+            "key for a run without a pipeline.",
         )
     return stages
 
 
 def _state_axes(t: Translation, stage: int, axes: dict[str, int], by: str) -> None:
-    """ZeRO within a hybrid layout."""
+    """Set ZeRO options within a hybrid layout."""
     t.set("strategy.stage", max(1, stage), by=by)
     if stage:
         return
     if "expert" in axes:
         t.note_absent(
             "zero_optimization",
-            "Experts are spread over ranks that share state, so the optimizer's is sharded too (stage 1): the same "
+            "Experts are distributed over ranks that shard state, so optimizer state is sharded too (stage 1): same "
             "numbers in less memory.",
         )
         return
@@ -143,7 +139,7 @@ def _offload(t: Translation, stage: int) -> None:
             parameters,
             UNSUPPORTED,
             f"Only stage 3 shards parameters, and this is stage {stage}: they stay on the device, as in DeepSpeed. "
-            "Write stage 3, or take the section out.",
+            "Write stage 3, or remove the section.",
         )
         parameters = None
     if optimizer is not None and stage == 0:
@@ -153,7 +149,7 @@ def _offload(t: Translation, stage: int) -> None:
         t.set("strategy.offload", "parameters", by=parameters)
         if optimizer is None:
             t.note_absent(
-                f"{_ZERO}.offload_optimizer", "With offloaded parameters, optimizer state is in host memory as well."
+                f"{_ZERO}.offload_optimizer", "With offloaded parameters, optimizer state is in host memory too."
             )
     elif optimizer is not None:
         t.set("strategy.offload", "optimizer", by=optimizer)
@@ -162,14 +158,14 @@ def _offload(t: Translation, stage: int) -> None:
         t.say(zenflow, APPROXIMATED, "Every gradient is applied in its own step.")
     for path in filter(None, (parameters, optimizer)):
         if t.value(path) == "nvme":
-            note = "In host memory in place of a drive, which must hold it all (trainwright layout says how much)."
+            note = "In host memory instead of a drive, which must be large enough (trainwright layout shows the bytes)."
             t.say(path, APPROXIMATED, note)
         else:
             t.say(path)
 
 
 def _device(t: Translation, section: str, *old: str) -> str | None:
-    """Return the key that asks for offload; None if none does."""
+    """Return the key that requests offloading; None if there is none."""
     path = f"{_ZERO}.{section}.device"
     if t.value(path, "none") != "none":
         return path
@@ -191,11 +187,11 @@ def _unused(t: Translation, stage: int) -> None:
         if stage in (1, 2):
             t.note_absent(
                 path,
-                "DeepSpeed skips a parameter without gradient; here it is an error. Type "
-                "strategy.find_unused_parameters=true for a model that has some.",
+                "DeepSpeed skips parameters without gradients; here they are errors. Type "
+                "strategy.find_unused_parameters=true for a model with some.",
             )
     elif stage == 3:
-        t.say(path, MAPPED, "Stage 3 takes a parameter without gradient as it is, here and there.")
+        t.say(path, MAPPED, "Stage 3 accepts parameters without gradients, here and in DeepSpeed.")
     else:
         t.set("strategy.find_unused_parameters", value, by=path)
 
@@ -216,10 +212,10 @@ def _pipeline_options(t: Translation, axes: dict[str, int]) -> None:
         t.say(
             path,
             APPROXIMATED,
-            "Balanced by parameters, not by the number of layers; strategy.split=[3,3] gives each stage its number.",
+            "Balanced by parameters, not by the number of layers; strategy.split=[3,3] sets the number per stage.",
         )
     elif partition not in ("best", "parameters"):
-        t.say(path, UNSUPPORTED, "Blocks are found in the model; strategy.blocks and strategy.split say otherwise.")
+        t.say(path, UNSUPPORTED, "Blocks are found in the model; strategy.blocks and strategy.split override that.")
 
 
 def _options_of_axes(t: Translation, axes: dict[str, int]) -> None:

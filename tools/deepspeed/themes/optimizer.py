@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainwright.core.problems import did_you_mean
-from trainwright.tools.deepspeed.key import APPROXIMATED, AUTO, MAPPED, UNSUPPORTED
-from trainwright.tools.deepspeed.table import KEYS
-from trainwright.tools.deepspeed.themes.layout import Chosen
+from trainwright.tools.deepspeed.table import APPROXIMATED, AUTO, KEYS, MAPPED, UNSUPPORTED
+from trainwright.tools.deepspeed.themes.layout import RequestedLayout
 from trainwright.tools.deepspeed.translation import Translation
 
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
@@ -17,14 +16,14 @@ _OF_ADAM = ("torch_adam", "adam_w_mode", "bias_correction", "max_grad_norm")
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A class of torch.optim for an optimizer of DeepSpeed.
+    """Class of torch.optim for an optimizer of DeepSpeed.
 
     Attributes:
         name: of the class.
         defaults: arguments that are always written, with DeepSpeed's defaults.
-        more: further arguments, which are written where they are given.
-        others: keys of the file that are no arguments of the class.
-        differs: how it differs; empty = it computes the same.
+        more: further arguments, written if given.
+        others: keys of the file that are not arguments of the class.
+        differs: how it differs; empty: not at all.
     """
 
     name: str
@@ -40,22 +39,22 @@ class Counterpart:
 
     @property
     def group(self) -> str:
-        """Choice of the group `optimizer` to build on: one that has no other arguments than `defaults`."""
+        """Choice of the group `optimizer` whose arguments are all in `defaults`."""
         return "adamw" if "betas" in self.defaults else "sgd" if "momentum" in self.defaults else "adagrad"
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """Mapped keys that `optimizer.params` may have."""
+        """Mapped keys allowed in `optimizer.params`."""
         return (*self.defaults, *self.more, *self.others)
 
 
-def _of_torch(name: str, lr: float, *more: str, **defaults: Any) -> Counterpart:
-    """Return a class of torch itself, whose weight decay is 0 by default; it can maximize."""
+def _torch_class(name: str, lr: float, *more: str, **defaults: Any) -> Counterpart:
+    """Return a class of torch with its default weight decay of 0."""
     return Counterpart(name, {"lr": lr, **defaults, "weight_decay": 0.0}, (*more, "maximize"))
 
 
 _BETAS = [0.9, 0.999]
-# Names of DeepSpeed, in any case, and of classes of torch.optim, whose defaults are torch's.
+# Names of DeepSpeed (case-insensitive), then of torch.optim with torch's defaults.
 OWN = {
     "Adam": Counterpart("AdamW", _ADAM, ("amsgrad", "maximize"), _OF_ADAM),
     "AdamW": Counterpart("AdamW", _ADAM, ("amsgrad", "maximize"), _OF_ADAM),
@@ -70,34 +69,34 @@ OWN = {
         _ADAM,
         ("maximize",),
         (*_OF_ADAM, "amsgrad", "freeze_step"),
-        "1-bit Adam in DeepSpeed does not correct its averages at the beginning; AdamW does.",
+        "1-bit Adam in DeepSpeed has no bias correction; AdamW does.",
     ),
     "ZeroOneAdam": Counterpart(
         "AdamW",
         _ADAM,
         ("maximize",),
         (*_OF_ADAM, "amsgrad", "freeze_step", "var_freeze_step"),
-        "As 1-bit Adam: signs of momentum are exchanged at every step; 0/1 Adam skips some.",
+        "Like 1-bit Adam: signs of momentum are exchanged at every step; 0/1 Adam skips some.",
     ),
 }
 TORCH = {
-    "SGD": _of_torch("SGD", 1e-3, "dampening", "nesterov", momentum=0.0),
-    "RMSprop": _of_torch("RMSprop", 1e-2, "alpha", "eps", "centered", momentum=0.0),
-    "Adamax": _of_torch("Adamax", 2e-3, "eps", betas=_BETAS),
-    "NAdam": _of_torch("NAdam", 2e-3, "eps", "momentum_decay", "decoupled_weight_decay", betas=_BETAS),
-    "RAdam": _of_torch("RAdam", 1e-3, "eps", "decoupled_weight_decay", betas=_BETAS),
-    "Adadelta": _of_torch("Adadelta", 1.0, "rho", "eps"),
-    "ASGD": _of_torch("ASGD", 1e-2, "lambd", "alpha", "t0"),
-    "Adafactor": _of_torch("Adafactor", 1e-2, "beta2_decay", "eps", "d"),
+    "SGD": _torch_class("SGD", 1e-3, "dampening", "nesterov", momentum=0.0),
+    "RMSprop": _torch_class("RMSprop", 1e-2, "alpha", "eps", "centered", momentum=0.0),
+    "Adamax": _torch_class("Adamax", 2e-3, "eps", betas=_BETAS),
+    "NAdam": _torch_class("NAdam", 2e-3, "eps", "momentum_decay", "decoupled_weight_decay", betas=_BETAS),
+    "RAdam": _torch_class("RAdam", 1e-3, "eps", "decoupled_weight_decay", betas=_BETAS),
+    "Adadelta": _torch_class("Adadelta", 1.0, "rho", "eps"),
+    "ASGD": _torch_class("ASGD", 1e-2, "lambd", "alpha", "t0"),
+    "Adafactor": _torch_class("Adafactor", 1e-2, "beta2_decay", "eps", "d"),
 }
-# Names of DeepSpeed, in any case, without a counterpart -> why.
+# Names of DeepSpeed (case-insensitive) without a counterpart -> reason.
 _MISSING = ("OneBitLamb", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD")
 NO_COUNTERPART = {name: f"torch has no {name}." for name in _MISSING}
-NO_COUNTERPART["Muon"] = "DeepSpeed's Muon steps matrices, and all else with Adam; torch's Muon takes matrices alone."
+NO_COUNTERPART["Muon"] = "DeepSpeed's Muon uses Adam for other parameters than matrices; torch's has no such fallback."
 
 
 def known_name(name: str) -> str | None:
-    """Return the name as DeepSpeed writes it; None if DeepSpeed does not have it."""
+    """Return DeepSpeed's spelling of a name; None if it is unknown."""
     own = next((own for own in (*OWN, *NO_COUNTERPART) if own.lower() == name.lower()), None)
     return own or (name if name in TORCH else None)
 
@@ -111,19 +110,19 @@ TYPE = "optimizer.type"
 CLIPPING = "gradient_clipping"
 _PARAMS = "optimizer.params"
 _OWN = (
-    "The module configures its own optimizer, which is used. For a module that takes one, write `optimizer: "
+    "The module configures its own optimizer, which is used. For a module with such an argument, write `optimizer: "
     "${optimizer}` under module in the recipe."
 )
 _INSTEAD = (
-    "Type optimizer=adamw (or another) to train with that, or write a yaml of the group optimizer that names a class "
+    "Type optimizer=adamw (or another) to train with that, or write a yaml of the group optimizer with a class "
     "of your own."
 )
-# Optimizers that send compressed gradients -> the key that has their steps before that.
+# Optimizers with compressed gradients -> key of the warm-up steps.
 _ONE_BIT = {"OneBitAdam": f"{_PARAMS}.freeze_step", "ZeroOneAdam": f"{_PARAMS}.var_freeze_step"}
 _MOST_STEPS = 100_000  # DeepSpeed's default of freeze_step
 
 
-def translate_optimizer(t: Translation, chosen: Chosen, precision: str) -> None:
+def translate_optimizer(t: Translation, chosen: RequestedLayout, precision: str) -> None:
     """Decide the optimizer and, for 1-bit Adam, the compression."""
     name = _name(t)
     if name is None:
@@ -132,7 +131,7 @@ def translate_optimizer(t: Translation, chosen: Chosen, precision: str) -> None:
     params = {path.removeprefix(f"{_PARAMS}."): t.value(path) for path in t.paths(_PARAMS) if path in KEYS}
     allowed = known.allowed if known else tuple(params)
     for wrong in sorted(params.keys() - set(allowed)):
-        t.refuse(f"{_PARAMS}.{wrong}: {name} takes no such argument; {did_you_mean(wrong, allowed, 'arguments')}")
+        t.refuse(f"{_PARAMS}.{wrong}: {name} has no such argument; {did_you_mean(wrong, allowed, 'arguments')}")
     if name in _ONE_BIT:
         _one_bit(t, _ONE_BIT[name], chosen, precision)
     own = t.recipe is not None and not t.recipe.takes_optimizer
@@ -140,7 +139,7 @@ def translate_optimizer(t: Translation, chosen: Chosen, precision: str) -> None:
         _write(t, name, known, params)
         return
     if not own and "optimizer" in t.typed:
-        t.set("optimizer", name, by=TYPE)  # so that the report shows what was typed in its place
+        t.set("optimizer", name, by=TYPE)  # the report shows the typed override
     why = _OWN if own else f"{NO_COUNTERPART[name]} {_INSTEAD}"
     t.say(TYPE, UNSUPPORTED, why, stops=not own)
     for param in params.keys() - {"freeze_step", "var_freeze_step"}:
@@ -151,13 +150,13 @@ def _name(t: Translation) -> str | None:
     given = t.value(TYPE)
     if given is None:
         if t.paths(_PARAMS):
-            t.refuse(f"{_PARAMS} without {TYPE}: of which optimizer? {did_you_mean('', names(), 'optimizers')}")
+            t.refuse(f"{_PARAMS} without {TYPE}; {did_you_mean('', names(), 'optimizers')}")
         return None
     name = known_name(given)
     if name is None:
         t.refuse(
             f"{TYPE} is {given!r}; {did_you_mean(given, names(), 'optimizers')}. For another class write a yaml of the "
-            "group optimizer, and take the section out"
+            "group optimizer, and remove the section"
         )
     return name
 
@@ -194,11 +193,11 @@ def _argument(t: Translation, path: str, default: Any) -> Any:
     return default if t.recipe is None else t.recipe.optimizer.get(name, default)
 
 
-def _one_bit(t: Translation, path: str, chosen: Chosen, precision: str) -> None:
+def _one_bit(t: Translation, path: str, chosen: RequestedLayout, precision: str) -> None:
     """Decide the compression of 1-bit Adam."""
     reason = _no_compression(chosen, precision)
     if reason and t.typed.over("compression") is None:
-        note = f"Gradients are averaged as they are: {reason}"
+        note = f"Gradients are not compressed: {reason}"
         if t.has(path):
             t.say(path, UNSUPPORTED, note)
         else:
@@ -209,11 +208,11 @@ def _one_bit(t: Translation, path: str, chosen: Chosen, precision: str) -> None:
     t.set("compression.warmup_steps", t.value(path, _MOST_STEPS), by=by)
 
 
-def _no_compression(chosen: Chosen, precision: str) -> str:
+def _no_compression(chosen: RequestedLayout, precision: str) -> str:
     if precision == "16-mixed":
         return (
-            "1-bit Adam does not work with scaled losses, whose momentum has no fixed scale. Type precision=bf16-mixed "
-            "beside the file for both."
+            "1-bit Adam does not work with loss scaling, which rescales momentum. Type precision=bf16-mixed "
+            "to use both."
         )
     if not chosen.replicates:
         return (
@@ -239,9 +238,9 @@ def translate_clipping(t: Translation) -> None:
         t.set("trainer.gradient_clip_val", float(t.value(old)), by=old)
         t.say(old, APPROXIMATED, "Current DeepSpeed refuses it.")
     else:
-        here = "as the recipe says" if t.recipe is None else f"trainer.gradient_clip_val={t.recipe.gradient_clip_val}"
+        native = "as in the recipe" if t.recipe is None else f"trainer.gradient_clip_val={t.recipe.gradient_clip_val}"
         t.note_absent(
             CLIPPING,
-            f"By its documentation DeepSpeed clips at 1.0 then; older versions do not. Here: {here}. Type "
-            "trainer.gradient_clip_val=1.0 or =null for the one that is meant.",
+            f"DeepSpeed documents clipping at 1.0 by default; older versions do not clip. Here: {native}. Type "
+            "trainer.gradient_clip_val=1.0 or =null.",
         )

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.tools.deepspeed.key import AUTO, MAPPED, UNSUPPORTED
+from trainwright.tools.deepspeed.table import AUTO, MAPPED, UNSUPPORTED
 from trainwright.tools.deepspeed.translation import Translation
 
 _MODES = ("fp16", "bf16", "bfloat16", "torch_autocast", "amp")
 _HALF = ("float16", "fp16", "half", "torch.float16")
-_DYNAMIC_POWER = 16  # as it is here
+_DYNAMIC_POWER = 16  # the native default
 
 
 def translate_precision(t: Translation) -> str:
     """Decide the precision.
 
     Returns:
-        The one that the run will have, typed or not.
+        The precision of the run, typed or not.
     """
     on = [mode for mode in _MODES if _is_on(t, mode)]
     if "bf16" in on and "bfloat16" in on:
         on.remove("bfloat16")
     if len(on) > 1:
         modes = " and ".join(f"{mode}.enabled" for mode in on)
-        t.refuse(f"{modes} are on together, of which DeepSpeed takes one; turn the others off")
+        t.refuse(f"{modes} are both on; DeepSpeed allows one, turn the others off")
     chosen = _chosen(t, on[0]) if on else None
     asked = [f"{mode}.enabled" for mode in _MODES if t.has(f"{mode}.enabled")]
     if chosen is not None:
@@ -33,10 +33,10 @@ def translate_precision(t: Translation) -> str:
         t.say(asked[0], MAPPED, "off")
     elif not asked:
         known = "" if t.recipe is None else f", which has precision={t.recipe.precision}"
-        t.note_absent("fp16, bf16", f"DeepSpeed computes in float32 then; here the recipe decides{known}.")
+        t.note_absent("fp16, bf16", f"DeepSpeed computes in float32 by default; here the recipe decides{known}.")
     for path in asked:
         if t.is_auto(path) and path.split(".")[0] not in on:
-            t.say(path, MAPPED, "off, as the precision of the run says")
+            t.say(path, MAPPED, "off, as in the precision of the run")
     precision = _effective(t, chosen if chosen is not None else "32" if asked else None)
     if "torch_autocast" in on:
         t.say("torch_autocast.dtype")
@@ -88,7 +88,7 @@ def _loss_scale(t: Translation, on: list[str], precision: str) -> None:
     if scale and not isinstance(scale, str):
         t.set("trainer.loss_scale.initial", float(scale), by=f"{mode}.loss_scale")
         t.set("trainer.loss_scale.fixed", True, by=f"{mode}.loss_scale")
-        t.say(f"{mode}.loss_scale", MAPPED, "The scale stays; a step whose gradients overflow is dropped.")
+        t.say(f"{mode}.loss_scale", MAPPED, "The scale is fixed; steps with overflowing gradients are dropped.")
         return
     t.say(f"{mode}.loss_scale", MAPPED, "dynamic")
     if mode == "fp16":
@@ -114,5 +114,5 @@ def _bf16_state(t: Translation, on: list[str]) -> None:
             if asked == paths:
                 t.say(path)
             else:
-                why = "Weights, gradients and state have one type: precision=bf16-true has all of them in bfloat16."
+                why = "Weights, gradients and state have one dtype: precision=bf16-true uses bfloat16 for all."
                 t.say(path, UNSUPPORTED, why)

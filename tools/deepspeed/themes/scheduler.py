@@ -1,19 +1,18 @@
-"""scheduler: the callback `learning_rate_schedule`, which takes the place of the module's own scheduler."""
+"""scheduler: the callback `learning_rate_schedule`, which replaces the module's scheduler."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from trainwright.core.problems import did_you_mean
-from trainwright.tools.deepspeed.key import AUTO, UNSUPPORTED
-from trainwright.tools.deepspeed.table import KEYS
+from trainwright.tools.deepspeed.table import AUTO, KEYS, UNSUPPORTED
 from trainwright.tools.deepspeed.translation import Translation
 
 TYPE = "scheduler.type"
 _PARAMS = "scheduler.params"
 _NATIVE = "callbacks.learning_rate_schedule"
 
-# Type -> class of `trainwright.callbacks.schedule.schedules`, and the keys that it takes.
+# Type -> class of `trainwright.callbacks.schedule.schedules`, and its keys.
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
 _COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
 _RANGE_TEST = ("min_lr", "step_size", "step_rate", "staircase")
@@ -39,11 +38,9 @@ def translate_scheduler(t: Translation) -> None:
     given = t.value(TYPE)
     if given is None:
         if t.paths(_PARAMS):
-            t.refuse(f"{_PARAMS} without {TYPE}: of which scheduler? {did_you_mean('', SCHEDULERS, 'schedulers')}")
+            t.refuse(f"{_PARAMS} without {TYPE}; {did_you_mean('', SCHEDULERS, 'schedulers')}")
         elif t.has("optimizer.type"):
-            t.note_absent(
-                "scheduler", "The learning rate follows what the module configures; in DeepSpeed it is constant."
-            )
+            t.note_absent("scheduler", "The module's schedule is used; in DeepSpeed the learning rate is constant.")
         return
     if given not in SCHEDULERS:
         _other(t, given)
@@ -52,7 +49,7 @@ def translate_scheduler(t: Translation) -> None:
     for path in t.paths(_PARAMS):
         name = path.removeprefix(f"{_PARAMS}.")
         if path in KEYS and name not in names:
-            t.refuse(f"{path}: {given} takes no such argument; {did_you_mean(name, names, 'arguments')}")
+            t.refuse(f"{path}: {given} has no such argument; {did_you_mean(name, names, 'arguments')}")
     t.set(f"{_NATIVE}._target_", "trainwright.callbacks.schedule.learning_rate_schedule.LearningRateSchedule", by=TYPE)
     t.set(f"{_NATIVE}.schedule._target_", f"trainwright.callbacks.schedule.schedules.{schedule}", by=TYPE)
     for name in names:
@@ -66,16 +63,16 @@ def translate_scheduler(t: Translation) -> None:
 
 
 def _other(t: Translation, given: str) -> None:
-    import torch.optim.lr_scheduler as of_torch
+    from torch.optim import lr_scheduler
 
-    if hasattr(of_torch, given):
-        t.say(TYPE, UNSUPPORTED, "Return it from the module's configure_optimizers; take the section out.", stops=True)
+    if hasattr(lr_scheduler, given):
+        t.say(TYPE, UNSUPPORTED, "Return it from the module's configure_optimizers; remove the section.", stops=True)
     else:
         t.refuse(f"{TYPE} is {given!r}; {did_you_mean(given, SCHEDULERS, 'schedulers')}")
 
 
 def _argument(t: Translation, path: str, default: float | None) -> Any:
-    """Return the value of an argument; None leaves it to the class, or is refused."""
+    """Return the value of an argument; None leaves it to the class, or was refused."""
     value = t.value(path, default)
     if value != AUTO:
         return value
@@ -95,7 +92,7 @@ def _argument(t: Translation, path: str, default: float | None) -> Any:
 
 
 def _learning_rate(t: Translation) -> Any:
-    """Return that of the optimizer which the run will have."""
+    """Return the learning rate of the run's optimizer."""
     typed = t.typed.value("optimizer.lr")
     if isinstance(typed, (int, float)):
         return typed

@@ -1,4 +1,4 @@
-"""The planner's answers for a run that is about to start, as plain values that another process can be told."""
+"""Planner's answers for `strategy=auto` and `micro_batch_size=auto`, as plain values for another process."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from trainwright.core.device_profiles import profile_of, shared_by
 from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.planning.memory.peak import Held
-from trainwright.planning.model.without_memory import FactsError
+from trainwright.planning.model.fake_run import FactsError
 from trainwright.planning.report.table import as_dict, candidate_as_dict, extras, reasons
 from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.plan import LayoutCandidate, Plan
+from trainwright.planning.search.planned_config import PlannedConfig
 from trainwright.planning.search.search import plan
-from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.search.work import Work
+from trainwright.planning.time.communication_options import average_by, bucket_mib, prefetch
 from trainwright.planning.time.cost import ModelCut
-from trainwright.planning.time.sending import average_by, bucket_mib, prefetch
 from trainwright.strategies.compose.rules import micro_batches_for
 from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of
 
 
 def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """All layouts that are possible on this machine, ranked; what `as_dict` tells, with titles and reasons.
+    """Return all layouts possible on this machine, ranked: the document of `as_dict`, with titles and reasons.
 
     Args:
-        asked: a configuration as plain values, with the number of devices and of samples of a step.
-        limits: what has been decided.
+        asked: a configuration as plain values, with numbers of devices and of samples per step.
+        limits: fixed choices.
 
     Raises:
         ConfigError: if nothing can be planned.
     """
     found = plan(_on_this_machine(asked), limits)
     document = as_dict(found)
-    document["ranked"] = [{**_told(found, each), **_sending(found, each)} for each in found.ranked]
+    document["ranked"] = [{**_description(found, each), **_communication_options(found, each)} for each in found.ranked]
     document["best"] = document["ranked"][0] if found.ranked else None
     document["reasons"] = reasons(found.refused)
     document["profile"] = asdict(found.profile)
     return document
 
 
-def _sending(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
-    """Options of how it sends; None: the default."""
+def _communication_options(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
+    """Return communication options; None: the default."""
     return {
         "bucket_mib": bucket_mib(plan, candidate),
         "average_by": average_by(plan, candidate),
@@ -56,14 +56,14 @@ def _sending(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
 
 
 def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[str, Any]:
-    """The largest micro-batch with which the layout of a configuration fits.
+    """Return the plan of the largest micro-batch that fits with the layout of a configuration.
 
     Args:
-        asked: a configuration as plain values, with the number of devices and of samples of a step.
-        most: samples that larger ones were found not to fit beyond; None: no such thing is known.
+        asked: a configuration as plain values, with numbers of devices and of samples per step.
+        most: largest size not yet found too large by trial; None: no limit.
 
     Returns:
-        A plan's document, with `why` and `smaller`: the micro-batches below the chosen one.
+        The plan's document, with `why` and `smaller`: the smaller micro-batches.
 
     Raises:
         ConfigError: if not even the smallest fits, or nothing can be predicted.
@@ -71,30 +71,30 @@ def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[
     cfg = _on_this_machine(asked)
     layout = closed_layout(cfg, Surroundings())
     assert layout is not None
-    searched = Searched(cfg)
+    config = PlannedConfig(cfg)
     cut = _cut(cfg, layout)
     try:
-        cost = searched.facts.of(cut)
+        cost = config.facts.of(cut)
     except FactsError as error:
-        raise ConfigError([f"micro_batch_size=auto: what the layout needs cannot be predicted: {error}"]) from error
+        raise ConfigError([f"micro_batch_size=auto: the memory of the layout cannot be predicted: {error}"]) from error
     samples = cfg.global_batch_size // layout.data_ranks
     parts = _parts(cfg, layout)
     above: tuple[int, Held] | None = None
     sizes = [size for size in _sizes(samples, parts) if most is None or size <= most]
     for size in sizes:
         work = _work(cfg, layout, size // parts, samples // size, parts)
-        held = searched.held(work, cost)
-        if searched.fits(held):
-            document = _document(searched, searched.candidate(_name(cfg), work, cut, cost, held), above)
+        held = config.held(work, cost)
+        if config.fits(held):
+            document = _document(config, config.candidate(_name(cfg), work, cut, cost, held), above)
             if above is None and most is not None:
-                document["why"] = "larger ones did not fit when they were tried."
+                document["why"] = "larger ones did not fit when tried."
             return {**document, "smaller": [each for each in sizes if each < size]}
         above = size, held
     assert above is not None
     raise ConfigError(
         [
-            f"micro_batch_size=auto: even {above[0]} sample(s) at a time need {above[1].total / 2**30:.2f} GiB a rank, "
-            f"device={searched.profile.name} has {searched.capacity / 2**30:.2f} GiB for it; type strategy=auto for a "
+            f"micro_batch_size=auto: even {above[0]} sample(s) need {above[1].total / 2**30:.2f} GiB per rank, "
+            f"device={config.profile.name} has {config.capacity / 2**30:.2f} GiB; type strategy=auto for a "
             "layout that fits, or strategy.activation_checkpointing=full"
         ]
     )
@@ -104,7 +104,7 @@ def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[
 
 
 def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
-    """The configuration with the profile of the devices as they are used here in the place of its name."""
+    """Return the configuration with the device profile of this machine in place of its name."""
     cfg = OmegaConf.create(asked)
     assert isinstance(cfg, DictConfig)
     try:
@@ -115,8 +115,8 @@ def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
     return cfg
 
 
-def _told(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
-    """What `candidate_as_dict` tells, with what can be seen of the bytes in a run: when the optimizer steps."""
+def _description(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
+    """Return `candidate_as_dict`, a title, and the bytes at the optimizer step, which a run can measure."""
     at_step = {kind: getattr(candidate.at_step, kind) for kind in ("parameters", "gradients", "optimizer")}
     return {
         **candidate_as_dict(plan, candidate),
@@ -126,32 +126,32 @@ def _told(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
     }
 
 
-def _document(searched: Searched, chosen: LayoutCandidate, above: tuple[int, Held] | None) -> dict[str, Any]:
-    cfg = searched.cfg
+def _document(config: PlannedConfig, chosen: LayoutCandidate, above: tuple[int, Held] | None) -> dict[str, Any]:
+    cfg = config.cfg
     found = Plan(
         name=cfg.name,
-        world_size=searched.world_size,
-        profile=searched.profile,
+        world_size=config.world_size,
+        profile=config.profile,
         precision=cfg.precision,
         global_batch_size=cfg.global_batch_size,
         ranked=(chosen,),
         refused=(),
-        parameters=searched.parameters,
+        parameters=config.parameters,
     )
     why, following = "all samples of a rank fit at once", None
     if above is not None:
         following = {"micro_batch_size": above[0], "bytes": above[1].total}
         needed = above[1].total / 2**30
-        why = f"{above[0]} at a time would need {needed:.2f} GiB of {searched.capacity / 2**30:.2f} GiB a rank"
-    told = _told(found, chosen)
+        why = f"{above[0]} at a time would need {needed:.2f} GiB of {config.capacity / 2**30:.2f} GiB per rank"
+    description = _description(found, chosen)
     return {
         **as_dict(found),
-        "ranked": [told],
-        "best": told,
-        "chosen": told,
+        "ranked": [description],
+        "best": description,
+        "chosen": description,
         "next": following,
         "why": why + ".",
-        "profile": asdict(searched.profile),
+        "profile": asdict(config.profile),
     }
 
 
@@ -165,7 +165,7 @@ def _cut(cfg: DictConfig, layout: Layout) -> ModelCut:
         sequence_parallel=bool(strategy.get("sequence_parallel")),
         loss_parallel=bool(strategy.get("loss_parallel")),
         attention=strategy.get("attention") or "ring",
-        # What selective checkpointing saves depends on the modules: nothing is counted on.
+        # Savings of selective checkpointing depend on the modules, so none are assumed.
         checkpointing="full" if checkpointing == "full" else "none",
     )
 
@@ -177,11 +177,11 @@ def _parts(cfg: DictConfig, layout: Layout) -> int:
 
 
 def _sizes(samples: int, parts: int) -> list[int]:
-    """Samples that a data rank may read at a time, the most first."""
+    """Return the samples that a data rank may read at a time, in descending order."""
     if samples % parts:
         raise ConfigError(
             [
-                f"micro_batch_size=auto: the {samples} samples of a step and data rank are no multiple of "
+                f"micro_batch_size=auto: the {samples} samples per step and data rank are not a multiple of "
                 f"strategy.micro_batches={parts}; type another global_batch_size"
             ]
         )
@@ -191,9 +191,9 @@ def _sizes(samples: int, parts: int) -> list[int]:
 def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts: int) -> Work:
     strategy = cfg.strategy
     schedule = strategy.get("schedule") or "1f1b"
-    several = 1
+    stages_per_rank = 1
     if layout.pipeline > 1:
-        several = stages_per_rank_of(schedule, strategy.stages_per_rank)
+        stages_per_rank = stages_per_rank_of(schedule, strategy.stages_per_rank)
     return Work(
         layout,
         strategy.get("stage") or 0,
@@ -201,7 +201,7 @@ def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts:
         rounds,
         parts,
         schedule,
-        several,
+        stages_per_rank,
         strategy.get("offload") or "none",
         bool(strategy.get("no_sync_accumulation")),
         prefetch=strategy.get("prefetch"),

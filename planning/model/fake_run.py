@@ -1,7 +1,6 @@
-"""Surroundings in which the `training_step` of a module runs without memory, without other ranks and without a Trainer.
+"""Environment in which a `training_step` runs without memory, other ranks or a Trainer.
 
-Torch's fake tensors have shapes and no memory, and torch's fake backend stands for a process group of which nobody else
-is there.
+Uses torch's fake tensors, which have shapes but no memory, and torch's fake process group.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from trainwright.strategies.contract.groups import forget_meshes
 
 
 class FactsError(ValueError):
-    """The module, or a batch of it, cannot be run without a Trainer and without memory; the message says why."""
+    """The module or its batch cannot be run without a Trainer and without memory; the message has the reason."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing is said of what is tried: torch logs what fails without values, a user's step may warn and print."""
+    """Suppress torch's logs about fake tensors, and warnings and output of the user's step."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -40,16 +39,16 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
-    """A default process group of so many ranks, of which this is the first and the others are not there.
+    """Provide a fake default process group, of which this process is rank 0.
 
     Args:
-        ranks: of the group.
+        ranks: world size.
 
     Raises:
-        FactsError: if the process has met real ranks already.
+        FactsError: if a process group exists already.
     """
     if dist.is_initialized():
-        raise FactsError("this process has met other ranks already; plan before they meet, from the launching process")
+        raise FactsError("a process group is initialized already; plan in the launching process, before ranks start")
     from trainwright.core.torch_internals import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -61,7 +60,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 
 
 def fake_tensors() -> Any:
-    """The mode in which new tensors have shapes and no memory; others may be computed with."""
+    """Return a fake tensor mode that also accepts real tensors."""
     from trainwright.core.torch_internals import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -69,7 +68,7 @@ def fake_tensors() -> Any:
 
 @contextlib.contextmanager
 def default_dtype(precision: str) -> Iterator[None]:
-    """New tensors get the dtype that they get in a run of this precision."""
+    """Set the default dtype of a precision."""
     if precision != "bf16-true":
         yield
         return
@@ -82,40 +81,40 @@ def default_dtype(precision: str) -> Iterator[None]:
 
 
 def autocast_of(precision: str) -> Any:
-    """The context of a forward pass under a precision of the group of that name."""
+    """Return the autocast context of a precision."""
     if precision in ("bf16-mixed", "16-mixed"):
         dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
-        return torch.autocast("cpu", dtype, cache_enabled=False)  # as the strategies' plugin does
+        return torch.autocast("cpu", dtype, cache_enabled=False)  # like the strategies' plugin
     return contextlib.nullcontext()
 
 
 def without_trainer(module: LightningModule) -> None:
-    """Let a step log without a Trainer: what it logs is dropped."""
+    """Make `log` and `log_dict` of a module no-ops, which need no Trainer."""
     module.__dict__["log"] = module.__dict__["log_dict"] = _ignore
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """In place of ``log`` and ``log_dict``, which want a Trainer."""
+    """Do nothing."""
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a `training_step` has returned.
+    """Return the loss in the output of a `training_step`.
 
     Raises:
         TypeError: if there is none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise TypeError(f"training_step returned {type(output).__name__}, and no loss")
+        raise TypeError(f"training_step returned {type(output).__name__}, not a loss or a dict with 'loss'")
     return loss
 
 
 def give_storage(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Exchange meta tensors for such that say they are on the CPU, ties kept; within a fake mode.
+    """Replace meta tensors of a module by fake CPU tensors, keeping ties. Only within a fake mode.
 
     Args:
         module: on the meta device.
-        dtype: that floating-point tensors get; ``None``: their own.
+        dtype: of floating-point tensors; ``None``: unchanged.
     """
     made: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Starting ranks to look around, or joining those that a launcher has started."""
+"""Examination of machines, with ranks started here or by a launcher."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from omegaconf import OmegaConf
 
 from trainwright.core.processes.machine import num_cores, threads_of_rank
 from trainwright.core.run.launcher import Launcher
-from trainwright.tools.doctor.collect import HostReport, import_torch, look_at_devices, report_host, within
+from trainwright.tools.doctor.collect import HostReport, find_devices, import_torch, report_host, within
 from trainwright.tools.doctor.environment import judge_devices
 from trainwright.tools.doctor.finding import Finding
 from trainwright.tools.doctor.machine import Demand
-from trainwright.tools.doctor.network import judge_not_met
+from trainwright.tools.doctor.network import judge_rendezvous
 
 if TYPE_CHECKING:  # its module imports torch
     from trainwright.tools.doctor.ranks import RankResult
 
-# All that ranks do together, and what they get on top of it to end.
+# Limit of all measurements of ranks, and their grace period.
 RANK_SECONDS = 150.0
 GRACE_SECONDS = 5.0
-MEETING_SECONDS = 320.0  # the wait of `meet`, and a little
+MEETING_SECONDS = 320.0  # slightly more than `meet` waits
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the run would be.
+class DoctorRequest:
+    """Run to check for.
 
     Args:
-        devices: ranks of this machine; ``None``: all GPUs, or two ranks on the CPU.
+        devices: ranks on this machine; ``None``: all GPUs, or two ranks on the CPU.
         accelerator: ``auto``, ``cpu`` or ``gpu``.
-        threads: of each rank; ``None``: the cores divided by the ranks, as in a run.
-        workers: of the data loaders of one rank.
-        run_dir: that it would write to.
-        figures: measure what devices reach, too.
+        threads: per rank; ``None``: cores divided by ranks, as in a run.
+        workers: data-loader processes per rank.
+        run_dir: folder the run would write to.
+        figures: measure devices too.
     """
 
     devices: int | None = None
@@ -50,14 +50,14 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Everything that is known when all have answered.
+class Examination:
+    """Reports of machines and results of ranks.
 
     Args:
-        hosts: reports by name of the machine.
-        results: of all ranks, in order; empty if none could be started.
+        hosts: host name -> report.
+        results: of all ranks, by rank; empty if none could be started.
         on_gpu: whether ranks compute on GPUs.
-        local_size: ranks of a machine.
+        local_size: ranks per machine.
     """
 
     hosts: Mapping[str, HostReport]
@@ -66,58 +66,58 @@ class Seen:
     local_size: int
 
 
-def see_locally(wish: Wish) -> Seen:
-    """Examine this machine, and start ranks on it."""
+def examine_locally(request: DoctorRequest) -> Examination:
+    """Examine this machine with ranks started on it."""
     from trainwright.launch.ranks.forkserver import start_forkserver
 
-    start_forkserver()  # it imports while this process does
+    start_forkserver()  # imports concurrently with this process
     host = socket.gethostname()
     found = import_torch()
     if found:
-        return Seen({host: HostReport(host, found)}, [], False, wish.devices or 1)
-    more, facts = look_at_devices()
-    on_gpu = wish.accelerator != "cpu" and facts.usable > 0
-    devices = wish.devices or (facts.usable if on_gpu else min(2, num_cores()))
-    demand = Demand(devices, wish.workers, int(threads_of_rank(wish.threads, devices)), on_gpu)
-    report = _report(wish, host, demand, [*more, judge_devices(facts, demand, wish.accelerator)])
-    # More ranks than GPUs are reported, and compute on the CPU.
-    results = _started(replace(wish, devices=devices), demand.threads, on_gpu and devices <= facts.usable)
-    return Seen({host: report}, results, on_gpu, devices)
+        return Examination({host: HostReport(host, found)}, [], False, request.devices or 1)
+    more, facts = find_devices()
+    on_gpu = request.accelerator != "cpu" and facts.usable > 0
+    devices = request.devices or (facts.usable if on_gpu else min(2, num_cores()))
+    demand = Demand(devices, request.workers, int(threads_of_rank(request.threads, devices)), on_gpu)
+    report = _report(request, host, demand, [*more, judge_devices(facts, demand, request.accelerator)])
+    # More ranks than GPUs are reported as an error, and compute on the CPU.
+    results = _started(replace(request, devices=devices), demand.threads, on_gpu and devices <= facts.usable)
+    return Examination({host: report}, results, on_gpu, devices)
 
 
-def _report(wish: Wish, host: str, demand: Demand, found: Sequence[Finding]) -> HostReport:
-    if wish.figures:
+def _report(request: DoctorRequest, host: str, demand: Demand, found: Sequence[Finding]) -> HostReport:
+    if request.figures:
         return HostReport(host)
-    report = report_host(host, wish.run_dir, demand)
+    report = report_host(host, request.run_dir, demand)
     report.findings.extend(found)
     return report
 
 
-def _started(wish: Wish, threads: int, on_gpu: bool) -> list[RankResult]:
+def _started(request: DoctorRequest, threads: int, on_gpu: bool) -> list[RankResult]:
     from trainwright.launch.ranks.environment import rank_environment
     from trainwright.launch.ranks.local_store import LocalStore
     from trainwright.launch.ranks.supervisor import Supervisor
     from trainwright.tools.doctor.ranks import StoreBoard
 
-    devices = wish.devices or 1
+    devices = request.devices or 1
     cfg = OmegaConf.create({"name": "doctor", "devices": devices, "launch": {"threads": threads}})
-    with LocalStore() as store, Supervisor(rank_main, (devices, on_gpu, wish.figures)) as ranks:
+    with LocalStore() as store, Supervisor(rank_main, (devices, on_gpu, request.figures)) as ranks:
         for rank in range(devices):
             ranks.start_rank(rank, rank_environment(cfg, rank, store.port))
         end = time.monotonic() + RANK_SECONDS
         while ranks.living and time.monotonic() < end:
             for ended in ranks.wait(max(0.0, end - time.monotonic())):
-                if ended.failed:  # the others wait for it in vain
+                if ended.failed:  # the others would wait until the time limit
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         ranks.end(ranks.living, grace=0.0)
         return StoreBoard(store.store).results(devices, 0.5)
 
 
 def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, figures: bool) -> None:
-    """One rank that :func:`see_locally` has started.
+    """Run one rank started by :func:`examine_locally`.
 
     Raises:
-        SystemExit: with exit code 1 if it failed; the board says how.
+        SystemExit: with exit code 1 if it failed; its result has the reason.
     """
     os.environ.update(environment)
     from trainwright.core.processes.watch import ShutdownWatch
@@ -142,17 +142,17 @@ def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, fig
     raise SystemExit(0 if result.failure is None else 1)
 
 
-def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
+def examine_under_launcher(launcher: Launcher, request: DoctorRequest) -> Examination | None:
     """Examine this machine, and join the ranks of a launcher.
 
     Returns:
-        All reports and results on rank 0, and on a rank that does not reach the others what it knows; else None.
+        All reports and results on rank 0; on a rank that fails to reach the rendezvous its own report; else ``None``.
     """
     host, local = socket.gethostname(), launcher.local_world_size
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     found = import_torch()
     if found:
-        return Seen({host: HostReport(host, found)}, [], False, local)
+        return Examination({host: HostReport(host, found)}, [], False, local)
     import torch
 
     from trainwright.launch.ranks.torchrun_store import meet
@@ -160,25 +160,25 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
     from trainwright.tools.doctor.ranks import StoreBoard, examine
 
     threads_from_environment()
-    usable = torch.cuda.device_count() if wish.accelerator != "cpu" else 0
+    usable = torch.cuda.device_count() if request.accelerator != "cpu" else 0
     report = HostReport(host)
     if local_rank == 0:
-        more, facts = look_at_devices()
+        more, facts = find_devices()
         machines = max(1, launcher.world_size // local)
-        demand = Demand(local, wish.workers, int(threads_of_rank(wish.threads, local)), usable > 0, machines)
-        report = _report(wish, host, demand, [*more, judge_devices(facts, demand, wish.accelerator)])
+        demand = Demand(local, request.workers, int(threads_of_rank(request.threads, local)), usable > 0, machines)
+        report = _report(request, host, demand, [*more, judge_devices(facts, demand, request.accelerator)])
     try:
         store = within(MEETING_SECONDS, lambda: meet(launcher))
     except (TimeoutError, RuntimeError) as failure:
-        report.findings.append(judge_not_met(launcher.rank, str(failure)))
-        return Seen({host: report}, [], usable > 0, local)
+        report.findings.append(judge_rendezvous(launcher.rank, str(failure)))
+        return Examination({host: report}, [], usable > 0, local)
     board = StoreBoard(store)
     if local_rank == 0:
         board.put(f"facts/{host}", report.to_json())
     device = torch.device("cuda", local_rank % usable) if usable else torch.device("cpu")
     if usable:
         torch.cuda.set_device(device)
-    examine(store, launcher.rank, launcher.world_size, local, device, wish.figures)
+    examine(store, launcher.rank, launcher.world_size, local, device, request.figures)
     if launcher.rank != 0:
         return None
     results = board.results(launcher.world_size, RANK_SECONDS)
@@ -187,4 +187,4 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
         text = board.get(f"facts/{name}", 1.0)
         if text is not None:
             hosts[name] = HostReport.from_json(text)
-    return Seen(hosts, results, bool(usable), local)
+    return Examination(hosts, results, bool(usable), local)

@@ -1,4 +1,4 @@
-"""What the planner chooses of ways to send, from a profile alone."""
+"""Communication options that the planner chooses by a profile."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from trainwright.planning.memory.peak import Held
 from trainwright.planning.memory.state import UnitState
 from trainwright.planning.search.plan import LayoutCandidate, Plan
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.sending import average_by, one_level, prefetch, two_levels
+from trainwright.planning.time.communication_options import average_by, one_level, prefetch, two_levels
 from trainwright.planning.time.step import PredictedStepTime, collective, link_of
 
 PROFILE = DeviceProfile(
@@ -35,29 +35,29 @@ CPU = replace(PROFILE, name="cpu, made up")
 WIDE = candidate(Layout(replicate=64), 0)
 
 
-def test_seconds_of_one_level_and_of_two():
+def test_seconds_of_one_and_two_levels():
     size = 4.0 * PARAMETERS
     ring = 2 * 63 * 20e-6 + 2 * 63 / 64 * size / 25e9
-    assert one_level(CPU, WIDE.layout, size) == pytest.approx(ring), "one ring, as slow as its slowest part"
+    assert one_level(CPU, WIDE.layout, size) == pytest.approx(ring), "one ring, limited by its slowest link"
     cards = collective(link_of(PROFILE, WIDE.layout, "replicate"), "all_reduce", size)[1]
     assert one_level(PROFILE, WIDE.layout, size) == cards, "all network cards of a node"
     within, across = 2 * (7e-6 + 7 / 8 * size / 400e9), 2 * 7 / 8 * size / 8 / 25e9 + 2 * 7 * 20e-6
     assert two_levels(PROFILE, 64, 8, size) == pytest.approx(within + across, rel=0.05)
 
 
-def test_two_levels_where_they_are_faster():
+def test_two_levels_if_faster():
     assert average_by(plan_of(CPU), WIDE) == "hierarchical"
     assert average_by(plan_of(), WIDE) is None, "NCCL uses all cards by itself"
     assert average_by(plan_of(replace(CPU, across=CPU.within)), replace(WIDE, work=Work(Layout(replicate=16)))) is None
 
 
-def test_two_levels_are_not_chosen_where_there_are_none():
+def test_one_level_if_there_are_no_two():
     assert average_by(plan_of(CPU), candidate(Layout(replicate=8), 0)) is None, "one node"
     assert average_by(plan_of(CPU), candidate(Layout(replicate=8, shard=8), 2)) is None, "a copy fills a node"
     assert average_by(plan_of(CPU), candidate(Layout(replicate=64), 3)) is None, "FSDP2 hides its all-reduce"
 
 
-def test_blocks_are_gathered_further_ahead_where_links_are_just_fast_enough():
+def test_prefetch_depth():
     layout = Layout(shard=64)
     compute = 32 * 3.0  # a second forward and two backward for each block
     link = link_of(PROFILE, layout, "state")

@@ -1,4 +1,4 @@
-"""How a layout sends over the links of a profile, where several ways compute the same."""
+"""Communication options of a layout for the links of a profile, where several compute the same."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from trainwright.strategies.contract.communication.ahead import BlockTimes, best
 from trainwright.strategies.contract.communication.options import HIERARCHICAL, copies_of_a_node
 
 _MIB = 2**20
-# Bytes; smaller buckets cost more in calls than the model of links knows.
+# Bytes; smaller buckets have call overheads that the model of links lacks.
 _LEAST_BUCKET = 2**18
-# Of ZeRO: one that is packed, and those on their way.
+# Of ZeRO: one being packed, and those in flight.
 _BUCKETS_AT_ONCE = 3
 
 
 def bucket_mib(plan: Plan, candidate: LayoutCandidate) -> float | None:
-    """The size of buckets of gradients for which a step waits least over the links of the profile, in MiB.
+    """Return the gradient bucket size with the least exposed communication, in MiB.
 
-    Small ones leave little to send when backward has ended, large ones pay latency less often, see
-    ``best_bucket_bytes``. ZeRO packs gradients into some of them at
-    once, for which there must be memory.
+    Small buckets leave little to send after backward, large ones pay latency less often, see ``best_bucket_bytes``.
+    ZeRO packs several at once, which must fit into memory.
 
     Args:
         plan: of the candidate.
@@ -45,17 +44,17 @@ def bucket_mib(plan: Plan, candidate: LayoutCandidate) -> float | None:
 
 
 def average_by(plan: Plan, candidate: LayoutCandidate) -> str | None:
-    """How to average replicas: in two levels where that takes at most 90 % of the time of an all-reduce.
+    """Choose how to average replicas: in two levels if that takes at most 90 % of the time of an all-reduce.
 
-    Reduce-scatter and all-gather send in as many rounds as many bytes as an all-reduce, so they are never better here.
+    Reduce-scatter and all-gather send as many bytes in as many rounds as an all-reduce, so they are never better.
 
     Args:
         plan: of the candidate.
         candidate: of its layouts.
 
     Returns:
-        None: one all-reduce, which is the default; in any case where there are no two levels, and with stage 3, which
-        hides an all-reduce behind backward but not two levels.
+        None: one all-reduce, the default; always without two levels, and with stage 3, which overlaps all-reduces with
+        backward but not two levels.
     """
     layout, profile = candidate.layout, plan.profile
     copies = copies_of_a_node(layout, max(profile.devices_per_node, 1))
@@ -67,10 +66,10 @@ def average_by(plan: Plan, candidate: LayoutCandidate) -> str | None:
 
 
 def one_level(profile: DeviceProfile, layout: Layout, size: float) -> float:
-    """Seconds of one all-reduce over all replicas, of which nodes hold several.
+    """Return the seconds of one all-reduce over all replicas, with several per node.
 
-    NCCL lays rings and trees over the network cards of all devices of a node. gloo has one ring, in the order of the
-    ranks: it leaves a node from one of them, and no message goes faster than between nodes.
+    NCCL builds rings and trees over the network cards of all devices of a node. gloo has one ring in order of ranks: it
+    leaves a node from one of them, so the slowest link limits all messages.
 
     Args:
         profile: of the devices.
@@ -85,12 +84,12 @@ def one_level(profile: DeviceProfile, layout: Layout, size: float) -> float:
 
 
 def two_levels(profile: DeviceProfile, replicas: int, copies: int, size: float) -> float:
-    """Seconds of an average within nodes, then across them.
+    """Return the seconds of averaging within nodes, then across them.
 
     Args:
         profile: of the devices.
-        replicas: of the same state.
-        copies: of these in a node.
+        replicas: number of replicas.
+        copies: of these, per node.
         size: bytes of gradients.
     """
     within = MeasuredLink("within", copies, profile.within.latency, profile.within.bandwidth)
@@ -100,14 +99,14 @@ def two_levels(profile: DeviceProfile, replicas: int, copies: int, size: float) 
 
 
 def prefetch(plan: Plan, candidate: LayoutCandidate) -> int | None:
-    """Blocks that stage 3 gathers ahead, as many as wait least and have memory.
+    """Return the number of blocks that stage 3 gathers ahead: as many as reduce waiting and fit into memory.
 
     Args:
         plan: of the candidate.
         candidate: of its layouts.
 
     Returns:
-        None: one, which is the default, or nothing is gathered block by block.
+        None: one, the default, or nothing is gathered block by block.
     """
     work, block, count = candidate.work, candidate.block, candidate.blocks
     if not work.splits_parameters or work.has_pipeline or work.layout.state_ranks == 1 or not block.whole:

@@ -1,4 +1,4 @@
-"""What is known of a configuration before layouts are looked at: its module, what that costs, and the devices."""
+"""A configuration to plan for: its module, the module's costs, and the devices."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 
 
-class Searched:
-    """What is known of a configuration before layouts are looked at.
+class PlannedConfig:
+    """A configuration to plan for.
 
     Args:
         cfg: resolved.
 
     Attributes:
         profile: of the devices.
-        world_size: ranks.
+        world_size: number of ranks.
         module: on the meta device.
-        parameters: elements of it.
-        said: what ``strategy`` says about the model.
-        facts: what a pass of the module costs.
-        small: the module with two blocks of each kind, for questions whose answer is the same for all of them.
-        table: what its parameters weigh.
-        capacity: bytes of a device that tensors may take.
+        parameters: number of its elements.
+        model_options: model options of ``strategy``.
+        facts: costs of a pass of the module.
+        small: the module with two blocks of each kind, for checks with the same result for all blocks.
+        table: state bytes of its parameters.
+        capacity: device memory for tensors, bytes.
 
     Raises:
         ConfigError: if the module cannot be built without memory, its data cannot be read, or the profile is unknown.
@@ -64,7 +64,7 @@ class Searched:
         self.world_size = world_size_of(cfg, Surroundings())
         self.module = _built(cfg)
         plain: Any = OmegaConf.to_container(cfg.strategy)
-        self.said = {key: plain[key] for key in ("plan", "blocks", "batch_dims") if plain.get(key)}
+        self.model_options = {key: plain[key] for key in ("plan", "blocks", "batch_dims") if plain.get(key)}
         self.attention = plain.get("attention") or "ring"
         batch, samples = one_batch(cfg, self.module)
         self.facts = ModelFacts(
@@ -72,8 +72,8 @@ class Searched:
             batch,
             samples,
             cfg.precision,
-            plan=self.said.get("plan"),
-            blocks=self.said.get("blocks"),
+            plan=self.model_options.get("plan"),
+            blocks=self.model_options.get("blocks"),
             real=lambda: _real(cfg),
         )
         self.small, self._small_blocks = self.facts.reduced()
@@ -84,19 +84,19 @@ class Searched:
 
     @cache  # noqa: B019 - lives as long as one search
     def plan_of(self, tensor: int) -> ModelPlan:
-        """The plan of :attr:`small` with this size of the tensor axis."""
+        """Return the plan of :attr:`small` for a size of the tensor axis."""
         return plan_for(self.small, Layout(tensor=tensor), self.options())
 
     def options(self, **given: Any) -> EngineOptions:
-        """How the engines are told to cut :attr:`small`, with what the configuration says about the model."""
-        plan = (
-            {**self.said.get("plan", {}), "blocks": self._small_blocks} if self._small_blocks else self.said.get("plan")
-        )
-        dims = self.said.get("batch_dims", {})
-        return EngineOptions(plan=plan or {}, batch_dims=dims, attention=self.attention, **given)
+        """Return engine options for :attr:`small`, with the model options of the configuration."""
+        plan = dict(self.model_options.get("plan", {}))
+        if self._small_blocks:
+            plan["blocks"] = self._small_blocks
+        dims = self.model_options.get("batch_dims", {})
+        return EngineOptions(plan=plan, batch_dims=dims, attention=self.attention, **given)
 
     def spans(self, stages: int) -> list[range]:
-        """Blocks of each stage of a pipeline."""
+        """Return the blocks of each stage of a pipeline."""
         if stages not in self._spans:
             self._spans[stages] = stage_spans(
                 self.module, ModelPlan(blocks=tuple(self.facts.blocks)), stages, "balanced"
@@ -104,7 +104,7 @@ class Searched:
         return self._spans[stages]
 
     def shares(self, work: Work) -> tuple[StageShare, ...]:
-        """What the first and the last rank of a pipeline have."""
+        """Return the parts of the model on the first and the last rank of a pipeline."""
         return self._shares_of(work.layout.pipeline, work.stages_per_rank, work.schedule)
 
     @cache  # noqa: B019 - lives as long as one search
@@ -116,7 +116,7 @@ class Searched:
         return tuple(share_of(kinds, spans, pipeline, schedule, rank) for rank in (0, pipeline - 1))
 
     def held(self, work: Work, cost: PassCost) -> Held:
-        """What the first or the last rank of a pipeline holds at its fullest moment, whichever is more.
+        """Return the peak memory of the first or the last rank of a pipeline, whichever is larger.
 
         Args:
             work: layout and step.
@@ -125,22 +125,22 @@ class Searched:
         return max((held_by(self.table, cost, work, share) for share in self.shares(work)), key=lambda held: held.total)
 
     def fits(self, held: Held) -> bool:
-        """Whether a device and its host have so much memory."""
+        """Return whether a device and its host have enough memory."""
         return held.total <= self.capacity and held.host <= self.profile.host_memory_bytes
 
     def time_of(self, work: Work, cost: PassCost) -> PredictedStepTime:
-        """Seconds of a step."""
+        """Return the predicted step time."""
         return step_time(self.table, cost, work, self.shares(work), self.profile, self.cfg.precision)
 
     def candidate(self, strategy: str, work: Work, cut: ModelCut, cost: PassCost, held: Held) -> LayoutCandidate:
-        """A way to run a layout, with what is predicted of it.
+        """Return an execution of a layout with its predictions.
 
         Args:
             strategy: name.
             work: layout and step.
-            cut: how a pass is split.
-            cost: of a pass that is split so.
-            held: by the rank that needs most.
+            cut: of a pass.
+            cost: of a pass with this cut.
+            held: peak memory of the largest rank.
         """
         shares = self.shares(work)
         _, heaviest, _ = state_of(self.table, work, shares[0])
@@ -157,7 +157,7 @@ class Searched:
         )
 
     def _held_at_step(self, work: Work, cost: PassCost) -> Held:
-        """What the first and the last rank of a pipeline hold when the optimizer steps; of each kind the most."""
+        """Return the maximum of each kind on the first and the last rank of a pipeline at the optimizer step."""
         last = [moments(self.table, cost, work, share)[-1] for share in self.shares(work)]
         kinds = ("parameters", "gradients", "optimizer", "host")
         most = {kind: max(getattr(held, kind) for held in last) for kind in kinds}
@@ -172,13 +172,11 @@ def _built(cfg: DictConfig) -> LightningModule:
         return build_on_meta(cfg)
     except Exception as error:
         why = (str(error).splitlines() or [repr(error)])[0]
-        raise ConfigError(
-            [f"module: it cannot be built without memory, so nothing can be planned for it: {why}"]
-        ) from error
+        raise ConfigError([f"module: it cannot be built without memory, so it cannot be planned: {why}"]) from error
 
 
 def _real(cfg: DictConfig) -> LightningModule:
-    """The module of a configuration with memory on the CPU."""
+    """Build the module of a configuration with memory on the CPU."""
     module: LightningModule = instantiate(cfg.module, _convert_="all")
     module.configure_model()
     if any(parameter.is_meta for parameter in module.parameters()):
@@ -192,11 +190,11 @@ def _real(cfg: DictConfig) -> LightningModule:
 
 
 def one_batch(cfg: DictConfig, module: LightningModule) -> tuple[Any, int]:
-    """The first training batch, and how many samples it has.
+    """Return the first training batch and its number of samples.
 
     Args:
         cfg: resolved, with `data`.
-        module: that brings its own data loader, where `data` is empty.
+        module: whose own data loader is used if `data` is empty.
 
     Raises:
         ConfigError: if the data cannot be read here.
@@ -205,10 +203,10 @@ def one_batch(cfg: DictConfig, module: LightningModule) -> tuple[Any, int]:
         with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
             batch = next(iter(_loader(cfg, module)))
             return batch, extract_batch_size(batch)
-    except Exception as error:  # whatever a data module raises
+    except Exception as error:  # a data module can raise anything
         why = (str(error).splitlines() or [repr(error)])[0]
         raise ConfigError(
-            [f"data: no training batch can be read here, whose shapes a plan needs: {type(error).__name__}: {why}"]
+            [f"data: reading a training batch failed, whose shapes a plan needs: {type(error).__name__}: {why}"]
         ) from error
 
 
@@ -219,7 +217,7 @@ def _loader(cfg: DictConfig, module: LightningModule) -> Any:
     assert isinstance(data, DictConfig)
     with open_dict(data):
         if "num_workers" in data:
-            data.num_workers = 0  # one batch is not worth processes
+            data.num_workers = 0  # worker processes cost more than one batch
     source = instantiate(data, _convert_="all")
     source.prepare_data()
     source.setup("fit")

@@ -1,4 +1,4 @@
-"""The command `trainwright plan`."""
+"""The verb `plan`."""
 
 import io
 import json
@@ -17,14 +17,14 @@ from tests.tools.report.parsed import Parsed
 from trainwright.command.cli import main
 from trainwright.core.charts.drawing import amount
 from trainwright.core.processes import machine
+from trainwright.planning.report.command import as_page
 from trainwright.planning.report.table import cells_of, command_of, print_plan
-from trainwright.planning.report.verb import as_page
 
-# Seven samples: two ranks cannot share them, so that a layout is refused.
+# Two ranks cannot share seven samples, so a layout is refused.
 FEW = ("recipe=gpt", "devices=2", "device=cpu", "accelerator=cpu", "global_batch_size=7")
 
 
-def test_no_column_is_cut_where_there_is_no_terminal() -> None:
+def test_tables_are_not_truncated_without_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     print_plan(planned(*FEW), console)
     text = console.file.getvalue()
@@ -34,7 +34,7 @@ def test_no_column_is_cut_where_there_is_no_terminal() -> None:
     assert "activations  buffers" in text
 
 
-def test_the_page_shows_what_the_table_does() -> None:
+def test_page_has_the_contents_of_the_table() -> None:
     found = planned(*FEW)
     first = found.ranked[0]
     page = Parsed(as_page(replace(found, profile=replace(found.profile, source="measured on <this> machine"))))
@@ -60,11 +60,11 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--html", "plan.html"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for part in ("4 x cpu", "layouts possible", "what to type for the first:", "strategy="):
+    for part in ("4 x cpu", "layouts possible", "overrides of the first layout:", "strategy="):
         assert part in out
     page = Path("plan.html").read_text()
     assert "<svg" in page
-    assert not re.search(r"https?://", page), "it needs nothing from anywhere"
+    assert not re.search(r"https?://", page), "external resources"
     assert main([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["best"] == document["ranked"][0]

@@ -1,4 +1,4 @@
-"""The command `trainwright plan`."""
+"""The verb `plan`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from trainwright.planning.report.table import SHOWN, as_dict, cells_of, command_
 from trainwright.planning.search.plan import USABLE, Plan
 from trainwright.planning.search.search import plan
 
-_TIMES = {
-    "compute": "computing",
-    "exposed": "waiting to send",
-    "bubble": "pipeline bubble",
-    "optimizer": "optimizer",
-}
+_TIMES = {"compute": "compute", "exposed": "communication", "bubble": "pipeline bubble", "optimizer": "optimizer"}
 _COLUMNS = (
     "#", "layout", "s/step", "samples/s", "MFU", "waits", "bubble", "GiB", "micro-batch", "accumulation", "with",
 )  # fmt: skip
@@ -36,7 +31,7 @@ def run_plan(cfg: DictConfig, *, as_json: bool = False, html: str | None = None)
 
     Args:
         cfg: composed.
-        as_json: write one JSON document on standard output, and nothing else.
+        as_json: print one JSON document on standard output, and nothing else.
         html: file of a page to write; None: none.
 
     Returns:
@@ -50,7 +45,7 @@ def run_plan(cfg: DictConfig, *, as_json: bool = False, html: str | None = None)
         try:
             Path(html).write_text(as_page(found), encoding="utf-8")
         except OSError as error:
-            raise ConfigError([f"--html {html}: {error.strerror}; name a file that can be written"]) from error
+            raise ConfigError([f"--html {html}: {error.strerror}; type the path of a writable file"]) from error
     if as_json:
         print(json.dumps(as_dict(found), allow_nan=False), flush=True)
         return found.best is not None
@@ -61,7 +56,7 @@ def run_plan(cfg: DictConfig, *, as_json: bool = False, html: str | None = None)
 
 
 def as_page(plan: Plan) -> str:
-    """Return the page: bars of time and of memory for the first layouts, a table, and which ones are not possible."""
+    """Return the HTML page: bars of time and memory of the first layouts, a table, and the refused layouts."""
     shown = plan.ranked[:SHOWN]
     labels = [f"{number}. {each.title}" for number, each in enumerate(shown, 1)]
     times = [{title: getattr(each.time, name) for name, title in _TIMES.items()} for each in shown]
@@ -73,7 +68,7 @@ def as_page(plan: Plan) -> str:
         headline=headline(plan),
         times=_bars("Seconds of a step", labels, times, "seconds"),
         memory=_bars(
-            "Memory of the fullest rank; the line is what its device has for it", labels, memory, "bytes", limit
+            "Peak memory of the largest rank; the line is the usable device memory", labels, memory, "bytes", limit
         ),
         grid=grid(shown[0].layout) if shown else None,
         command=command_of(shown[0]) if shown else "",
@@ -102,4 +97,4 @@ def _bars(
         )
         for label, row in zip(labels, rows, strict=True)
     ]
-    return BarTable(caption, ("layout", unit, "together"), legend, tuple(bars))
+    return BarTable(caption, ("layout", unit, "total"), legend, tuple(bars))
