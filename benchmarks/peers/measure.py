@@ -16,7 +16,7 @@ from benchmarks.report import say
 
 @dataclass
 class Measured:
-    """What is known of one side under one layout.
+    """Measurements of one side under one layout.
 
     Args:
         lines: of user code.

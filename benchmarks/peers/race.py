@@ -22,13 +22,13 @@ from benchmarks.peers.turns import SOCKET
 PATIENCE = 180.0
 """Seconds after which a command that says nothing is taken to hang."""
 _GRACE = 20.0
-# Torch's launcher tells of its ranks' errors after they have; those are nobody's own words.
+# torchrun repeats the errors of its ranks; the ranks' own messages come first.
 _LAUNCHERS = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessExitedException")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What some optimizer steps took.
+    """Cost of a few optimizer steps.
 
     Args:
         wall: seconds on the clock, of the slowest rank.
@@ -48,7 +48,7 @@ class Piece:
 
     @classmethod
     def of(cls, reports: Sequence[Mapping[str, Any]]) -> Piece:
-        """From what each rank told."""
+        """Combine the reports of the ranks."""
         told = [report["losses"] for report in reports if report["losses"]]
         return cls(
             wall=max(report["wall"] for report in reports),
@@ -99,7 +99,7 @@ class Runner:
             )
 
     def piece(self) -> Piece:
-        """Wait until every rank has told of its next piece.
+        """Wait for every rank to report its next piece.
 
         Raises:
             PeerError: if the command ended before, or said nothing for too long.

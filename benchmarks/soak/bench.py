@@ -55,7 +55,7 @@ callbacks: {{killer: {{_target_: benchmarks.soak.killer.Killer, folder: {folder}
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What is known of a strategy from a run without kills.
+    """Reference data of a strategy from a run without kills.
 
     Args:
         hashes: of its checkpoints.
@@ -87,13 +87,13 @@ class Command:
 
 @dataclass
 class Story:
-    """What became of a run.
+    """Outcome of a run.
 
     Args:
         drawn: the run.
         newest: step of the newest checkpoint that is known to be there.
         kills: phase and victim of those that were done.
-        wrong: what should not be.
+        wrong: violations found.
     """
 
     drawn: Drawn

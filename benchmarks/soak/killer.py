@@ -1,4 +1,4 @@
-"""Kills processes of a run from within it, at an instant that was planned, and tells what the run holds for saved.
+"""Kills of a run's processes from within, at planned instants, and reports of the checkpoints that it saved.
 
 Python reports each change of the disk, and each file that is opened, just before it happens (``sys.addaudithook``).
 That is where the instants are: nothing of the run is exchanged for it.
@@ -68,7 +68,7 @@ class Instants:
         self.phase = RECOVERY
         """Of the last change; steps have none."""
         self.recovers = True
-        """Whether training has not begun yet."""
+        """Return whether the run is still starting or resuming."""
         self._run_dir = run_dir
         self._kill = kill
         self._act = act
@@ -136,7 +136,7 @@ class Teller:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """What has been told there so far, in order."""
+    """Return the reports written to the folder so far, in order."""
     return [json.loads(line) for line in (folder / TOLD).read_text(encoding="utf-8").splitlines()]
 
 
@@ -148,11 +148,11 @@ def planned(folder: Path, attempt: int, rank: int) -> Kill | None:
 
 
 def run_watched(words: Sequence[str], folder: Path, run_dir: str) -> int:
-    """Run a command in this process, and kill it where that is planned; gives its exit code.
+    """Run a command in this process, kill it as planned, and return its exit code.
 
     Args:
         words: behind ``trainwright``.
-        folder: of the plan, and of what is told.
+        folder: of the plan and the reports.
         run_dir: of the run, see :class:`Instants`.
     """
     teller = Teller(folder)
@@ -170,10 +170,10 @@ def run_watched(words: Sequence[str], folder: Path, run_dir: str) -> int:
 
 
 class Killer(pl.Callback):
-    """Kills as planned, and tells where training begins and what is saved for good.
+    """Callback that kills as planned and reports where training begins and which checkpoints are committed.
 
     Args:
-        folder: of the plan, and of what is told.
+        folder: of the plan and the reports.
         run_dir: of the run, see :class:`Instants`.
     """
 
