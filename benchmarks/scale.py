@@ -191,7 +191,7 @@ def started(rank: int) -> Callable[[Layout], Cost]:
         }
         given[RUN_TOKEN] = _SECRET
         launcher = Launcher("torchrun", rank, layout.world_size, _RANKS_OF_A_MACHINE)
-        with mock.patch.dict(os.environ, environment), mock.patch.object(external, "_meet", return_value=store):
+        with mock.patch.dict(os.environ, given), mock.patch.object(external, "_meet", return_value=store):
             begin = time.process_time()
             external.agree(launcher, lambda _: cfg)
             return Cost(time.process_time() - begin, None, store.messages)

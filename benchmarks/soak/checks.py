@@ -54,9 +54,9 @@ def check_checkpoints(
     Returns:
         Step of the newest valid checkpoint (0: none), and the violations.
     """
-    told: list[str] = []
-    found = list_checkpoints(folder, told.append)
-    wrong = [Wrong(LOST, text) for text in told]
+    problems: list[str] = []
+    found = list_checkpoints(folder, problems.append)
+    wrong = [Wrong(LOST, text) for text in problems]
     whole = set()
     for each in found:
         problems = _problems_of(each, known, {"state.json"} if one_name else set())
@@ -82,25 +82,25 @@ def _problems_of(found: FoundCheckpoint, known: Hashes, but: Collection[str]) ->
     return [f"{name} is not that of an undisturbed run" for name in names if own.get(name) != other.get(name)]
 
 
-def check_story(told: Sequence[Mapping[str, Any]], newest: int) -> tuple[int, list[Wrong]]:
+def check_story(reports: Sequence[Mapping[str, Any]], newest: int) -> tuple[int, list[Wrong]]:
     """Check that each attempt started from the newest checkpoint saved before.
 
     Args:
-        told: reports of the processes of one command, in order.
+        reports: of the processes of one command, in order.
         newest: step of the newest good checkpoint before the command.
 
     Returns:
         Step of the newest checkpoint reported, and the violations.
     """
     wrong: list[Wrong] = []
-    for each in told:
-        begun = each.get("begun", newest)
-        # Ranks that are restarted may find a checkpoint that was published, and not told of.
-        if begun < newest or (begun > newest and each["attempt"] == 0):
-            wrong.append(Wrong(LOST, f"step {newest} was saved, attempt {each['attempt']} began at step {begun}"))
+    for each in reports:
+        started = each.get("started", newest)
+        # Ranks that are restarted may find a checkpoint that was published but not reported.
+        if started < newest or (started > newest and each["attempt"] == 0):
+            wrong.append(Wrong(LOST, f"step {newest} was saved, attempt {each['attempt']} began at step {started}"))
         if each.get("hidden"):
             wrong.append(Wrong(FILES, f"attempt {each['attempt']} left {each['hidden']} among the checkpoints"))
-        newest = max(newest, begun, each.get("saved", 0))
+        newest = max(newest, started, each.get("saved", 0))
     return newest, wrong
 
 

@@ -99,16 +99,16 @@ def test_a_state_that_no_undisturbed_run_has_is_a_loss(tmp_path: Path) -> None:
 
 def test_an_attempt_begins_where_the_last_checkpoint_is() -> None:
     attempts: list[dict[str, Any]] = [
-        {"attempt": 0, "begun": 5, "hidden": []},
+        {"attempt": 0, "started": 5, "hidden": []},
         {"saved": 6},
         {"kill": SAVE},
-        {"attempt": 1, "begun": 7, "hidden": []},
+        {"attempt": 1, "started": 7, "hidden": []},
     ]
     assert check_story(attempts, 5) == (7, [])
     assert kinds(check_story(attempts, 6)[1]) == [LOST]
     assert kinds(check_story(attempts, 4)[1]) == [LOST]
-    assert kinds(check_story([*attempts[:3], {"attempt": 1, "begun": 5, "hidden": []}], 5)[1]) == [LOST]
-    assert kinds(check_story([{"attempt": 0, "begun": 5, "hidden": [".step=6.partial-1"]}], 5)[1]) == [FILES]
+    assert kinds(check_story([*attempts[:3], {"attempt": 1, "started": 5, "hidden": []}], 5)[1]) == [LOST]
+    assert kinds(check_story([{"attempt": 0, "started": 5, "hidden": [".step=6.partial-1"]}], 5)[1]) == [FILES]
 
 
 @pytest.mark.parametrize(
