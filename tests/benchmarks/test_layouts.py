@@ -58,7 +58,7 @@ def test_pairs_that_are_not_apart_do_not_count():
 
 
 def gradients(kind, path):
-    """What one step by hand leaves in the weights of block 0 and of the norm, and in the embedding, where they are."""
+    """Return the weights of block 0, the norm and the embedding (where present) after two hand-written steps."""
     torch.manual_seed(0)
     run = PlainRun(TINY, "single", 8, steps=10, path=path, clip=0.1)
     if kind == "pipeline":

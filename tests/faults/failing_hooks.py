@@ -117,7 +117,7 @@ class Model(pl.LightningModule):
 
 
 class Boom(Exception):
-    """What the failing rank raises."""
+    """Error of the failing rank."""
 
 
 def make_failing(target: Any, hook: str) -> None:

@@ -101,7 +101,7 @@ class Ranks:
         assert [process.exitcode for process in self.processes] == [0] * len(self.processes), self.printed(0)
 
     def explanation(self, seconds: float = 120.0) -> str:
-        """What the ranks say of a failure, once all have ended."""
+        """Return the explanation of a failure once all ranks have ended."""
         for rank in range(len(self.processes)):
             self.first_exit_code(rank, seconds)
         explanation = self.monitor.explain()

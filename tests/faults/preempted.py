@@ -1,4 +1,4 @@
-"""Runs that are told to end, and runs that go on from what those have saved."""
+"""Preempted runs, and runs that resume from their checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Told(pl.Callback):
 
 
 def watched(folder: Path, callbacks: list[Any], resume: str | None, seed: int, **options: Any) -> tuple[Net, Any]:
-    """A run of one process whose module writes down what it does; and how it was told to end, if it was."""
+    """Run one process with a recording module; return the module and its `Preempted` or `None`."""
     torch.manual_seed(seed)
     module, ended = Net("plateau epoch val"), None
     trainer = make_trainer(
@@ -72,7 +72,7 @@ def watched(folder: Path, callbacks: list[Any], resume: str | None, seed: int, *
 def parameters_of(
     strategy: str, options: dict[str, Any], folder: Path, told: tuple[Any, ...] | None, resume: str | None
 ) -> dict[str, Any]:
-    """A run on the ranks of the pool; its end, and the whole parameters if it was not told to end."""
+    """Run on the ranks of the pool; return how it ended, with the whole parameters if it was not preempted."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool's own would run as well
     torch.manual_seed(1)
     parameters = Parameters()
@@ -128,7 +128,7 @@ class Evaluated(Net):
 
 
 def evaluate(verb: str, folder: Path) -> dict[str, Any]:
-    """A rank's evaluation that the last rank is told to end in its third batch."""
+    """Evaluate with a preemption of the last rank in its third batch."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     hook = {"sanity check": "validation", "validate": "validation"}.get(verb, verb)
     callbacks = [

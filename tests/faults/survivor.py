@@ -1,4 +1,4 @@
-"""A module and its data that write down what each rank trained on and ended with; see survivors.py."""
+"""A module that records each rank's samples and final state; see survivors.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def digest(tensors):
-    """The same for the same names and bits."""
+    """Return a hash of names and bits."""
     digested = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digested.update(name.encode() + tensor.detach().numpy().tobytes())

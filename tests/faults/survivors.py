@@ -1,4 +1,4 @@
-"""Runs of a module that writes down which samples it trained on, and what it ended with."""
+"""Runs of a module that records its samples and its final state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ trainer: {log_every_n_steps: 5}
 
 
 class Survived:
-    """What a run has left, as ``trainwright fit`` makes it; its ranks are forked from the server of the suite.
+    """Run of ``trainwright fit`` with ranks forked from the server of the suite, and its results.
 
     Args:
         conf: the configuration directory.
@@ -42,7 +42,7 @@ class Survived:
 
     @property
     def log(self) -> str:
-        """What happened to the ranks, in the words of the log of restarts."""
+        """Text of the log of restarts."""
         path = self.run_dir / "logs" / "restarts.log"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -74,7 +74,7 @@ class Survived:
 
     @property
     def common(self) -> dict[tuple[int, int], list[tuple[str, str, str]]]:
-        """What replicas of local updates hold where a step begins, by generation and step, in the order of ranks.
+        """State of local-update replicas at the start of steps, by generation and step, in the order of ranks.
 
         Digests of the common parameters, of the outer momentum, and of the rank's own parameters.
         """
@@ -86,6 +86,6 @@ class Survived:
         return {key: [of for _, of in sorted(ranks.items())] for key, ranks in sorted(found.items())}
 
     def ends(self) -> list[dict[str, Any]]:
-        """What each rank of the last generation ended with."""
+        """Return the final state of each rank of the last generation."""
         paths = sorted(self.run_dir.glob("end_*.json"))
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths]

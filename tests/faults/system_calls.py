@@ -1,6 +1,6 @@
 """Forked processes whose system calls on files below a folder fail as those of a broken or full disk do.
 
-Linux's seccomp hands each such call to this process, which lets the kernel go on with it or answers it with an
+Linux's seccomp hands each such call to this process, which lets the kernel run it or answers it with an
 error. So the calls of all threads and libraries are met, native ones included, and nothing is compiled. Left out are
 calls that reach no disk (``lseek``, ``fcntl``, ``ioctl``, ``mmap``). A ``close`` that fails leaves the file open.
 """

@@ -77,7 +77,7 @@ def ways(call: int) -> list[tuple[int, bool]]:
 
 
 class Met:
-    """How attempts ended, by the call that failed first."""
+    """Outcomes of attempts, by the first failed call."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, int]] = Counter()
@@ -145,7 +145,7 @@ def save_file(folder: Path, name: str) -> None:
     write_file(content(2), str(folder / name))
 
 
-# Who writes the checkpoint of the first step and who that of the second, and under which names.
+# Writers and names of the checkpoints of the first and of the second step.
 SAVES: dict[str, tuple[Callable[..., Any], str, Callable[[Path, str], None], str]] = {
     "a folder": (write, "1.ckpt", save_folder, "2.ckpt"),
     "in its place": (write, "last.ckpt", save_folder, "last.ckpt"),
@@ -172,7 +172,7 @@ def good_steps(folder: Path) -> set[int]:
 
 
 def check(folder: Path, ended: Ended) -> None:
-    """What holds after each attempt."""
+    """Check the invariants after each attempt."""
     where = f"{ended.failed}:\n{ended.said}"
     assert ended.code in (0, REFUSED), where
     assert "Traceback" not in ended.said, where
@@ -224,7 +224,7 @@ def save_on_rank(rank: int, folder: Path, meeting: Path) -> int:
         [(_, tensor)] = parts.parts
         whole.tensors[key] = TensorParts(parts.shape, parts.dtype, [((rank * 200,), tensor[rank * 200 :][:200])])
     code = attempt(partial(save_and_delete, folder, "2.ckpt", whole, dist.group.WORLD))
-    dist.barrier()  # whoever raises alone keeps the other waiting here
+    dist.barrier()  # a rank that raises alone leaves the other one waiting here
     return code
 
 
@@ -253,7 +253,7 @@ def test_a_fault_of_one_rank(tmp_path: Path, met: Met, rank: int) -> None:
 
 
 def train(folder: Path, options: dict[str, Any]) -> int:
-    """Three steps with a checkpoint after each; whatever ends them is told as the command tells it."""
+    """Train three steps with a checkpoint after each; report an error as the command does."""
     saver = RunStateCheckpoint(str(folder), every=None, every_n_steps=1, **options)
     trainer = make_trainer("single", {}, max_steps=3, max_epochs=-1, callbacks=[saver], enable_checkpointing=True)
     code = 0

@@ -100,7 +100,7 @@ def test_a_call_that_one_rank_leaves_out() -> None:
     with watched_ranks(hanging.with_own_calls, 2, "left_out", "zero3") as ranks:
         found = ranks.hang()
     assert re.search(r"all_reduce (#\d+ )?\(3 x float32\)", first_line(found))
-    # On a slow machine the other rank comes to a call of another group before it is looked at; then it is known who.
+    # On a slow machine the other rank is already in a call of another group, which identifies the culprit.
     assert re.search("one of them left a call out|rank 1 left out", first_line(found))
 
 
@@ -148,7 +148,7 @@ def test_the_process_that_watches_a_script_ends_with_it() -> None:
         assert [ranks.first_exit_code(rank) for rank in range(2)] == [0, 0]
 
 
-def test_a_command_goes_on_after_a_hang(tmp_path: Path) -> None:
+def test_a_command_resumes_after_a_hang(tmp_path: Path) -> None:
     words = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "max_steps=12", "max_epochs=2")
     found = ("run_dir=run", "launch=resilient", "launch.hang_floor_seconds=600", "checkpoint=last")
     conf = write_project(tmp_path)

@@ -1,4 +1,4 @@
-"""Workers of parameter servers that are killed: the others go on, and each is started anew and joins them."""
+"""Killed workers of parameter servers: the others continue, and a restarted worker joins them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def told(run_dir: Path) -> str:
 
 
 def processes(run_dir: Path, rank: int) -> int:
-    """How many processes have trained as this rank."""
+    """Return the number of processes that trained as this rank."""
     return len(list((run_dir / "pids").glob(f"{rank}.*")))
 
 
@@ -65,12 +65,12 @@ OWN = ("strategy.server_ranks=own", "devices=3")
     ("consistency", "step", "more"),
     [("sync", 3, OWN), ("ssp", 10, ("strategy.staleness=2",)), ("async", 23, ())],
     ids=[
-        "in step, in the first epoch, under a server of its own",
-        "nearly in step, in the second",
-        "on its own, at the last step",
+        "synchronous, in the first epoch, under a dedicated server",
+        "bounded staleness, in the second",
+        "asynchronous, at the last step",
     ],
 )
-def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(
+def test_a_killed_worker_is_replaced_while_the_others_continue(
     conf: Path, consistency: str, step: int, more: tuple[str, ...]
 ) -> None:
     words = [f"strategy.consistency={consistency}", *more]
@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(
     assert "rank 1 was ended by SIGKILL" in told(run_dir)
     assert "the others go on; rank 1 is started anew and joins them" in told(run_dir)
     assert " restart " not in told(run_dir)
-    # The first rank is the process that it was; the second trained on as another.
+    # The first rank kept its process, the second got a new one.
     assert [processes(run_dir, rank) for rank in (0, 1)] == [1, 2]
     (saved,) = (run_dir / "checkpoints").iterdir()
     state = RunState.open(str(saved))
@@ -97,7 +97,7 @@ def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(
     ],
     ids=["beside", "own"],
 )
-def test_a_lost_server_is_a_restart_from_the_newest_checkpoint(conf: Path, rank: int, how: tuple[str, ...]) -> None:
+def test_a_lost_server_restarts_the_run_from_the_latest_checkpoint(conf: Path, rank: int, how: tuple[str, ...]) -> None:
     words = ("strategy.consistency=async", "checkpoint.last.every_n_steps=4", "module.seconds=0.0")
     run_dir = train(conf, *words, "launch.recovery=rejoin", *how)
     assert f"rank {rank} was ended by SIGKILL" in told(run_dir)
@@ -114,6 +114,6 @@ def test_a_worker_that_leases_its_samples_is_replaced_too(conf: Path) -> None:
     assert [processes(run_dir, rank) for rank in (0, 1)] == [1, 2]
     (saved,) = (run_dir / "checkpoints").iterdir()
     tree = RunState.open(str(saved)).tree
-    # Every chunk was trained on, those that the lost worker had held too, and each counts once.
+    # Every chunk was trained once, including those leased to the lost worker.
     assert tree["epoch"] == 3
     assert tree["global_step"] == STEPS

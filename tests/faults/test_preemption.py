@@ -1,4 +1,4 @@
-"""A run that is told to end is saved, ends on all ranks at once, and goes on as if nothing had been."""
+"""Preempted runs: saved, ended on all ranks at the same step, and resumed without a difference."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WHEN: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_run_goes_on_as_if_nothing_had_been(tmp_path: Path, when: str) -> None:
+def test_a_preempted_run_resumes_exactly(tmp_path: Path, when: str) -> None:
     hook, call, options = WHEN[when]
     whole, ended = watched(tmp_path / "whole", [], None, 5, **options)
     assert ended is None
@@ -61,7 +61,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(tmp_path: Path, when: str) -> None
     assert saved.path == ended.checkpoint
     second, ended = watched(tmp_path / "told", [], "last", 6, **options)
     assert ended is None
-    # A validation that was under way is begun anew.
+    # An interrupted validation starts over.
     assert first.rows[: len(whole.rows) - len(second.rows)] + second.rows == whole.rows
     assert first.ends + second.ends == whole.ends
     for name, value in whole.state_dict().items():
@@ -78,7 +78,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("strategy", "count", "options"), LAYOUTS, ids=[layout[0] for layout in LAYOUTS])
-def test_one_rank_is_told_and_all_end_and_go_on(
+def test_a_signal_to_one_rank_ends_all_and_they_resume(
     ranks: Callable[..., list[Any]], tmp_path: Path, strategy: str, count: int, options: dict[str, Any]
 ) -> None:
     whole = ranks(parameters_of, count, strategy, options, tmp_path / "whole", None, None)
@@ -106,7 +106,7 @@ ALONE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", ALONE)
-def test_workers_that_step_by_themselves_end_at_the_same_step(
+def test_asynchronous_workers_end_at_the_same_step(
     ranks: Callable[..., list[Any]], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     ended = ranks(alone, 3, options, tmp_path, ("on_train_batch_end", 4, 1), None)
@@ -134,7 +134,7 @@ def test_evaluation_ends_without_saving(ranks: Callable[..., list[Any]], tmp_pat
     assert not (tmp_path / "states").exists() or not list_checkpoints(str(tmp_path / "states"))
 
 
-# ---- what tells a run to end -----------------------------------------------------------------------------------------
+# ---- sources of preemption -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGUSR2, 140)])
@@ -145,7 +145,7 @@ def test_other_signals(tmp_path: Path, number: signal.Signals, code: int) -> Non
     assert (ended.code, ended.told.reason, ended.saved) == (code, number.name, True)
 
 
-def test_a_signal_that_was_not_asked_for_is_left_alone(tmp_path: Path) -> None:
+def test_other_signals_are_ignored(tmp_path: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
     try:
@@ -156,7 +156,7 @@ def test_a_signal_that_was_not_asked_for_is_left_alone(tmp_path: Path) -> None:
     assert heard == [signal.SIGUSR2]
 
 
-def test_the_exit_code_is_that_which_was_asked_for(tmp_path: Path) -> None:
+def test_the_exit_code_is_configurable(tmp_path: Path) -> None:
     _, ended = watched(tmp_path, [Told("on_train_batch_end", 3), Preemption(exit_code=75)], None, 5)
     assert ended is not None
     assert ended.code == 75
@@ -180,7 +180,7 @@ def test_a_handler_of_the_users_runs_as_well_and_is_put_back(tmp_path: Path) -> 
 
 
 class Touch(pl.Callback):
-    """Makes a file appear after some batches, and waits in each batch so that somebody may see it."""
+    """Creates a file after three batches, then sleeps in each batch so that the poll sees it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.batches = path, 0
@@ -254,7 +254,7 @@ def test_what_an_address_answers(status: int, body: bytes, found: int | None) ->
 
 
 def test_an_address_that_sends_elsewhere_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """What answers there was not asked for, such as the page of a network to log in, and must not see the headers."""
+    """A redirect, for example to a login page, is not followed and must not receive the headers."""
     answers = {"/preempted": (302, {"Location": "/login"}, b""), "/login": (200, {}, b"Who are you?")}
     with Metadata(answers) as server:
         poll = NoticePoll(None, f"{server.address}/preempted", {"Metadata-Flavor": "Google"}, 1.0, lambda _: None)
@@ -265,15 +265,15 @@ def test_an_address_that_sends_elsewhere_says_nothing(caplog: pytest.LogCaptureF
 
 def test_an_address_that_cannot_be_reached_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        closed.bind(("127.0.0.1", 0))  # bound, not listening
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         poll = NoticePoll(None, url, {}, 1.0, lambda _: None)
         assert [poll.look(), poll.look()] == [None, None]
     assert len([record for record in caplog.records if "gives no answer" in record.message]) == 1
 
 
-def test_looking_goes_on_where_it_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file system that is away for a moment, a name that cannot be looked up: both are told once."""
+def test_polling_continues_after_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A failing file system and an unknown host name are each reported once."""
     with Metadata({"/": (200, {}, b"TRUE")}) as server:
         poll = NoticePoll(str(tmp_path / ("x" * 300)), f"{server.address}/", {}, 1.0, lambda _: None)
         assert [poll.look(), poll.look()] == [URL, URL]
@@ -460,7 +460,7 @@ def test_impossible_options_are_named_all_at_once() -> None:
         ({"url_headers": {"Metadata-Flavor": "Google"}}, "url_headers without url"),
     ],
 )
-def test_what_could_not_be_asked_or_heard_is_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="Preemption: ") as refused:
         Preemption(**options)
     assert said in str(refused.value)
@@ -488,7 +488,7 @@ def saved_steps() -> list[int]:
 
 
 @pytest.mark.parametrize("who", ["the launching process", "one rank", "every process"])
-def test_a_command_saves_ends_and_goes_on(conf: Path, who: str) -> None:
+def test_a_command_saves_ends_and_resumes(conf: Path, who: str) -> None:
     run = Command(training(conf, "data._target_=trouble.WorkerData"))
     to = {"one rank": run.ranks()[1:], "every process": list(run.session())}.get(who)
     run.tell(signal.SIGTERM, to)
@@ -502,7 +502,7 @@ def test_a_command_saves_ends_and_goes_on(conf: Path, who: str) -> None:
         assert "going on from run/checkpoints/step=" in goes_on(conf)
 
 
-def test_a_run_is_saved_though_nobody_reads_what_it_says(conf: Path) -> None:
+def test_a_run_is_saved_when_its_output_pipe_is_closed(conf: Path) -> None:
     """A signal to every process of a job ends `tee` too."""
     reading, writing = os.pipe()
     words = training(conf)

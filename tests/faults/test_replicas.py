@@ -1,4 +1,4 @@
-"""Replicas that are lost, and others that join, while the run goes on in the processes of those that are left."""
+"""Lost and joining replicas while the surviving processes keep training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def undisturbed(conf: Path) -> Survived:
         ("ddp", ["partition(ranks=[1], at_step=20)", 'raise_in("on_before_optimizer_step", rank=2, at_step=40)']),
     ],
 )
-def test_the_others_go_on_as_if_nothing_had_been(conf, undisturbed, tmp_path, layout, faults):
+def test_survivors_train_like_an_undisturbed_run(conf, undisturbed, tmp_path, layout, faults):
     run = Survived(conf, tmp_path / "run", *LAYOUTS[layout], *RESILIENT, f"+inject=[{', '.join(faults)}]")
     assert run.log.count("going on from step") >= len(faults), run.log
     assert "with 1 of 2 replicas" in run.log or "with 2 of 3 replicas" in run.log or "connections" in run.log
@@ -101,7 +101,7 @@ def test_a_fault_that_comes_again_and_again_ends_the_run(conf, tmp_path):
     assert "on_train_batch_end" in str(error.value)
 
 
-def test_replicas_with_local_updates_go_on_from_the_same_common_parameters(conf, tmp_path):
+def test_replicas_with_local_updates_continue_from_the_same_common_parameters(conf, tmp_path):
     run = Survived(
         conf,
         tmp_path / "run",

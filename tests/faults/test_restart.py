@@ -83,7 +83,7 @@ def _restarts(run_dir: Path) -> int:
 
 @contextmanager
 def _beside(action: Callable[[], None]) -> Iterator[None]:
-    """Do something while a run goes on; its error is the test's."""
+    """Run an action in a thread beside the block and raise its error."""
     errors: list[BaseException] = []
 
     def act() -> None:
@@ -198,7 +198,7 @@ def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.Capture
     assert "restart 2" in capfd.readouterr().err
 
 
-def test_a_mistake_is_told_at_once(conf: Path) -> None:
+def test_a_failure_before_the_first_step_is_not_restarted(conf: Path) -> None:
     with pytest.raises(RankError, match="before its first step; correct that first"):
         _train(conf, "mistake", "strategy=ddp", "devices=2", "launch=resilient", "module.fail_at=0")
     assert _restarts(conf.parent / "mistake") == 0
@@ -254,7 +254,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _train(conf, "run", *SLOW, "module.seconds=0.0")
 
 
-def test_a_lost_device_is_done_without_until_it_answers_again(conf: Path, undisturbed: Path) -> None:
+def test_a_lost_device_is_left_out_until_it_answers_again(conf: Path, undisturbed: Path) -> None:
     broken, run_dir = conf.parent / "broken", conf.parent / "lost"
 
     def break_and_repair() -> None:

@@ -116,7 +116,7 @@ def test_what_is_no_file_of_a_sensible_size(tmp_path, capsys, kind):
         assert any(words in Parsed(page).text for words in named), name
 
 
-def test_a_terminal_is_not_told_what_to_do_by_files(tmp_path, capsys):
+def test_files_cannot_control_the_terminal(tmp_path, capsys):
     run = small_run(tmp_path / "a\x1b[31m\u202e\nrun")
     names = [text.replace("\n", " ").replace("\r", " ") for text in ESCAPES]
     (run / "metrics.csv").write_text(

@@ -28,7 +28,7 @@ class Scheduled(Small):
 
 
 def resume(path: Path, folder: Path) -> str | None:
-    """What resuming raises that it must not; ``None``: it refused; ``""``: it resumed."""
+    """Resume and return the forbidden error; ``None``: it refused; ``""``: it resumed."""
     callbacks = [EarlyStopping("norm", strict=False), ModelCheckpoint(folder)]
     trainer = trainer_of("single", folder, 3, callbacks=callbacks, limit_val_batches=0)
     try:
