@@ -145,7 +145,7 @@ def end_of_fit(strategy: str, options: dict[str, Any], of: str, hook: str, folde
     trainer = make_trainer(
         strategy,
         options,
-        max_epochs=2,
+        max_epochs=1,
         num_sanity_val_steps=1,
         gradient_clip_val=1.0,
         enable_checkpointing=True,
@@ -174,7 +174,7 @@ def hooks_of_a_fit(folder: str) -> dict[str, set[str]]:
                 _hear(target, name, called[of])
     trainer = make_trainer(
         "ddp",
-        max_epochs=2,
+        max_epochs=1,
         num_sanity_val_steps=1,
         gradient_clip_val=1.0,
         enable_checkpointing=True,

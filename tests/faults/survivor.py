@@ -36,7 +36,7 @@ class Net(pl.LightningModule):
 
     Args:
         width: of the blocks.
-        sleep: seconds that a step takes at least, eight times as many while ranks are missing.
+        sleep: seconds that a step takes at least while ranks are missing, so that replacements find the run alive.
         full: number of ranks when none is missing.
     """
 
@@ -54,9 +54,8 @@ class Net(pl.LightningModule):
         return self.last(x)
 
     def on_before_optimizer_step(self, optimizer):
-        # A replacement shall find the run still going, however slowly it starts.
-        alone = self.trainer.world_size < self.hparams.full
-        time.sleep(self.hparams.sleep * (8 if alone else 1))
+        if self.trainer.world_size < self.hparams.full:
+            time.sleep(self.hparams.sleep)
 
     def training_step(self, batch, batch_idx):
         self.note(batch["index"].tolist())

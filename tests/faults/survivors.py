@@ -11,16 +11,17 @@ from typing import Any
 from trainwright.command.run import run
 from trainwright.command.schema.compose import compose
 
-RECIPE = """# @package _global_
+STEPS = 30
+RECIPE = f"""# @package _global_
 name: survivor
 max_epochs: null
-max_steps: 60
+max_steps: {STEPS}
 micro_batch_size: 2
 global_batch_size: 12
 seed: 3
-module: {_target_: tests.faults.survivor.Net, width: 8, sleep: 0.0, full: 0}
-data: {_target_: tests.faults.survivor.Data, batch_size: "${micro_batch_size}"}
-trainer: {log_every_n_steps: 5}
+module: {{_target_: tests.faults.survivor.Net, width: 8, sleep: 0.0, full: 0}}
+data: {{_target_: tests.faults.survivor.Data, batch_size: "${{micro_batch_size}}"}}
+trainer: {{log_every_n_steps: 5}}
 """
 
 

@@ -49,11 +49,24 @@ WHEN: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Net]:
+    """The recording module of an undisturbed run with these options of the Trainer."""
+    known: dict[str, Net] = {}
+
+    def run(**options: Any) -> Net:
+        if str(options) not in known:
+            known[str(options)], ended = watched(tmp_path_factory.mktemp("whole"), [], None, 5, **options)
+            assert ended is None
+        return known[str(options)]
+
+    return run
+
+
 @pytest.mark.parametrize("when", WHEN)
-def test_a_preempted_run_resumes_exactly(tmp_path: Path, when: str) -> None:
+def test_a_preempted_run_resumes_exactly(tmp_path: Path, undisturbed: Callable[..., Net], when: str) -> None:
     hook, call, options = WHEN[when]
-    whole, ended = watched(tmp_path / "whole", [], None, 5, **options)
-    assert ended is None
+    whole = undisturbed(**options)
     first, ended = watched(tmp_path / "told", [Told(hook, call)], None, 5, **options)
     assert ended is not None
     assert (ended.code, ended.saved) == (143, True)
