@@ -22,7 +22,7 @@ MODULE = "decoder-adamw"
 
 
 class Parameters(pl.Callback):
-    """Holds the whole parameters of the end."""
+    """Records the whole parameters at the end."""
 
     def __init__(self) -> None:
         self.whole: dict[str, Any] = {}
@@ -31,21 +31,21 @@ class Parameters(pl.Callback):
         self.whole = {name: value.clone() for name, value in trainer.strategy.whole_parameters()}
 
 
-class Told(pl.Callback):
-    """One rank gets a signal at the n-th call of a hook.
+class SendSignal(pl.Callback):
+    """Sends a signal to one rank at the n-th call of a hook.
 
     Args:
         hook: name of the hook.
         call: which of its calls, counted from 1.
-        rank: who gets the signal.
+        rank: receiver.
         number: of the signal.
     """
 
     def __init__(self, hook: str, call: int = 1, rank: int = 0, number: int = signal.SIGTERM) -> None:
         self.left, self.rank, self.number = call, rank, number
-        setattr(self, hook, self.tell)
+        setattr(self, hook, self.send)
 
-    def tell(self, trainer: pl.Trainer, *_: Any) -> None:
+    def send(self, trainer: pl.Trainer, *_: Any) -> None:
         self.left -= 1
         if self.left == 0 and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.number)
@@ -70,7 +70,7 @@ def watched(folder: Path, callbacks: list[Any], resume: str | None, seed: int, *
 
 
 def parameters_of(
-    strategy: str, options: dict[str, Any], folder: Path, told: tuple[Any, ...] | None, resume: str | None
+    strategy: str, options: dict[str, Any], folder: Path, signal_at: tuple[Any, ...] | None, resume: str | None
 ) -> dict[str, Any]:
     """Run on the ranks of the pool; return how it ended, with the whole parameters if it was not preempted."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool's own would run as well
@@ -86,7 +86,7 @@ def parameters_of(
             parameters,
             RunStateCheckpoint(str(folder), every=None),
             Preemption(check_seconds=1e-6),  # so that the ranks agree after each micro-batch
-            *([] if told is None else [Told(*told)]),
+            *([] if signal_at is None else [SendSignal(*signal_at)]),
         ],
         enable_checkpointing=True,
     )
@@ -132,7 +132,7 @@ def evaluate(verb: str, folder: Path) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     hook = {"sanity check": "validation", "validate": "validation"}.get(verb, verb)
     callbacks = [
-        Told(f"on_{hook}_batch_end", 3, rank=world_size() - 1),
+        SendSignal(f"on_{hook}_batch_end", 3, rank=world_size() - 1),
         Preemption(check_seconds=1e-6),
         RunStateCheckpoint(str(folder)),
     ]
@@ -151,8 +151,8 @@ def evaluate(verb: str, folder: Path) -> dict[str, Any]:
     return {"code": code, "batches": module.batches}
 
 
-class Late(pl.Callback):
-    """Lets the first rank be slow, and holds the samples that this rank trains on."""
+class SlowFirstRank(pl.Callback):
+    """Slows the first rank down and records the samples of this rank."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -177,15 +177,21 @@ class Weight(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def alone(options: dict[str, Any], folder: Path, told: tuple[Any, ...] | None, resume: str | None) -> dict[str, Any]:
-    """Workers of parameter servers that step by themselves through one epoch of 40 steps each."""
+def train_asynchronously(
+    options: dict[str, Any], folder: Path, signal_at: tuple[Any, ...] | None, resume: str | None
+) -> dict[str, Any]:
+    """Train asynchronous workers of parameter servers for one epoch of 40 steps each."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    late = Late()
+    recorder = SlowFirstRank()
     trainer = make_trainer(
         "parameter_server",
         options,
         max_epochs=1,
-        callbacks=[late, RunStateCheckpoint(str(folder), every=None), *([] if told is None else [Told(*told)])],
+        callbacks=[
+            recorder,
+            RunStateCheckpoint(str(folder), every=None),
+            *([] if signal_at is None else [SendSignal(*signal_at)]),
+        ],
         enable_checkpointing=True,
     )
     module, ended = Weight(), None
@@ -199,5 +205,5 @@ def alone(options: dict[str, Any], folder: Path, told: tuple[Any, ...] | None, r
         "code": None if ended is None else ended.code,
         "reason": None if ended is None else ended.told.reason,
         "checkpoint": None if ended is None else ended.checkpoint,
-        "read": late.read,
+        "read": recorder.read,
     }

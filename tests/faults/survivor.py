@@ -69,20 +69,18 @@ class Net(pl.LightningModule):
     def note_common(self, outer):
         """One line per micro-batch: generation, step, rank, digests of what is common, and of its own."""
         found = [digest(tensors) for tensors in (outer.common(), outer.momentum(), dict(self.named_parameters()))]
-        path = Path(self.trainer.default_root_dir, "common", f"{os.getpid()}.jsonl")
-        path.parent.mkdir(exist_ok=True)
-        generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        with path.open("a") as file:
-            file.write(json.dumps([generation, self.trainer.global_step, self.trainer.global_rank, *found]) + "\n")
+        self._append("common", self.trainer.global_rank, *found)
 
     def note(self, samples):
         """One line per micro-batch: generation, step, data rank, samples."""
-        path = Path(self.trainer.default_root_dir, "read", f"{os.getpid()}.jsonl")
+        self._append("read", self.trainer.strategy.ranks.data_rank, samples)
+
+    def _append(self, kind, *values):
+        path = Path(self.trainer.default_root_dir, kind, f"{os.getpid()}.jsonl")
         path.parent.mkdir(exist_ok=True)
         generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        line = [generation, self.trainer.global_step, self.trainer.strategy.ranks.data_rank, samples]
         with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps([generation, self.trainer.global_step, *values]) + "\n")
 
     def on_train_end(self):
         whole = {name: value.double().flatten().tolist() for name, value in self.trainer.strategy.whole_parameters()}

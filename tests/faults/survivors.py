@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,17 @@ class Survived:
         assert len(steps) == len(set(steps)), f"logged twice: {sorted(s for s in set(steps) if steps.count(s) > 1)}"
         return dict(rows)
 
+    def _lines(self, kind: str) -> Iterator[tuple[str, list[Any]]]:
+        for path in sorted((self.run_dir / kind).glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                yield path.name, json.loads(line)
+
     @property
     def read(self) -> dict[int, list[int]]:
         """Samples that each optimizer step was made of, sorted: those of the last generation that made it."""
         found: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for path in sorted((self.run_dir / "read").glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                generation, step, data_rank, samples = json.loads(line)
-                found[step, generation, data_rank][path.name] += samples
+        for process, (generation, step, data_rank, samples) in self._lines("read"):
+            found[step, generation, data_rank][process] += samples
         last = {step: max(generation for at, generation, _ in found if at == step) for step, _, _ in found}
         read: dict[int, list[int]] = defaultdict(list)
         for (step, generation, _), by_process in found.items():
@@ -80,10 +84,8 @@ class Survived:
         Digests of the common parameters, of the outer momentum, and of the rank's own parameters.
         """
         found: dict[tuple[int, int], dict[int, tuple[str, str, str]]] = defaultdict(dict)
-        for path in sorted((self.run_dir / "common").glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                generation, step, rank, common, momentum, own = json.loads(line)
-                found[generation, step].setdefault(rank, (common, momentum, own))
+        for _, (generation, step, rank, common, momentum, own) in self._lines("common"):
+            found[generation, step].setdefault(rank, (common, momentum, own))
         return {key: [of for _, of in sorted(ranks.items())] for key, ranks in sorted(found.items())}
 
     def ends(self) -> list[dict[str, Any]]:

@@ -279,9 +279,9 @@ def resume(folder: Path) -> int:
     return step
 
 
-def check_training(folder: Path, ended: Ended, *, goes_on: bool) -> None:
+def check_training(folder: Path, ended: Ended, *, continues: bool) -> None:
     where = f"{ended.failed}:\n{ended.said}"
-    assert ended.code == 0 or (ended.code == REFUSED and not goes_on), where
+    assert ended.code == 0 or (ended.code == REFUSED and not continues), where
     assert "Traceback" not in ended.said, where
     assert "Exception ignored" not in ended.said, where
     told = re.findall("^trainwright: .*\n(?:.+\n)*", ended.said, re.MULTILINE)
@@ -311,7 +311,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, met: Met, options: dict[str, Any]) -> None:
     system_calls.import_for(partial(train, tmp_path / "imports", options))
     call, last = 0 if ALL else 11 * OPTIONS.index(options), False
-    goes_on = options.get("on_error") == "warn"
+    continues = options.get("on_error") == "warn"
     while not last:
         for number, lasting in ways(call):
             folder = tmp_path / f"{call}-{number}-{lasting}" / "checkpoints"
@@ -319,10 +319,10 @@ def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, met: M
             ended = system_calls.run(partial(train, folder, options), folder, errors)
             last = not ended.failed or is_of_step(3, ended.failed[0])
             met.add(ended)
-            check_training(folder, ended, goes_on=goes_on)
+            check_training(folder, ended, continues=continues)
         call += 1 if ALL else 43
     assert met.num(0) > 1
-    assert bool(met.num(REFUSED)) != goes_on
+    assert bool(met.num(REFUSED)) != continues
 
 
 # ---- the files of a run ----------------------------------------------------------------------------------------------

@@ -18,12 +18,9 @@ LAYOUTS = {
     "shard": (*HYBRID, "strategy.shard=2", "micro_batch_size=1"),
     "pipeline": (*HYBRID, "strategy.pipeline=2"),
 }
+# The ranks of these runs are forked from the server of the suite too.
+pytestmark = pytest.mark.usefixtures("ranks")
 RESILIENT = ("launch=resilient", "launch.recovery=replicas", "launch.backoff_seconds=0", "module.sleep=0.5")
-
-
-@pytest.fixture(autouse=True)
-def _server(ranks: object) -> None:
-    """Fork the ranks of these runs from the server of the suite."""
 
 
 @pytest.fixture(scope="module")
