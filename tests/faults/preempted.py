@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,26 @@ class SendSignal(pl.Callback):
             os.kill(os.getpid(), self.number)
 
 
+def preemption_of(train: Callable[[], Any]) -> Preempted | None:
+    """Return the preemption that ended a run, if one did."""
+    try:
+        train()
+    except Preempted as ended:
+        return ended
+    return None
+
+
+def facts_of(ended: Preempted | None) -> dict[str, Any]:
+    """Return what a rank reports of a preemption; values are ``None`` without one."""
+    if ended is None:
+        return dict.fromkeys(("code", "reason", "checkpoint"))
+    return {"code": ended.code, "reason": ended.told.reason, "checkpoint": ended.checkpoint}
+
+
 def watched(folder: Path, callbacks: list[Any], resume: str | None, seed: int, **options: Any) -> tuple[Net, Any]:
     """Run one process with a recording module; return the module and its `Preempted` or `None`."""
     torch.manual_seed(seed)
-    module, ended = Net("plateau epoch val"), None
+    module = Net("plateau epoch val")
     trainer = make_trainer(
         "single",
         callbacks=[*callbacks, RunStateCheckpoint(str(folder), every=None, save_at_end=True)],
@@ -62,11 +79,8 @@ def watched(folder: Path, callbacks: list[Any], resume: str | None, seed: int, *
         **{"max_steps": 15, "max_epochs": -1, "data_seed": 3, **options},
     )
     train = DataLoader(Points(SAMPLES, 0), batch_size=BATCH, shuffle=True)
-    try:
-        trainer.fit(module, train, DataLoader(Points(12, 1), batch_size=4), ckpt_path=resume)
-    except Preempted as preempted:
-        ended = preempted
-    return module, ended
+    val = DataLoader(Points(12, 1), batch_size=4)
+    return module, preemption_of(lambda: trainer.fit(module, train, val, ckpt_path=resume))
 
 
 def parameters_of(
@@ -91,17 +105,9 @@ def parameters_of(
         enable_checkpointing=True,
     )
     data_ranks = trainer.strategy.layout.resolve(world_size()).data_ranks if options else world_size()
-    module, ended = make_module(MODULE), None
-    try:
-        trainer.fit(module, DataLoader(Tokens(), batch_size=12 // data_ranks), ckpt_path=resume)
-    except Preempted as preempted:
-        ended = preempted
-    return {
-        "step": trainer.global_step,
-        "code": None if ended is None else ended.code,
-        "checkpoint": None if ended is None else ended.checkpoint,
-        "parameters": parameters.whole,
-    }
+    module, data = make_module(MODULE), DataLoader(Tokens(), batch_size=12 // data_ranks)
+    ended = preemption_of(lambda: trainer.fit(module, data, ckpt_path=resume))
+    return {"step": trainer.global_step, **facts_of(ended), "parameters": parameters.whole}
 
 
 def trainer_of(callbacks: list[Any], **options: Any) -> tuple[Any, Net]:
@@ -140,15 +146,10 @@ def evaluate(verb: str, folder: Path) -> dict[str, Any]:
     trainer = make_trainer(
         "single" if world_size() == 1 else "ddp", callbacks=callbacks, enable_checkpointing=True, max_steps=3, **options
     )
-    module, data, code = Evaluated(), DataLoader(Points(24, 1), batch_size=1), None
-    try:
-        if verb == "sanity check":
-            trainer.fit(module, data, data)
-        else:
-            getattr(trainer, verb)(module, data)
-    except Preempted as ended:
-        code = ended.code
-    return {"code": code, "batches": module.batches}
+    module, data = Evaluated(), DataLoader(Points(24, 1), batch_size=1)
+    given = (module, data, data) if verb == "sanity check" else (module, data)
+    ended = preemption_of(lambda: getattr(trainer, "fit" if verb == "sanity check" else verb)(*given))
+    return {**facts_of(ended), "batches": module.batches}
 
 
 class SlowFirstRank(pl.Callback):
@@ -194,16 +195,6 @@ def train_asynchronously(
         ],
         enable_checkpointing=True,
     )
-    module, ended = Weight(), None
-    data = TensorDataset(torch.arange(80.0 * world_size()))
-    try:
-        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)
-    except Preempted as preempted:
-        ended = preempted
-    return {
-        "step": trainer.global_step,
-        "code": None if ended is None else ended.code,
-        "reason": None if ended is None else ended.told.reason,
-        "checkpoint": None if ended is None else ended.checkpoint,
-        "read": recorder.read,
-    }
+    data = DataLoader(TensorDataset(torch.arange(80.0 * world_size())), batch_size=2)
+    ended = preemption_of(lambda: trainer.fit(Weight(), data, ckpt_path=resume))
+    return {"step": trainer.global_step, **facts_of(ended), "read": recorder.read}
