@@ -43,7 +43,9 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 train: install  ## Train the gpt recipe on two processes with DDP
 	$(BIN)/trainwright fit recipe=gpt strategy=ddp devices=2
 
-test: install lint types docs check  ## Run the linters, the type checker, the documentation and the whole test suite
+# The type checker and the site use the cores that tests leave idle.
+test: install lint  ## Run the linters, the type checker, the documentation and the whole test suite
+	$(MAKE) --no-print-directory --jobs=2 check types docs
 
 lint: install  ## Check style and formatting
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Sides measured in turns, so that a busy moment of the machine does not fall on one of them alone."""
+"""Sides measured in turns, so that a busy moment of the machine does not affect only one of them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Samples per second and seconds to a target loss where ranks are late: in step, nearly so, alone, and now and then.
+"""Samples per second and seconds to a target loss with stragglers: synchronous, bounded staleness, async, local steps.
 
 The ``digits`` recipe, the same number of epochs for each side: DDP, parameter servers under every consistency (and
 ``async`` with leased samples), local SGD and DiLoCo. What a device takes for a step is a sleep, so that ranks do not
-compete for the cores of this machine. That holds while what they compute beside it is short: on a machine that does
-something else, all of them wait for its cores, being late no longer matters, and every ratio comes near 1. So told is,
-too, what part of the time rank 0 wanted a core and had none; figures with more than a tenth of it say nothing about the
-sides. Ranks are late in three ways:
+compete for the cores of this machine. That only holds on an idle machine: on a busy one all ranks wait for cores,
+stragglers no longer matter and every ratio approaches 1. The fraction of time in which rank 0 was runnable without a
+core is therefore reported too; above 10 % the figures say nothing about the sides. Three straggler patterns:
 
 ========  ==============================================================================================
 none      all ranks take the same time
@@ -13,8 +12,8 @@ stalls    each step of each rank takes 120 ms longer with a chance of 10 %, seed
 slow      the last rank takes four times as long, always
 ========  ==============================================================================================
 
-Rank 0 puts aside its parameters every ``--sync-every`` steps, with the time; their loss on the test images is computed
-after the training. These are steps after which local SGD and DiLoCo hold the same on all ranks; of asynchronous
+Rank 0 records its parameters and the time every ``--sync-every`` steps; their loss on the test images is computed
+after training. These are steps after which local SGD and DiLoCo hold the same on all ranks; of asynchronous
 workers it is what rank 0 has pulled. Workers that step alone make one update for each of their batches, so ``ssp`` and
 ``async`` train with the learning rate divided by the number of ranks; all others with ``--lr``. None was tuned.
 """
@@ -74,7 +73,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained.
+    """Workload.
 
     Args:
         epochs: over 1,257 images.
@@ -97,7 +96,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Taken:
-    """What one training took.
+    """Result of one training.
 
     Args:
         samples_per_second: of all ranks, from the first step to when all have ended.
@@ -222,7 +221,7 @@ def train(work: Work, side: Side, delay: str, seed: int, max_steps: int = -1) ->
         if loss_of(module, images, classes) <= work.target:
             reached = seconds
             break
-    dist.barrier()  # nobody begins the next training meanwhile
+    dist.barrier()  # no rank starts the next training meanwhile
     return Taken(int(samples) / took, reached, final, watch.waited)
 
 

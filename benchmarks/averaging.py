@@ -1,6 +1,6 @@
 """Ways to average gradients over the slow link between two nodes: seconds of an average, and of a step under DDP.
 
-Two network namespaces stand for two nodes of several ranks each (CPU, gloo): within one, ranks talk over loopback;
+Two network namespaces act as two nodes of several ranks each (CPU, gloo): within one, ranks talk over loopback;
 between the two lies a cable of ``--link`` (``unshare``, ``nsenter``, ``ip`` and ``tc`` of Linux), which the ranks of a
 node share. Sides in turns. ``ratio`` is how much longer all_reduce takes; ``predicted`` is what follows from the bytes
 that cross the border of a node, and nothing else: with m nodes of k ranks, of S bytes of gradients,

@@ -1,4 +1,4 @@
-"""Steps of a wide model under DDP, timed; apart from the averages alone, which need no Lightning."""
+"""Steps of a wide model under DDP, timed; a module of its own because the averages need no Lightning."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One rank that takes four times as long for a sample: equal shares of the global batch against ``balance=auto``.
+"""One straggler that takes four times as long per sample: equal shares of the global batch against ``balance=auto``.
 
 Data parallel training of a small network on the CPU. What a device takes for a sample is a sleep (all ranks sleep, the
 slow one longer), so that ranks do not compete for the cores of this machine. Both sides train the same steps in turns;
-told are samples per second after the steps in which shares are found, and by how much losses differ.
+reported are samples per second after the steps in which shares are tuned, and the difference of the losses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIDES = ("equal shares", "balance=auto")
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained.
+    """Workload.
 
     Args:
         strategy: by name.
@@ -57,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Taken:
-    """What one training took.
+    """Result of one training.
 
     Args:
         samples_per_second: after the steps that are left out.
@@ -71,7 +71,7 @@ class Taken:
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """``samples`` random points float32 ``(32,)`` of ten classes, which a plane tells apart."""
+    """``samples`` random points float32 ``(32,)`` of ten linearly separable classes."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(0)

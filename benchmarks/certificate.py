@@ -1,4 +1,4 @@
-"""What the certificate at the start of a run costs: seconds beside optimizer steps, and the most memory of a rank.
+"""Cost of the certificate at the start of a run: seconds relative to optimizer steps, and peak memory of a rank.
 
 Each layout trains once. The certificate comes before the first step; the steps behind the first are timed in the same
 processes. Memory is the most that a rank has resident, above what it had when training began: until the first step is

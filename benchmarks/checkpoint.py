@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, how fast it is written and read, and what memory that takes.
+"""Time that training is blocked by a checkpoint, speed of writing and reading it, and peak memory.
 
 Data parallel training on the CPU; the model's weights and AdamW's two moments have the given size together. Four sides
 save in turns, in the same processes: `RunStateCheckpoint`, the same with `asynchronous=True`, Lightning's
@@ -46,7 +46,7 @@ _PAUSE_STEPS = 2  # between saves
 
 @dataclass
 class Save:
-    """What one save took.
+    """Cost of one save.
 
     Args:
         blocked: seconds that training stood still on the slowest rank.

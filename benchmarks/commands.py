@@ -12,7 +12,7 @@ from typing import IO
 _ROOT = Path(__file__).parents[1]
 # Seconds after which a command that has not ended is taken to hang.
 PATIENCE = 300
-# Seconds that a command has to end when it is told to.
+# Seconds that a command has to end after SIGTERM.
 _GRACE = 30
 
 

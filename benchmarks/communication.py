@@ -1,9 +1,9 @@
-"""Bytes that a rank sends in a training step along each axis of a layout, beside the least that the method needs.
+"""Bytes that a rank sends per training step along each axis of a layout, against the minimum of the method.
 
-``CommunicationMeter`` counts it: for each collective what the best algorithm sends, mean over the ranks, fp32. Beside
-it stand what this backend sends for the same (gloo reduces whole tensors where it could scatter them), and what the
-kernel has seen of it. P = bytes of the parameters, A = bytes of a hidden state (samples x positions x width), L =
-blocks, n = ranks of the axis, and s = (n - 1) / n:
+``CommunicationMeter`` counts, for each collective, the bytes of the best algorithm (mean over the ranks, fp32). Also
+shown are the bytes of this backend (gloo all-reduces whole tensors where it could scatter them) and of the kernel.
+P = bytes of the parameters, A = bytes of a hidden state (samples x positions x width), L = blocks, n = ranks of the
+axis, and s = (n - 1) / n:
 
 ==================  ==================================================================================================
 ddp                 2 s P: one all-reduce
@@ -62,7 +62,7 @@ _OBSERVED_STEP = 3
 
 
 class Work(NamedTuple):
-    """What is trained, in bytes."""
+    """Sizes of the workload, in bytes."""
 
     matrices: float
     """Parameters that the tensor axis splits."""
@@ -188,7 +188,7 @@ def module_of(axis: Axis, config: GPTConfig) -> GPTModule:
 
 
 def work_of(module: GPTModule, samples: int, ranks: int, precision: str = "32") -> Work:
-    """What the formulas need to know; ``samples`` are those of one data rank."""
+    """Return the inputs of the formulas; ``samples`` are those of one data rank."""
     config = module.config
     named = dict(module.named_parameters())
     experts = {name for name in named if ".experts." in name}

@@ -1,11 +1,11 @@
-"""Gradients averaged with fewer bytes: what is sent, what is learned, and how long a step takes on a slow link.
+"""Gradient compression: bytes sent, loss, and seconds per step on a slow link.
 
 The byte-level GPT of ``recipe=gpt`` (nano) on the CPU, data parallel, fp32. Every compressor and plain DDP train the
-same samples from the same weights, for several seeds; told are the bytes that a rank sends in the last step, by the
+same samples from the same weights, for several seeds; reported are the bytes that a rank sends in the last step, by the
 formula and by the kernel's counters, and the loss on held-out text beside that of DDP. ``fewer`` is of a step after the
 warm-up, ``fewer_in_all`` of the whole run, in whose warm-up gradients are sent as they are.
 
-With ``--link`` no losses are told; instead steps are timed on a loopback device of that rate, in a network namespace
+With ``--link`` steps are timed instead of losses reported, on a loopback device of that rate, in a network namespace
 of its own that is gone with the process (``unshare``, ``ip`` and ``tc`` of Linux): sides in turns, seconds of a step
 beside those of DDP.
 """

@@ -30,7 +30,7 @@ from benchmarks.report import Goal, finish, table_of
 from trainwright import compose
 
 KINDS = ("lora", "full")
-MOST_APART = 1e-5  # of losses of a step, relative
+TOLERANCE = 1e-5  # of losses of a step, relative
 _NEEDED = ("accelerate", "peft", "tokenizers", "transformers")
 _SCRIPTS = {"transformers + peft": "transformers_trainer.py", "Accelerate + peft": "accelerate_loop.py"}
 _END = "<|endoftext|>"
@@ -38,7 +38,7 @@ _DOCS = Path(__file__).parents[1] / "docs"
 
 
 def overrides(folder: Path, kind: str, task: Task, seq_len: int) -> list[str]:
-    """What is typed behind ``trainwright fit recipe=finetune`` for the same work as that of the peers."""
+    """Return the overrides of ``trainwright fit recipe=finetune`` that give the peers' workload."""
     return [
         f"adapter={'lora' if kind == 'lora' else 'none'}",
         f"module.pretrained={folder / 'base'}",
@@ -130,15 +130,15 @@ def check_losses(kind: str, found: Mapping[str, Measured], steps: int) -> float:
             raise SystemExit(f"{kind}: {name}: {measured.error or f'{len(measured.losses)} losses of {steps} steps'}")
     at = torch.tensor([measured.losses for measured in found.values()], dtype=torch.float64)
     least, most = at.amin(0), at.amax(0)  # NaN if any is
-    apart = (most - least) / least.abs()
-    if not bool((apart <= MOST_APART).all()):
-        step = (~(apart <= MOST_APART)).int().argmax().item()
+    difference = (most - least) / least.abs()
+    if not bool((difference <= TOLERANCE).all()):
+        step = (~(difference <= TOLERANCE)).int().argmax().item()
         losses = dict(zip(found, at[:, int(step)].tolist(), strict=True))
         raise SystemExit(
-            f"{kind}, step {step}: losses {losses} (allowed: {MOST_APART} apart, relative). The sides did different "
+            f"{kind}, step {step}: losses {losses} (allowed: {TOLERANCE} apart, relative). The sides did different "
             "work, so no figure is printed."
         )
-    return float(apart.max())
+    return float(difference.max())
 
 
 def rows_of(kind: str, found: Mapping[str, Measured], tokens: int) -> list[dict[str, Any]]:
@@ -169,19 +169,19 @@ def rows_of(kind: str, found: Mapping[str, Measured], tokens: int) -> list[dict[
     ]
 
 
-def goals_of(kind: str, rows: Sequence[Mapping[str, Any]], apart: float) -> list[Goal]:
+def goals_of(kind: str, rows: Sequence[Mapping[str, Any]], difference: float) -> list[Goal]:
     """At least as fast as the fastest peer, at most the memory of the smallest, equal losses."""
     ours = next(row for row in rows if row["side"] == OURS)
     least = min(row["peak_mib"] for row in rows if row["side"] != OURS)
     return [
         Goal(f"tokens per second to those of the fastest peer, {kind}", ours["ratio"], 1.0, at_least=True),
         Goal(f"peak memory to that of the smallest peer, {kind}", ours["peak_mib"] / least, 1.0),
-        Goal(f"difference of losses, {kind}", apart, MOST_APART),
+        Goal(f"difference of losses, {kind}", difference, TOLERANCE),
     ]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """What was typed."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune", description=__doc__.split("\n\n")[0])
     add = partial(parser.add_argument, type=int)
     add("--devices", default=1, help="processes, data-parallel (default: %(default)s)")
@@ -222,10 +222,10 @@ def main(argv: list[str] | None = None) -> None:
         for kind in options.kinds:
             place = Place(kind, options.devices, default_cache(), folder, task)
             found = measure_layout(sides_of(folder, options.seq_len), place, threads)
-            apart = check_losses(kind, found, task.total)
+            difference = check_losses(kind, found, task.total)
             ran = rows_of(kind, found, options.batch * options.seq_len)
             rows += ran
-            goals += goals_of(kind, ran, apart)
+            goals += goals_of(kind, ran, difference)
     size = f"{options.layers} x {options.width}, {options.batch} rows of {options.seq_len} a step"
     title = f"Llama {size}, fp32; {options.devices} process(es), medians of {options.pieces} x {options.steps} steps"
     finish("finetune", [table_of(title, rows)], goals, {"options": vars(options), "rows": rows})

@@ -49,7 +49,7 @@ data: {_target_: benchmarks.soaked.Data, batch_size: "${micro_batch_size}"}
 callbacks: {clock: {_target_: benchmarks.soaked.Clock}}
 """
 _BARE = ("launch.max_restarts=0", "launch.hang_timeout=null", "checkpoint=none")
-# As somebody has it who wants everything.
+# Every protection at once.
 _DEFAULTS = ("launch=resilient", "guard=rollback", "checkpoint=last")
 # For a run whose failures come every 25 seconds, and NaN every 150.
 _PROTECTED = (
@@ -112,7 +112,7 @@ def plan(seed: int, steps: int, per_second: float) -> list[Planned]:
 
 
 class Timeline:
-    """What the clocks of a run's processes wrote.
+    """Records of the clocks of a run's processes.
 
     Args:
         run_dir: of the run.
@@ -130,7 +130,7 @@ class Timeline:
             self._take([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
     def _take(self, lines: list[tuple[float, float, list[int], int, int, list[int], bool]]) -> None:
-        """What one process wrote, in the order of time."""
+        """Read the records of one process, in order of time."""
         before = -1
         if lines:
             self.cpu_seconds += lines[-1][1] - lines[0][1]
@@ -300,7 +300,7 @@ def protection(bench: Bench, rounds: int, steps: int = 200) -> dict[str, list[tu
 
 
 def rows_of_parts(taken: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """What each part adds to a step, and all up to it by a step without any; medians over the rounds."""
+    """Return the cost that each part adds to a step and the cumulated cost; medians over the rounds."""
     rows, before = [], taken["none"]
     for name, own in taken.items():
         rows.append(

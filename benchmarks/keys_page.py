@@ -29,7 +29,7 @@ _HEAD = """# All keys
 
 Every key that a run can be given, with its default and what it means: made from the typed configuration
 (`launch/schema.py`) and the files of `conf/` by `python -m benchmarks.keys_page docs/keys.md`, and held
-equal to them by a test. How keys, groups and recipes go together is told in [configuration.md](configuration.md).
+equal to them by a test. How keys, groups and recipes go together is explained in [configuration.md](configuration.md).
 `trainwright fit --help` says the same of your installation, your own `--config-dir` included.
 """
 _TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", Any: "any"}
@@ -102,7 +102,7 @@ def _has_keys(schema: type) -> bool:
 
 
 def _title(schema: type) -> str:
-    """What a type is the configuration of: the words that choose it, or its docstring."""
+    """Return the overrides that select a configuration type, or its docstring."""
     words = re.match(r"`([^`]*)`", _first_line(schema))
     return f"`{words[1]}`" if words else _first_line(schema).rstrip(".")
 
@@ -158,7 +158,7 @@ def _yaml_text(group: str, choice: str) -> str:
 
 
 def _sets(group: str, choice: str) -> str:
-    """What a choice says itself: plain values whole, of the rest the names."""
+    """Return the keys that a choice sets: plain values in full, others by name."""
     if group in _OF_RECIPES:
         return ""
     tree = yaml.safe_load(_yaml_text(group, choice)) or {}

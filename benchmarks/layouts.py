@@ -5,7 +5,7 @@ Two of the layouts have a peer written by hand in plain torch (``benchmarks/peer
 turns, as in :mod:`benchmarks.throughput`. A step has the same number of windows of text under every layout.
 
 First the devices are measured as ``trainwright profile`` does. Seconds of a step are predicted for them, and the order
-of layouts that are clearly apart is held against the measured one.
+of layouts whose steps differ clearly is compared with the measured one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainwright.tools.doctor.profile import profile_of
 LEAST_RATIO = 0.95
 RANKS = 4
 # Part by which the slower of two layouts must take longer than the faster one for their order to count.
-APART = 0.5
+MARGIN = 0.5
 LEAST_AGREEMENT = 0.9
 
 
@@ -143,7 +143,7 @@ def written_bytes() -> int:
 
 
 def configure(case: LayoutCase, options: argparse.Namespace, plan: Plan, run_dir: str) -> DictConfig:
-    """What ``trainwright fit recipe=gpt`` is given, checked and written to ``run_dir``."""
+    """Compose and check the configuration of ``trainwright fit recipe=gpt`` and write it to ``run_dir``."""
     overrides = [
         "strategy=hybrid",
         *[f"strategy.{axis}={size}" for axis, size in {"shard": 1, **case.axes}.items()],
@@ -219,19 +219,19 @@ class _Nobody(SimpleNamespace):
         """Nothing."""
 
 
-def pairs_apart(rows: Sequence[Mapping[str, Any]], apart: float = APART) -> list[tuple[str, str, bool]]:
-    """Pairs of layouts whose measured steps differ clearly: the faster, the slower, and whether that was predicted.
+def distinct_pairs(rows: Sequence[Mapping[str, Any]], margin: float = MARGIN) -> list[tuple[str, str, bool]]:
+    """Return pairs of layouts whose measured steps differ clearly: faster, slower, and whether that was predicted.
 
     Args:
         rows: with ``side``, ``best_s`` and ``predicted_s``, seconds of a step; those without a prediction do not count.
-        apart: part by which the slower must take longer.
+        margin: part by which the slower must take longer.
     """
     known = [row for row in rows if row.get("predicted_s") is not None]
     return [
         (fast["side"], slow["side"], fast["predicted_s"] < slow["predicted_s"])
         for fast in known
         for slow in known
-        if slow["best_s"] > (1 + apart) * fast["best_s"]
+        if slow["best_s"] > (1 + margin) * fast["best_s"]
     ]
 
 
@@ -328,10 +328,10 @@ def main() -> None:
         found[-1]["predicted_s"] = round(predicted_seconds(name, options, profile), 4)
         rows += [{**row, "layout": name} for row in found]
     goals = [Goal(f"ratio of {row['side']}", row["ratio"], LEAST_RATIO, at_least=True) for row in rows if row["ratio"]]
-    pairs = pairs_apart(rows)
+    pairs = distinct_pairs(rows)
     if pairs:
         part = sum(agrees for _, _, agrees in pairs) / len(pairs)
-        name = f"part of the {len(pairs)} pairs over {100 * APART:.0f} % apart that are predicted in their order"
+        name = f"part of the {len(pairs)} pairs over {100 * MARGIN:.0f} % apart that are predicted in order"
         goals.append(Goal(name, part, LEAST_AGREEMENT, at_least=True))
         for fast, slow, agrees in pairs:
             if not agrees:

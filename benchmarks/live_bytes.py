@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensors that are alive, whoever made them."""
+"""Byte count of all live tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def _remember(self, tensor: Tensor) -> bool:
-        """Whether a storage was seen for the first time."""
+        """Record a storage and return whether it is new."""
         local = getattr(tensor, "_local_tensor", tensor)
         if local.device.type == "meta":
             return False

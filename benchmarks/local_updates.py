@@ -1,7 +1,7 @@
-"""Replicas brought together now and then: bytes that a rank sends over a run, and what is learned, beside DDP.
+"""Local updates: bytes that a rank sends over a run, and the loss, against DDP.
 
 The byte-level GPT of ``recipe=gpt`` (nano) on the CPU, fp32. Every side trains the same samples from the same weights,
-for several seeds; told are the bytes that a rank sends for an optimizer step, mean over the whole run, by
+for several seeds; reported are the bytes sent per rank per optimizer step, on average over the run, by
 ``CommunicationMeter`` and by the kernel's counters, and the loss on held-out text of the mean over the replicas, beside
 that of DDP.
 """
@@ -140,7 +140,7 @@ def _row(side: str, runs: list[dict[str, Any]], dense: list[dict[str, Any]], ran
 
 
 def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
-    """That the kernel has seen what the meter tells, and how many times fewer bytes are sent."""
+    """Return the goals: the meter agrees with the kernel, and the reduction of bytes sent."""
     goals = []
     for row in rows:
         far = abs(row["kernel"] / row["bytes"] - 1)

@@ -1,11 +1,11 @@
-"""Bytes that one rank holds under DDP and the three stages of ZeRO, beside the formulas of the ZeRO paper.
+"""Bytes held by one rank under DDP and the three stages of ZeRO, against the formulas of the ZeRO paper.
 
 fp32 and AdamW; P = parameters, N = ranks: 16 P for DDP, 8 P + 8 P / N for stage 1, 4 P + 12 P / N for stage 2 and
 16 P / N for stage 3 (arXiv:1910.02054, section 5, with 4 + 4 + 8 bytes per parameter).
 
-Held state is sampled at every phase of a step, and its peak stands beside the formula. What a rank holds only for a
-moment has columns of its own: parameters that stage 3 has gathered, and the peak of all tensors there are, buckets on
-their way and activations included (the batch is tiny, so those are next to nothing).
+Held state is sampled at every phase of a step and its peak compared with the formula. Temporary memory has columns of
+its own: parameters gathered by stage 3, and the peak of all tensors, including buckets in flight and activations
+(negligible, because the batch is tiny).
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from benchmarks.alternate import alternate
 from benchmarks.report import Goal, finish, table_of
 from trainwright.recipes.moe.model import Experts, MoEConfig
 
-MOST_APART = {"float32": 1e-5, "bfloat16": 2e-2}  # of outputs and gradients, relative to their largest
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of outputs and gradients, relative to their largest
 
 
 def looped(experts: Experts, tokens_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:  # noqa: N803
-    """What ``experts`` computes, one expert after the other."""
+    """Compute the output of ``experts`` one expert after the other."""
     out = torch.zeros_like(tokens_ND)
     for expert in index_NK.unique().tolist():
         token, place = (index_NK == expert).nonzero(as_tuple=True)
@@ -52,7 +52,7 @@ def seconds(layer: Any, experts: Experts, given: tuple[Tensor, ...], dtype: torc
 
 
 def measure(dtype: torch.dtype, count: int, options: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    """One row for so many experts, and how far the sides are apart."""
+    """Return the row for a number of experts, and the difference between the sides."""
     torch.manual_seed(0)
     sizes = MoEConfig(experts=count, experts_per_token=2, dim=options.width, hidden=options.hidden)
     experts = Experts(sizes)
@@ -60,7 +60,7 @@ def measure(dtype: torch.dtype, count: int, options: argparse.Namespace) -> tupl
     given = (torch.randn(options.tokens, options.width), logits.indices, logits.values.softmax(-1))
     sides = {"loop": partial(looped, experts), "recipe": experts}
     loop, recipe = (step(layer, experts, given, dtype) for layer in sides.values())
-    apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(loop, recipe, strict=True))
+    difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(loop, recipe, strict=True))
     taken = alternate(
         {name: partial(seconds, layer, experts, given, dtype) for name, layer in sides.items()},
         options.repeats,
@@ -69,7 +69,7 @@ def measure(dtype: torch.dtype, count: int, options: argparse.Namespace) -> tupl
     speed = {name: options.tokens / median(each) for name, each in taken.items()}
     row = {"dtype": str(dtype).removeprefix("torch."), "experts": count}
     row |= {f"{name}_tokens_per_s": round(each) for name, each in speed.items()}
-    return {**row, "ratio": round(speed["recipe"] / speed["loop"], 2)}, apart
+    return {**row, "ratio": round(speed["recipe"] / speed["loop"], 2)}, difference
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -85,9 +85,9 @@ def main(argv: list[str] | None = None) -> None:
     rows, goals = [], []
     for dtype in (torch.float32, torch.bfloat16):
         for count in options.experts:
-            row, apart = measure(dtype, count, options)
-            if not apart <= MOST_APART[row["dtype"]]:
-                raise SystemExit(f"{row['dtype']}, {count} experts: outputs or gradients are {apart:.1e} apart")
+            row, difference = measure(dtype, count, options)
+            if not difference <= TOLERANCE[row["dtype"]]:
+                raise SystemExit(f"{row['dtype']}, {count} experts: outputs or gradients are {difference:.1e} apart")
             rows.append(row)
             goals.append(Goal(f"speed to that of a loop, {row['dtype']}, {count} experts", row["ratio"], 1.0, True))
     title = f"{options.tokens} tokens of width {options.width}, hidden {options.hidden}, two experts each"

@@ -1,4 +1,4 @@
-"""What it costs to watch a step: monitors on against off, in turns.
+"""Cost of monitoring a step: monitors on and off, in turns.
 
 All sides train the same small model on the CPU, one process, with steps of about 50 ms. The monitors are those of
 `conf/monitor/<name>.yaml` without what writes to the terminal, with a run directory and windows of 50 steps, as is the
@@ -11,11 +11,11 @@ are timed from within too (`us_in_hooks`, the mean from the second window on, en
 behind a real step, whose data have pushed theirs out of the caches, is known to some microseconds.
 
 What a run costs once (starting, counting the operations of the first micro-batch, new columns of `metrics.csv`, ending)
-is told beside it, in ms a run: all CPU time of the fit that steps of that length do not explain.
+is reported separately, in ms per run: all CPU time of the fit that steps of that length do not explain.
 
 Memory that a step frees is kept. Else glibc gives it back to the system if it lies at the end of the heap, and has it
 back page by page in the next step: up to a thousand page faults, 2 ms, at every step or at none, by the chance of what
-was allocated last in the first step. That is not the cost of who allocated it.
+was allocated last in the first step. That cost does not belong to the code that allocated it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Stack(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Taken:
-    """What a fit took, seconds of CPU time.
+    """CPU seconds of a fit.
 
     Args:
         step: an ordinary step, neither of the first window nor the last of a window.
@@ -154,7 +154,7 @@ class HookTime:
 
 
 def taken(begin: float, ends: Sequence[float], end: float) -> Taken:
-    """What a fit took.
+    """Split the CPU time of a fit into steps and one-time costs.
 
     Args:
         begin: CPU time at which it was called.

@@ -1,6 +1,6 @@
-"""Microseconds per step that a training loop costs over a bare PyTorch loop.
+"""Overhead of training loops over a bare PyTorch loop, in microseconds per step.
 
-The module is so small that the loop is all there is to see. Four sides take turns: the bare loop (which logs nothing),
+The module is so small that the loop dominates. Four sides take turns: the bare loop (which logs nothing),
 Lightning's Trainer, Lightning Fabric and ``trainwright.Trainer``; first with a module that logs nothing, then with one
 that calls ``self.log`` once a step.
 """

@@ -1,10 +1,10 @@
-"""Seconds of a step with parameter servers on a slow link: pushes and pulls beside computing, or after it.
+"""Seconds of a step with parameter servers on a slow link: pushes and pulls overlapped with computing, or after it.
 
-A network of ``--layers`` square layers of ``--width``, in step, two ranks by default and one server. What a device
+A network of ``--layers`` square layers of ``--width``, synchronous, two ranks by default and one server. What a device
 takes for a layer is a sleep, forward ``--milliseconds`` and backward twice as much, so that ranks do not compete for
-the cores of this machine. Told are seconds of a step on a loopback device of the rate ``--link``, which all ranks share
-(in a network namespace of its own: ``unshare``, ``ip`` and ``tc`` of Linux), sides in turns, and how many times longer
-a step takes than with the overlap. DDP overlaps too, and is there to compare.
+the cores of this machine. Reports seconds of a step on a loopback device of rate ``--link``, shared by all ranks (in
+a network namespace of its own: ``unshare``, ``ip`` and ``tc`` of Linux), sides in turns, and how many times longer a
+step takes than with the overlap. DDP, which overlaps too, is shown for comparison.
 """
 
 from __future__ import annotations

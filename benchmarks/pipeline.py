@@ -1,9 +1,8 @@
-"""How long the ranks of a pipeline idle, under every schedule, beside the formulas.
+"""Idle time of pipeline ranks under every schedule, against the formulas.
 
-Blocks wait instead of computing: so long in forward, so long for the gradient of the input, so long for the gradient
-of the weight, each in its own node of autograd. So the cores of the machine hardly matter, and what idles is known. A
-rank is busy while a block of its waits and while it uses the CPU (the user's step around the blocks, autograd,
-messages); the rest of a step it idles.
+Blocks sleep instead of computing: fixed times for forward, for the gradient of the input and for the gradient of the
+weight, each in its own autograd node, so that the machine's cores hardly matter. A rank is busy while one of its blocks
+sleeps and while it uses the CPU (the user's step around the blocks, autograd, messages); otherwise it idles.
 
 With p ranks, m micro-batches and v stages per rank, idle time as a part of busy time is (p - 1) / m for gpipe and 1f1b
 (arXiv:1811.06965, 2104.04473), (p - 1) / (v m) for interleaved_1f1b and looped_bfs. For the others, which compute
@@ -207,7 +206,7 @@ class Step(NamedTuple):
 
 
 class Stopwatch(pl.Callback):
-    """Times every step but the first, in which blocks do not wait: schedules are made and shapes are told in it."""
+    """Callback that times every step but the first, which builds schedules and exchanges shapes."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -257,7 +256,7 @@ class Measured(NamedTuple):
     wall: float
     """Seconds of the step."""
     idle: float
-    """What is not busy, as a part of what is, over all ranks."""
+    """Return idle time as a fraction of busy time, over all ranks."""
     cpu: float
     """Seconds of CPU time, mean of the ranks."""
 
@@ -284,7 +283,7 @@ def measure(cases: Sequence[Case], micro_batches: int, waits: Waits, rounds: int
 
 
 def orders_of(case: Case, ranks: int, micro_batches: int) -> dict[int, list[tuple[str, int, int]]]:
-    """What each rank does, in order: kind (``F``, ``B``, ``I``, ``W``), stage, micro-batch."""
+    """Return the actions of each rank in order: kind (``F``, ``B``, ``I``, ``W``), stage, micro-batch."""
     if case.schedule in ("gpipe", "1f1b"):  # torch writes these two as loops
         return {rank: _plain_order(case.schedule, rank, ranks, micro_batches) for rank in range(ranks)}
     place = _Place(ranks, ranks * case.stages_per_rank)
@@ -316,7 +315,7 @@ def _flat(action: Any) -> Iterable[tuple[str, int, int]]:
 
 
 class _Place:
-    """What torch's schedules ask of a stage when they are made."""
+    """Minimal stage with the attributes that torch's schedules read in their constructors."""
 
     has_backward = True
     group_rank = stage_index = 0
@@ -370,7 +369,7 @@ def _seconds(work: tuple[str, int, int], waits: Waits) -> float:
         return waits.forward
     if kind == "B":
         return waits.input + waits.weight
-    if stage == 0:  # nobody waits for the gradient of the first input, so all of that stage's backward comes later
+    if stage == 0:  # no rank needs the gradient of the first input, so that stage's whole backward comes later
         return waits.input + waits.weight if kind == "W" else 0.0
     return waits.input if kind == "I" else waits.weight
 

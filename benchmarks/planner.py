@@ -90,7 +90,7 @@ def rows_of(world_size: int, chosen: dict[str, LayoutCase]) -> list[dict[str, An
 
 
 def fullest(case: LayoutCase, world_size: int, place: int, routing: Routing) -> Held:
-    """What is predicted of the fullest moment of a rank at a place along the pipeline."""
+    """Return the predicted peak of a rank at a place along the pipeline."""
     moments = predictor(case.network, case.length).all_moments(case, world_size, routing)[place]
     return max(moments, key=lambda each: each.total + each.host)
 

@@ -1,4 +1,4 @@
-"""Silences Lightning: its hints would stand between the lines of a benchmark."""
+"""Settings that silence Lightning, whose hints would mix with the output of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts ranks for a benchmark: processes with the environment that torchrun gives, forked from one warm server."""
+"""Ranks of a benchmark: processes with torchrun's environment, forked from one warm server."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _run(place: _Place, function: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

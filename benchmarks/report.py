@@ -1,4 +1,4 @@
-"""What every benchmark prints: progress on stderr, a table, and as the last line one line of JSON."""
+"""Output common to all benchmarks: progress on stderr, tables, and one line of JSON at the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Goal:
 
     @property
     def holds(self) -> bool:
-        """Whether the measured number keeps the bound."""
+        """Return whether the measured value is within the limit."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def sentence(self) -> str:

@@ -1,7 +1,7 @@
-"""Seconds from typing a command to the end of the first optimizer step: of a fresh run, and of one that goes on.
+"""Seconds from a command to the end of its first optimizer step: of a fresh run, and of one that resumes.
 
 The gpt recipe (nano, CPU, two processes). ``trainwright fit`` from the start, with ``ckpt_path=last`` under the same
-layout and under another one; Lightning's Trainer from the start and with ``ckpt_path``. What going on costs is the
+layout and under another one; Lightning's Trainer from the start and with ``ckpt_path``. The cost of resuming is the
 difference.
 """
 
@@ -109,7 +109,7 @@ def main() -> None:
     seconds = {row["side"]: row["seconds"] for row in rows}
     extra = seconds[SAME] - seconds[FRESH]
     ratio = seconds[SAME] / seconds[LIGHTNING_ON]
-    goals = [Goal("seconds from the command to the first step of a run that goes on, over Lightning's", ratio, 1.0)]
+    goals = [Goal("seconds from the command to the first step of a resumed run, over Lightning's", ratio, 1.0)]
     title = f"Command to the end of the first optimizer step, seconds, medians of {options.repeats} starts"
     finish("resume", [table_of(title, rows)], goals, {"rows": rows, "seconds_that_going_on_adds": round(extra, 2)})
 

@@ -1,8 +1,9 @@
-"""A run that stops under one layout and goes on under another has the losses of the run that never stopped.
+"""Loss parity of runs that stop under one layout and resume under another, against a run that never stopped.
 
 For every pair of layouts: ``trainwright fit ... max_steps=10`` under the first, then ``ckpt_path=last max_steps=20``
-under the second, as a user types it. Each of the last ten losses is held against that of 20 steps on one process, which
-read the same samples. The global batch is the same; micro-batch and accumulation differ from layout to layout.
+under the second, as a user types it. Each of the last ten losses is compared with that of a 20-step run on one
+process, which read the same samples. The global batch is the same; micro-batch and accumulation differ between
+layouts.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ PAIRS = (
 
 
 def command(place: Place, run_dir: Path, steps: int, *more: str) -> list[str]:
-    """What is typed to train to ``steps`` optimizer steps in all."""
+    """Return the command line that trains up to optimizer step ``steps``."""
     per_rank = _GLOBAL_BATCH // place.data_ranks
     micro = max(size for size in (6, 4, 3, 2, 1) if per_rank % size == 0)
     return [

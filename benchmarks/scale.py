@@ -1,9 +1,8 @@
-"""What a run costs a rank as ranks become many: CPU seconds, bytes and messages at 10, 1,000 and 100,000 ranks.
+"""Cost per rank as the world grows: CPU seconds, bytes and messages at 10, 1,000 and 100,000 ranks.
 
-No such number of processes is started. One process plays one rank of a world that is not there: its process group is
-torch's fake one, which ends collectives at once, so that what this rank does and sends is real and what it waits for is
-not; what rank 0 makes of the others is computed from what they would say. Connections of gloo are counted between
-threads, of as many ranks as fit.
+One process acts as one rank of a simulated world. Its process group is torch's fake backend, which completes
+collectives at once: the work and traffic of this rank are real, its waiting times are not. Rank 0 gets simulated
+messages of the others. Connections of gloo are counted between threads, of as many ranks as fit.
 
 Run: python -m benchmarks.scale [--ranks 10 1000 100000]
 """
@@ -74,7 +73,7 @@ _SECRET = "of no run"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one thing costs one rank.
+    """Cost of one operation on one rank.
 
     Args:
         seconds: of the CPU in this process, so that it does not matter what else the machine does.
@@ -171,7 +170,7 @@ def planned(layout: Layout, size: str = "70b") -> Cost:
 
 
 def started(rank: int) -> Callable[[Layout], Cost]:
-    """A measure of what a rank asks of the store to be told the configuration, under torchrun on machines of 8 ranks.
+    """Return a measure of a rank's store requests for the configuration, under torchrun on machines of 8 ranks.
 
     Finding the store of rank 0 takes two requests more of each.
     """
@@ -184,11 +183,16 @@ def started(rank: int) -> Callable[[Layout], Cost]:
             store.store.set(f"{agreement._AGENT}/{machine}", "0123456789abcdef")
         if rank != 0:
             store.store.set(agreement._KEY, seal(_SECRET, OmegaConf.to_yaml(cfg, resolve=True)))
-        told = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": str(machines), "LOCAL_RANK": "1"}
-        told[RUN_TOKEN] = _SECRET
+        given = {
+            "TORCHELASTIC_RUN_ID": "x",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": str(machines),
+            "LOCAL_RANK": "1",
+        }
+        given[RUN_TOKEN] = _SECRET
         launcher = Launcher("torchrun", rank, layout.world_size, _RANKS_OF_A_MACHINE)
         with (
-            mock.patch.dict(os.environ, told),
+            mock.patch.dict(os.environ, given),
             mock.patch("trainwright.launch.ranks.torchrun_store.meet", return_value=store),
         ):
             begin = time.process_time()
@@ -199,7 +203,7 @@ def started(rank: int) -> Callable[[Layout], Cost]:
 
 
 def same_model(layout: Layout) -> Cost:
-    """Whether all ranks have one model."""
+    """Measure the check that all ranks have one model."""
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_PARAMETERS // 2)))
     with world(layout.world_size), sent() as calls:
         begin = time.process_time()
@@ -239,7 +243,7 @@ class CountingStore(dist.Store):  # type: ignore[misc]
 
 
 def clocks(layout: Layout) -> Cost:
-    """Rank 0 tells its time to the ranks that take a trace."""
+    """Measure the broadcast of rank 0's clock to the ranks that record a trace."""
     store, ranks = CountingStore(), sampled_ranks(layout.world_size, 64)
     for rank in ranks[1:]:
         store.store.set(f"x/machine/{rank}", "elsewhere")
@@ -263,7 +267,7 @@ def stragglers(layout: Layout) -> Cost:
 
 
 def replicas(layout: Layout) -> Cost:
-    """Whether replicas hold the same, once it is known who holds what."""
+    """Measure the comparison of replicas once the shards are known."""
     digests = {(box.key, box.offsets, box.sizes): bytes(16) for box in _boxes(layout, 0)}
     holders = _Holders()
     holders._sets = [tuple(ranks) for ranks in layout.groups("replicate")]
@@ -276,7 +280,7 @@ def replicas(layout: Layout) -> Cost:
 
 
 def problems(layout: Layout) -> Cost:
-    """Whether anything is wrong on any rank, while nothing is."""
+    """Measure the exchange of problems while no rank has one."""
     with world(layout.world_size), sent() as calls:
         begin = time.process_time()
         problems_of_ranks(None, dist.group.WORLD)
@@ -284,7 +288,7 @@ def problems(layout: Layout) -> Cost:
 
 
 def said(layout: Layout) -> Cost:
-    """What all ranks say, while all say the same."""
+    """Measure the exchange of messages while all ranks agree."""
     with world(layout.world_size), sent() as calls:
         begin = time.process_time()
         of_all_ranks({"loss": 1.0}, dist.group.WORLD)
@@ -295,7 +299,7 @@ def said(layout: Layout) -> Cost:
 
 
 def _boxes(layout: Layout, shard: int) -> list[Box]:
-    """What the ranks of a shard hold: rows of parameters and of two states of each, and what all hold."""
+    """Return the boxes of the ranks of a shard: rows of parameters and two states, and replicated tensors."""
     first, last = (_ROWS * place // layout.shard for place in (shard, shard + 1))
     kinds = [f"{kind}/blocks.{number}.weight" for number in range(_PARAMETERS) for kind in ("w", "o/exp_avg", "o/sq")]
     boxes = [
@@ -317,26 +321,26 @@ def _kins(layout: Layout) -> list[WriterKin]:
 
 
 def deal(layout: Layout) -> Cost:
-    """Who writes what, on rank 0, from what those say who differ; bytes that it is told."""
+    """Measure how rank 0 assigns boxes to writers from the distinct reports, and the bytes that it receives."""
     kins = _kins(layout)
     begin = time.process_time()
     winners = choose_writers(kins)
     share_out(kins[0].boxes, len(kins[0].ranks), 0, winners)
     taken = time.process_time() - begin
-    told = sum(60 * len(kin.boxes) for kin in kins) + 24 * layout.world_size
-    return Cost(taken, told, len(kins))
+    size = sum(60 * len(kin.boxes) for kin in kins) + 24 * layout.world_size
+    return Cost(taken, size, len(kins))
 
 
 @dataclass(frozen=True)
-class Told:
-    """What is said of the files and boxes of a state."""
+class Reports:
+    """Simulated reports of the files and boxes of a state."""
 
     kins: list[WriterKin]
     winners: dict[Box, int]
     split: ListSplit | None
 
     @classmethod
-    def of(cls, layout: Layout) -> Told:
+    def of(cls, layout: Layout) -> Reports:
         """As the ranks of a layout agree on it."""
         kins = _kins(layout)
         of_rank = [0] * layout.world_size
@@ -361,10 +365,10 @@ def _record(name: str, data: bytes = b"") -> FileRecord:
     return FileRecord(name, len(data) or 10**6, xxhash.xxh3_128_hexdigest(data), 0)
 
 
-def one_file(told: Told) -> Cost:
+def one_file(reports: Reports) -> Cost:
     """One `tensors.json` and one `manifest.json` for all: made, written down and read again, by one rank."""
     begin = time.process_time()
-    stored = stored_by(Deal(frozenset(), told.kins, told.winners))
+    stored = stored_by(Deal(frozenset(), reports.kins, reports.winners))
     text = to_json(stored)
     names = {box.file for tensor in stored.values() for box in tensor.boxes}
     manifest = Manifest({name: _record(name) for name in names}).to_bytes()
@@ -372,21 +376,21 @@ def one_file(told: Told) -> Cost:
     return Cost(time.process_time() - begin, len(text) + len(manifest), None, 2)
 
 
-def first_files(told: Told) -> dict[str, bytes]:
-    """What the first rank composes of one deal."""
-    deal = told.deal()
-    if told.split is None:
+def first_files(reports: Reports) -> dict[str, bytes]:
+    """Return the metadata that rank 0 composes of one assignment."""
+    deal = reports.deal()
+    if reports.split is None:
         return {TENSORS: to_json(stored_by(deal))}
-    return {TENSORS: directory_of(deal).to_bytes(), told.split.boxes[0][0]: led_boxes(deal)}
+    return {TENSORS: directory_of(deal).to_bytes(), reports.split.boxes[0][0]: led_boxes(deal)}
 
 
-def each_files(told: Told, composed: dict[str, bytes]) -> dict[str, bytes]:
-    """What the first rank says at each save of the files of ranks, and the manifest."""
+def each_files(reports: Reports, composed: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the file lists and the manifest that rank 0 writes at each save."""
     known = {name: _record(name, data) for name, data in composed.items()}
-    if told.split is None:
-        ranks = sum(len(kin.ranks) for kin in told.kins)
+    if reports.split is None:
+        ranks = sum(len(kin.ranks) for kin in reports.kins)
         return {MANIFEST: Manifest({**known, **{n: _record(n) for n in map(file_of, range(ranks))}}).to_bytes()}
-    split = told.split
+    split = reports.split
     name = split.lists[0][0]
     data = list_to_bytes([_record(file_of(rank)) for rank in split.list_of(0)])
     others = {other: _record(other) for other, _ in [*split.lists, *split.boxes]}
@@ -395,32 +399,32 @@ def each_files(told: Told, composed: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data, MANIFEST: Manifest(files, {}, SPLIT, lists).to_bytes()}
 
 
-def made(told: Told) -> Cost:
-    """What the first rank composes at its first save, and says at that and every later one."""
+def made(reports: Reports) -> Cost:
+    """Measure the metadata that rank 0 composes at its first save and sends at every save."""
     begin = time.process_time()
-    composed = first_files(told)
-    files = {**composed, **each_files(told, composed)}
+    composed = first_files(reports)
+    files = {**composed, **each_files(reports, composed)}
     return Cost(time.process_time() - begin, sum(map(len, files.values())), None, len(files))
 
 
-def made_again(told: Told) -> Cost:
-    """What the first rank says at every later save, beside what it writes as it is."""
-    composed = first_files(told)
+def made_again(reports: Reports) -> Cost:
+    """Measure the metadata that rank 0 sends at every later save, without unchanged files."""
+    composed = first_files(reports)
     begin = time.process_time()
-    again = first_files(told) if told.split is None else composed
-    files = {**again, **each_files(told, again)}
+    again = first_files(reports) if reports.split is None else composed
+    files = {**again, **each_files(reports, again)}
     return Cost(time.process_time() - begin, sum(map(len, files.values())), None, len(files))
 
 
-def opened(told: Told) -> Cost:
-    """What a rank reads to find its own boxes and its part of the files to verify; it is the first of the last kin."""
-    kin, rank = told.kins[-1], told.kins[-1].ranks[0]
-    composed = first_files(told)
-    if told.split is not None:
-        file = told.split.boxes_of(len(told.kins) - 1)
-        composed[told.split.boxes[file][0]] = led_boxes(told.deal(file))
+def opened(reports: Reports) -> Cost:
+    """Measure the metadata that a rank reads to find its own boxes and the files it verifies."""
+    kin, rank = reports.kins[-1], reports.kins[-1].ranks[0]
+    composed = first_files(reports)
+    if reports.split is not None:
+        file = reports.split.boxes_of(len(reports.kins) - 1)
+        composed[reports.split.boxes[file][0]] = led_boxes(reports.deal(file))
     with tempfile.TemporaryDirectory() as name, counted_reads() as reads:
-        for file_name, data in {**composed, **each_files(told, composed)}.items():
+        for file_name, data in {**composed, **each_files(reports, composed)}.items():
             Path(name, file_name).write_bytes(data)
         begin = time.process_time()
         manifest = read_manifest(name)
@@ -452,20 +456,20 @@ def counted_reads() -> Iterator[list[int]]:
         Folder.read = usual  # type: ignore[method-assign]
 
 
-def metadata(measure: Callable[[Told], Cost], one_copy: bool = False) -> Callable[[Layout], Cost]:
+def metadata(measure: Callable[[Reports], Cost], one_copy: bool = False) -> Callable[[Layout], Cost]:
     """A measure of what is said of files and boxes, for a layout.
 
     Args:
         measure: of what is said.
         one_copy: for a state that all ranks hold together, but at most 1,000 of them.
     """
-    return lambda layout: measure(Told.of(Layout(shard=min(1_000, layout.world_size)) if one_copy else layout))
+    return lambda layout: measure(Reports.of(Layout(shard=min(1_000, layout.world_size)) if one_copy else layout))
 
 
 def save(layout: Layout) -> Cost:
-    """What rank 0 sends to save a state again, and how long it takes, its tensors apart."""
-    told = Told.of(layout)
-    deal = replace(told.deal(), kins=[], winners={}, composed=first_files(told))
+    """Measure a repeated save on rank 0 without its tensors: bytes sent and seconds."""
+    reports = Reports.of(layout)
+    deal = replace(reports.deal(), kins=[], winners={}, composed=first_files(reports))
     with tempfile.TemporaryDirectory() as folder, world(layout.world_size), sent() as calls:
         begin = time.process_time()
         write(Content({}, {}, {}, deal), f"{folder}/checkpoint", dist.group.WORLD)

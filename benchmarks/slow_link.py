@@ -13,7 +13,7 @@ from benchmarks.commands import environment_of
 
 
 def on_a_slow_link(link: str, module: str, arguments: Sequence[str]) -> Any:
-    """What ``python -m module arguments`` prints as its last line, of JSON; the namespace is gone with it.
+    """Return the last line of ``python -m module arguments``, parsed as JSON, from a temporary network namespace.
 
     Args:
         link: rate, like ``"100mbit"``.
@@ -58,7 +58,7 @@ for process in $processes; do wait $process; done
 
 
 def on_two_nodes(link: str, ranks_per_node: int, module: str, arguments: Sequence[str]) -> Any:
-    """What rank 0 of ``python -m module arguments`` prints as its last line, of JSON, on two nodes and a cable.
+    """Return the last line of rank 0 of ``python -m module arguments``, parsed as JSON, on two nodes and a cable.
 
     A rank finds its place in ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; ranks meet by a file.
     All ranks of a node share its end of the cable.

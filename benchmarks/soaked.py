@@ -1,4 +1,4 @@
-"""What is trained under faults: a small transformer; and a clock of its steps and their samples."""
+"""Workload of fault benchmarks: a small transformer, and a clock of its steps and their samples."""
 
 from __future__ import annotations
 

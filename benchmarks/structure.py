@@ -95,7 +95,7 @@ def strategy_class(name: str) -> type:
 
 
 def strategy_counts() -> dict[str, dict[str, int]]:
-    """Own base classes and methods of each strategy; public ones are told from overrides of Lightning's."""
+    """Count own base classes and methods of each strategy; public methods and overrides of Lightning's separately."""
     found = {}
     for name in strategy_names():
         cls = strategy_class(name)
@@ -115,7 +115,7 @@ def strategy_counts() -> dict[str, dict[str, int]]:
 
 
 class Walk(NamedTuple):
-    """What one optimizer step of one rank calls."""
+    """Project functions called in one optimizer step of one rank."""
 
     files: list[str]
     """Files of this project in the order of their first call."""

@@ -4,9 +4,9 @@ One process: a bare loop. Two: ``DistributedDataParallel`` against ``strategy=dd
 block) against ``strategy=zero3``. Ours runs as ``trainwright fit recipe=gpt`` does, with its loggers, and its monitors
 but for those that write to the terminal.
 
-Both sides live in the same processes and take turns: whenever our Trainer has made so many steps it hands over to the
-loop written by hand, which makes as many, while the Trainer stands still. A piece of ours stands beside the mean of the
-two pieces by hand around it.
+Both sides live in the same processes and take turns: our Trainer makes a number of steps and hands over to the loop
+written by hand, which makes as many while the Trainer is paused. Each of our pieces is compared with the mean of the
+two hand-written pieces around it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TakeTurns(pl.Callback):
 
 
 def configure(kind: Kind, ranks: int, options: argparse.Namespace, plan: Plan, run_dir: str) -> DictConfig:
-    """What ``trainwright fit recipe=gpt`` is given, checked and written to ``run_dir``."""
+    """Compose and check the configuration of ``trainwright fit recipe=gpt`` and write it to ``run_dir``."""
     overrides = [
         f"strategy={kind}",
         f"size={options.size}",

@@ -23,7 +23,7 @@ from benchmarks.report import Goal, finish, seconds_rows, table_of
 from trainwright.recipes.finetune.module import FineTuneModule
 
 LEAST_SAVED = 0.4
-MOST_APART = 1e-5  # of losses and of gradients, the latter relative to the largest of their parameter
+TOLERANCE = 1e-5  # of losses and of gradients, the latter relative to the largest of their parameter
 
 
 def module_of(folder: Path, vocabulary: int, width: int) -> FineTuneModule:
@@ -82,9 +82,9 @@ def main(argv: list[str] | None = None) -> None:
     for name, chunk in sides.items():
         peaks[name], losses[name], gradients[name] = peak(module, batch, chunk)
     plain, chunked = sides
-    apart = abs(losses[plain] - losses[chunked])
+    difference = abs(losses[plain] - losses[chunked])
     for one, other in zip(gradients[plain], gradients[chunked], strict=True):
-        apart = max(apart, float((one - other).abs().max() / one.abs().max()))
+        difference = max(difference, float((one - other).abs().max() / one.abs().max()))
     gradients.clear()
     taken = alternate(
         {name: partial(seconds, module, batch, chunk) for name, chunk in sides.items()},
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     title = f"{options.tokens} tokens, {options.vocabulary} symbols, chunks of {options.chunk}: {slower:.2f} x the time"
     goals = [
         Goal("part of the memory saved", saved, LEAST_SAVED, at_least=True),
-        Goal("largest distance of losses and gradients", apart, MOST_APART),
+        Goal("largest distance of losses and gradients", difference, TOLERANCE),
     ]
     finish("vocabulary", [table_of(title, rows)], goals, {"rows": rows, "saved": saved, "time_ratio": slower})
 

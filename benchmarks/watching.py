@@ -1,8 +1,8 @@
-"""What it costs to know which rank is slow (Stragglers), and whether replicas are equal (ReplicaCheck).
+"""Cost of finding slow ranks (Stragglers) and of comparing replicas (ReplicaCheck).
 
 Data parallel training of a small GPT on the CPU. Within one run, blocks of steps with `Stragglers` take turns with
-blocks without it, so that a busy moment of the machine does not fall on one side alone; told is the median over pairs
-of neighbouring blocks. Checks of replicas are timed at the end of the same run.
+blocks without it, so that a busy moment of the machine does not affect one side alone; the median over pairs of
+neighbouring blocks is reported. Replica checks are timed at the end of the same run.
 """
 
 from __future__ import annotations

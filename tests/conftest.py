@@ -63,7 +63,6 @@ ALONE = (
     "callbacks/traffic/test_stragglers.py",
     "callbacks/progress/test_throughput.py",
     "faults/test_hangs.py",
-    "faults/test_replicas.py",
     "parity/test_balance.py",
     "test_conftest.py",
     "test_pool.py",

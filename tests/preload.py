@@ -1,9 +1,10 @@
-"""What the server of the rank pool imports before it forks ranks, so that no rank pays for it again."""
+"""Imports of the rank pool's server, made once before it forks ranks and commands."""
 
 import functools
 import gc
 import importlib
 import importlib.metadata
+import pkgutil
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
 import torch.optim.swa_utils  # noqa: F401
+
+import trainwright
 
 # Lightning looks through all installed packages for plugins whenever a Trainer is made; they stay the same here.
 _found = importlib.metadata.entry_points
@@ -49,13 +52,22 @@ LOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    # What loggers and recipes import when they are used.
+    "sklearn.datasets",
+    "tensorboard.summary.v1",
+    "torch.utils.tensorboard",
 )
 # Nothing but a user's code reads parts of a strategy under their former names.
 warnings.filterwarnings("error", message=r"strategy\.\w+ is strategy\.", category=DeprecationWarning)
-for name in LOADED:
+own = (module.name for module in pkgutil.walk_packages(trainwright.__path__, "trainwright.", onerror=lambda _: None))
+for name in (*LOADED, *(name for name in own if not name.endswith(("__main__", ".started", ".preload")))):
     # A module that does not import is reported by the test that needs it; the server must live on.
     with suppress(Exception):
         importlib.import_module(name)
+
+# Commands find the files of conf/ read, and the lazy parts of Hydra imported.
+with suppress(Exception):
+    importlib.import_module("trainwright.command.schema.compose").compose_checked(["recipe=gpt", "strategy=ddp"])
 
 # What is imported stays for good: a rank that collects garbage need not walk it, nor copy its pages.
 gc.collect()

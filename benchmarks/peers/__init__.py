@@ -1,1 +1,1 @@
-"""What we are measured against: training written by hand in plain torch, and by other libraries. See docs/peers.md."""
+"""Comparison with training in plain torch and with other libraries. See docs/peers.md."""

@@ -21,7 +21,7 @@ from benchmarks.report import finish, say
 
 
 def arguments() -> argparse.Namespace:
-    """What was typed."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     names = [side.name for side in FIELD]

@@ -1,4 +1,4 @@
-"""Who takes part: for each layout, the command of every peer that has it."""
+"""Peers: the command of each one for every layout that it supports."""
 
 from __future__ import annotations
 
@@ -200,5 +200,5 @@ FIELD = (
 
 
 def sides_of(layout: str, names: list[str] | None = None) -> list[Side]:
-    """Who has a layout, in the order of :data:`FIELD`; by hand always, of the others those named."""
+    """Return the sides that support a layout, in the order of :data:`FIELD`; always by hand, others only if named."""
     return [side for side in FIELD if layout in side.layouts and (names is None or side.name in {BY_HAND, *names})]

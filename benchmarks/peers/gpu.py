@@ -37,7 +37,7 @@ _RESULTS = Path(__file__).parents[1] / "results"
 
 
 def arguments() -> argparse.Namespace:
-    """What was typed."""
+    """Parse the command line."""
     devices = torch.cuda.device_count()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.gpu", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
@@ -75,7 +75,7 @@ def sizes_of(name: str) -> dict[str, Any]:
 
 
 def task_of(size: str, layout: str, options: argparse.Namespace) -> Task:
-    """What is trained. A step has the same windows under all layouts of several devices."""
+    """Return the task; a step has the same windows under all layouts of several devices."""
     on_gpu = options.device == "cuda"
     micro_batch = options.micro_batch or _MICRO_BATCHES.get(size, 4)
     return Task(

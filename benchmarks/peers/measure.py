@@ -16,7 +16,7 @@ from benchmarks.report import say
 
 @dataclass
 class Measured:
-    """What is known of one side under one layout.
+    """Measurements of one side under one layout.
 
     Args:
         lines: of user code.
@@ -115,7 +115,7 @@ def _run_alone(side: Side, place: Place, threads: int, measured: Measured, keep_
                 runner.go()
             piece = runner.piece()
             if index == 0:
-                measured.starts.append(piece.moment - runner.begun)
+                measured.starts.append(piece.moment - runner.started)
             if index > 1:
                 measured.pieces.append(piece)
             if keep_losses:
@@ -140,7 +140,7 @@ def measure_starts(sides: Sequence[Side], place: Place, threads: int, repeats: i
             runner = start(side, short, threads)
             ended = False
             try:
-                found[side.name].starts.append(runner.piece().moment - runner.begun)
+                found[side.name].starts.append(runner.piece().moment - runner.started)
                 ended = True
             except PeerError as error:
                 found[side.name].error = str(error)
@@ -152,7 +152,7 @@ def measure_starts(sides: Sequence[Side], place: Place, threads: int, repeats: i
 def _first_step(side: Side, place: Place, threads: int, found: dict[str, Measured], runners: dict[str, Runner]) -> None:
     runner = runners[side.name] = start(side, place, threads)
     piece = runner.piece()
-    found[side.name].starts.append(piece.moment - runner.begun)
+    found[side.name].starts.append(piece.moment - runner.started)
     found[side.name].losses += piece.losses
     say(f"  {side.name}: first step after {found[side.name].starts[-1]:.1f} s")
 

@@ -17,5 +17,5 @@ def write_moment() -> None:
 
 
 def read_moments(folder: Path) -> list[float]:
-    """What every rank has written."""
+    """Return the moments written by all ranks."""
     return [float(file.read_text()) for file in folder.iterdir()]

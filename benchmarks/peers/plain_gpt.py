@@ -1,4 +1,4 @@
-"""The ``gpt`` recipe trained by hand in plain torch: what somebody writes who uses neither Lightning nor this project.
+"""The ``gpt`` recipe in plain torch, without Lightning or this project.
 
 Same model, windows of text, optimizer, schedule and clipping as the recipe. Imports no Lightning, so it also shows what
 a start without it costs.
@@ -30,7 +30,7 @@ Kind = Literal["single", "ddp", "zero3"]
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What is trained.
+    """Workload.
 
     Args:
         config: sizes of the model.

@@ -22,13 +22,13 @@ from benchmarks.peers.turns import SOCKET
 PATIENCE = 180.0
 """Seconds after which a command that says nothing is taken to hang."""
 _GRACE = 20.0
-# Torch's launcher tells of its ranks' errors after they have; those are nobody's own words.
+# torchrun repeats the errors of its ranks; the ranks' own messages come first.
 _LAUNCHERS = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessExitedException")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What some optimizer steps took.
+    """Cost of a few optimizer steps.
 
     Args:
         wall: seconds on the clock, of the slowest rank.
@@ -48,14 +48,14 @@ class Piece:
 
     @classmethod
     def of(cls, reports: Sequence[Mapping[str, Any]]) -> Piece:
-        """From what each rank told."""
-        told = [report["losses"] for report in reports if report["losses"]]
+        """Combine the reports of the ranks."""
+        losses = [report["losses"] for report in reports if report["losses"]]
         return cls(
             wall=max(report["wall"] for report in reports),
             cpu=sum(report["cpu"] for report in reports),
             written=sum(report["written"] for report in reports) / len(reports),
             peak=max(report["peak"] for report in reports),
-            losses=tuple(sum(step) / len(step) for step in zip(*told, strict=True)),
+            losses=tuple(sum(step) / len(step) for step in zip(*losses, strict=True)),
             moment=max(report["moment"] for report in reports),
         )
 
@@ -86,7 +86,7 @@ class Runner:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen(ranks)
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -99,7 +99,7 @@ class Runner:
             )
 
     def piece(self) -> Piece:
-        """Wait until every rank has told of its next piece.
+        """Wait for every rank to report its next piece.
 
         Raises:
             PeerError: if the command ended before, or said nothing for too long.
@@ -118,7 +118,7 @@ class Runner:
             connection.sendall(b".")
 
     def close(self, ended: bool) -> None:
-        """End it: wait for it if all its pieces have ``ended``, else tell it to."""
+        """Wait for its end if all its pieces have ``ended``, else terminate it."""
         for connection in self._connections:
             connection.close()
         self._listener.close()
@@ -147,8 +147,8 @@ class Runner:
                 raise PeerError(self._words())
             self._unread[connection] += more
         line, _, self._unread[connection] = self._unread[connection].partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        report: dict[str, Any] = json.loads(line)
+        return report
 
     def _wait_for(self, sockets: list[socket.socket], end: float) -> None:
         while not select.select(sockets, [], [], 0.5)[0]:

@@ -1,4 +1,4 @@
-"""What was measured as rows of a table, and the goals."""
+"""Measurements as table rows, and the goals."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def rows_of(results: Mapping[str, Mapping[str, Measured]]) -> list[dict[str, Any
     """One row per layout and side.
 
     Args:
-        results: layout -> side -> what was measured. Losses are held against one process by hand where that took part,
-            else against the first side of the layout that trained.
+        results: layout -> side -> what was measured. Losses are compared with one process by hand where that took part,
+            else with the first side of the layout that trained.
     """
     one = results.get("single", {}).get(BY_HAND)
     return [

@@ -1,7 +1,7 @@
-"""What every peer is given: the same model with the same weights, the same samples in the same order, the same loss.
+"""The task of every peer: the same model and weights, the same samples in the same order, the same loss.
 
 The scripts in ``sides/`` import nothing else from this project but :mod:`benchmarks.peers.turns`, by which they are
-measured. What is trained is told by an environment variable, so that each script stays as its documentation shows it.
+measured. The task comes from an environment variable, so that each script stays as its documentation shows it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and in which pieces it is measured.
+    """Workload and measured pieces.
 
     Args:
         sizes: arguments of ``GPTConfig``; the head is untied, so that every layout can be written by hand.
@@ -66,7 +66,7 @@ class Task:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Optimizer steps after which a process tells what it took and waits: the first, the warm-up, each piece."""
+        """Return the optimizer steps after which a process reports and waits: the first, the warm-up, each piece."""
         if not self.pieces:
             return (1,)
         begin = 1 + self.warm_up
@@ -83,7 +83,7 @@ class Task:
 
     @classmethod
     def given(cls) -> Task:
-        """What this process was given; without the variable, the defaults."""
+        """Return the task of this process from the environment; the defaults without the variable."""
         return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
 
 

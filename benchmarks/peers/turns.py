@@ -1,6 +1,6 @@
-"""How a peer is measured from within: each rank tells what a piece took, then waits until it is its turn again.
+"""Measurement from within a peer: each rank reports the cost of a piece, then waits for its next turn.
 
-A rank that waits reads from a socket and takes no CPU. What is told: when the first step ended (on the machine's
+A waiting rank blocks on a socket and uses no CPU. Reported are the time at which the first step ended (on the machine's
 monotonic clock, which all processes share), and of each piece seconds on the clock, CPU seconds of the process, bytes
 that it gave to the kernel, the most memory that it ever held, and the loss of every step.
 """

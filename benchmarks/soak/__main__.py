@@ -1,17 +1,17 @@
-"""Whether a ``kill -9`` ever loses a checkpoint, or leaves a process, a file or shared memory behind.
+"""Soak test: does a ``kill -9`` ever lose a checkpoint, or leave a process, a file or shared memory behind?
 
 Runs on two ranks save after every step, keep the newest checkpoints, and are killed again and again: during saves,
 deletions and recoveries, one rank, every rank or the process that launched them, under DDP, ZeRO-3 and a pipeline, with
-blocking and with asynchronous saves. After each command every checkpoint is read and held against that of the same step
-of an undisturbed run, byte by byte. A run that was killed often enough goes on to its end, and what it has left then is
-what an undisturbed run leaves.
+blocking and with asynchronous saves. After each command every checkpoint is read and compared byte by byte with that of
+the same step of an undisturbed run. After its last kill a run continues to its end and must leave exactly the files of
+an undisturbed run.
 
-A command goes on by ``resume=auto``; some start their ranks again themselves after all kills but the last. Processes
-begin as forks of this one, which has imported everything (``forked.py``). Instants are drawn from the seed: changes of
-the disk within a phase, or some time after one (``killer.py``).
+A command resumes with ``resume=auto``; some restart their ranks themselves after all kills but the last. Processes are
+forked from this one, which has imported everything (``forked.py``). Kill times are drawn from the seed: at a change of
+the file system within a phase, or some time after one (``killer.py``).
 
-It ends with 1 if a goal is missed. What is wrong is said with the number of its run, which ``--first`` repeats, and the
-run directory is kept.
+The exit code is 1 if a goal is missed. Violations are printed with the number of their run, which ``--first`` repeats,
+and the run directory is kept.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from benchmarks.soak.checks import (
     kinds_of_files,
 )
 from benchmarks.soak.forked import fork_command
-from benchmarks.soak.killer import DELETION, PLAN, RECOVERY, SAVE, TOLD, Kill, run_watched, told
+from benchmarks.soak.killer import DELETION, PLAN, RECOVERY, REPORTS, SAVE, Kill, read_reports, run_watched
 from benchmarks.soak.left import Family, abandoned, segments
 from benchmarks.soak.plan import STRATEGIES, Drawn, Instants, draw_kills
 from trainwright.checkpoint.read.find import list_checkpoints
@@ -55,7 +55,7 @@ callbacks: {{killer: {{_target_: benchmarks.soak.killer.Killer, folder: {folder}
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What is known of a strategy from a run without kills.
+    """Reference data of a strategy from a run without kills.
 
     Args:
         hashes: of its checkpoints.
@@ -75,25 +75,25 @@ class Command:
     Args:
         process: its id.
         code: its exit code; ``None``: it did not end.
-        told: by its processes.
+        reports: of its processes.
         left: processes that did not end: process id -> command line.
     """
 
     process: int
     code: int | None
-    told: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
     left: dict[int, str]
 
 
 @dataclass
 class Story:
-    """What became of a run.
+    """Outcome of a run.
 
     Args:
         drawn: the run.
         newest: step of the newest checkpoint that is known to be there.
         kills: phase and victim of those that were done.
-        wrong: what should not be.
+        wrong: violations found.
     """
 
     drawn: Drawn
@@ -134,7 +134,7 @@ class Bench:
             remove(each.path)
         more = 4
         ended = self._without_kills([*words, "checkpoint.last.keep_last=2"], _STEPS + more)
-        counts = {each["rank"]: each["counts"] for each in ended.told if "counts" in each}
+        counts = {each["rank"]: each["counts"] for each in ended.reports if "counts" in each}
         instants = {
             phase: {rank: of.get(phase, 0) // times for rank, of in counts.items()}
             for phase, times in ((SAVE, more), (DELETION, more), (RECOVERY, 1))
@@ -173,7 +173,7 @@ class Bench:
         return story
 
     def _command(self, words: Sequence[str], steps: int, kills: Sequence[Kill]) -> Command:
-        for name in (PLAN, TOLD):
+        for name in (PLAN, REPORTS):
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / PLAN).write_text(json.dumps([asdict(kill) for kill in kills]), encoding="utf-8")
         several = ("launch=resilient", "launch.backoff_seconds=0") if len(kills) > 1 else ()
@@ -188,13 +188,13 @@ class Bench:
         code = self.family.wait(process, _PATIENCE)
         left = self.family.left(_SECONDS_TO_END if code is not None else 0.0)
         self.family.end()
-        return Command(process, code, told(self.folder), left)
+        return Command(process, code, read_reports(self.folder), left)
 
     def _look(self, story: Story, known: Undisturbed, kills: Sequence[Kill], ended: Command) -> None:
         """Check what a command has left."""
-        done = [each["kill"] for each in ended.told if "kill" in each]
+        done = [each["kill"] for each in ended.reports if "kill" in each]
         story.kills += [(phase, kill.victim) for phase, kill in zip(done, kills, strict=False)]
-        at_least, wrong = check_story(ended.told, story.newest)
+        at_least, wrong = check_story(ended.reports, story.newest)
         drawn = story.drawn
         story.newest, lost = check_checkpoints(
             self.folder / _CHECKPOINTS, at_least, drawn.keeps, known.hashes, drawn.one_name
@@ -223,7 +223,7 @@ class Bench:
     def _keep(self, story: Story) -> None:
         kept = self.folder / f"failed_{story.drawn.number}"
         kept.mkdir()
-        of_run = [self.folder / name for name in (_RUN, PLAN, TOLD, _PRINTED)]
+        of_run = [self.folder / name for name in (_RUN, PLAN, REPORTS, _PRINTED)]
         for path in [*of_run, *self._temporary.iterdir()]:
             if path.exists():
                 shutil.move(path, kept / path.name)

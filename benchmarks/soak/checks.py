@@ -1,4 +1,4 @@
-"""What a killed command must have left, and what not."""
+"""Checks of the checkpoints and files that a killed command leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Hashes = Mapping[int, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Wrong:
-    """What should not be.
+    """A violation.
 
     Args:
         kind: a checkpoint that is ``lost`` or not as it was written; ``processes``, ``files`` or shared-memory
@@ -42,21 +42,21 @@ def hashes_of(found: FoundCheckpoint) -> dict[str, str]:
 def check_checkpoints(
     folder: Path, at_least: int, keeps: int, known: Hashes, one_name: bool
 ) -> tuple[int, list[Wrong]]:
-    """Read every checkpoint of a folder and hold it against that of an undisturbed run.
+    """Compare every checkpoint of a folder with that of an undisturbed run.
 
     Args:
         folder: of the checkpoints.
-        at_least: step of the newest that was told to be saved.
+        at_least: step of the newest checkpoint reported as saved.
         keeps: so many of the newest are kept.
         known: what checkpoints hold.
         one_name: whether all have one name; that is in their ``state.json``.
 
     Returns:
-        Step of the newest good one, 0 if there is none; and what is wrong.
+        Step of the newest valid checkpoint (0: none), and the violations.
     """
-    told: list[str] = []
-    found = list_checkpoints(folder, told.append)
-    wrong = [Wrong(LOST, text) for text in told]
+    problems: list[str] = []
+    found = list_checkpoints(folder, problems.append)
+    wrong = [Wrong(LOST, text) for text in problems]
     whole = set()
     for each in found:
         problems = _problems_of(each, known, {"state.json"} if one_name else set())
@@ -82,25 +82,25 @@ def _problems_of(found: FoundCheckpoint, known: Hashes, but: Collection[str]) ->
     return [f"{name} is not that of an undisturbed run" for name in names if own.get(name) != other.get(name)]
 
 
-def check_story(told: Sequence[Mapping[str, Any]], newest: int) -> tuple[int, list[Wrong]]:
-    """Hold where each attempt began against what was saved before.
+def check_story(reports: Sequence[Mapping[str, Any]], newest: int) -> tuple[int, list[Wrong]]:
+    """Check that each attempt started from the newest checkpoint saved before.
 
     Args:
-        told: by the processes of one command, in order.
+        reports: of the processes of one command, in order.
         newest: step of the newest good checkpoint before the command.
 
     Returns:
-        Step of the newest checkpoint that was told of; and what is wrong.
+        Step of the newest checkpoint reported, and the violations.
     """
     wrong: list[Wrong] = []
-    for each in told:
-        begun = each.get("begun", newest)
-        # Ranks that are restarted may find a checkpoint that was published, and not told of.
-        if begun < newest or (begun > newest and each["attempt"] == 0):
-            wrong.append(Wrong(LOST, f"step {newest} was saved, attempt {each['attempt']} began at step {begun}"))
+    for each in reports:
+        started = each.get("started", newest)
+        # Ranks that are restarted may find a checkpoint that was published but not reported.
+        if started < newest or (started > newest and each["attempt"] == 0):
+            wrong.append(Wrong(LOST, f"step {newest} was saved, attempt {each['attempt']} began at step {started}"))
         if each.get("hidden"):
             wrong.append(Wrong(FILES, f"attempt {each['attempt']} left {each['hidden']} among the checkpoints"))
-        newest = max(newest, begun, each.get("saved", 0))
+        newest = max(newest, started, each.get("saved", 0))
     return newest, wrong
 
 
@@ -119,7 +119,7 @@ def check_end(code: int | None, kills: Sequence[Kill], done: int) -> list[Wrong]
 
 
 def check_temporary(folder: Path, killed: int | None) -> list[Wrong]:
-    """What lies in the folder of temporary files after a command.
+    """Return violations in the folder of temporary files after a command.
 
     Args:
         folder: named by TMPDIR.
@@ -131,7 +131,7 @@ def check_temporary(folder: Path, killed: int | None) -> list[Wrong]:
 
 
 def check_files(run_dir: Path, known: Collection[str]) -> list[Wrong]:
-    """What lies in a run directory and not in that of an undisturbed run."""
+    """Return files of a run directory that an undisturbed run does not have."""
     left = sorted(set(kinds_of_files(run_dir)) - set(known))
     return [Wrong(FILES, f"{left} in the run directory")] if left else []
 

@@ -108,7 +108,7 @@ def _spawn_or_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> 
 
 
 def _become_server(program: str, descriptors: Sequence[int]) -> NoReturn:
-    """What a new interpreter would be: with these descriptors alone, and nothing of the command's."""
+    """Reset this process to the state of a new interpreter that has only these descriptors."""
     code = 1
     try:
         _close_all_but({0, 1, 2, *map(int, descriptors)})

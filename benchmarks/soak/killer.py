@@ -1,4 +1,4 @@
-"""Kills processes of a run from within it, at an instant that was planned, and tells what the run holds for saved.
+"""Kills of a run's processes from within, at planned instants, and reports of the checkpoints that it saved.
 
 Python reports each change of the disk, and each file that is opened, just before it happens (``sys.addaudithook``).
 That is where the instants are: nothing of the run is exchanged for it.
@@ -28,7 +28,7 @@ COMMAND = -1
 """In the place of a rank: the process that launches them."""
 EVERY = -2
 """In the place of a rank: all of them."""
-PLAN, TOLD = "plan.json", "told.jsonl"
+PLAN, REPORTS = "plan.json", "reports.jsonl"
 _CHANGES = frozenset({"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open", "ctypes.dlsym"})
 # A command's first one is to its fork server, which it asks for the first rank.
 _CONNECTS = "socket.connect"
@@ -68,7 +68,7 @@ class Instants:
         self.phase = RECOVERY
         """Of the last change; steps have none."""
         self.recovers = True
-        """Whether training has not begun yet."""
+        """Return whether the run is still starting or resuming."""
         self._run_dir = run_dir
         self._kill = kill
         self._act = act
@@ -120,7 +120,7 @@ def _text(argument: Any) -> str:
     return os.fsdecode(argument) if isinstance(argument, str | bytes | os.PathLike) else ""
 
 
-class Teller:
+class Reporter:
     """Appends lines to a file that outlives this process.
 
     Args:
@@ -128,16 +128,16 @@ class Teller:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / TOLD, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        self._file = os.open(folder / REPORTS, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
-    def tell(self, **what: Any) -> None:
+    def report(self, **what: Any) -> None:
         """One line; whole or not at all."""
         os.write(self._file, (json.dumps(what) + "\n").encode())
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    """What has been told there so far, in order."""
-    return [json.loads(line) for line in (folder / TOLD).read_text(encoding="utf-8").splitlines()]
+def read_reports(folder: Path) -> list[dict[str, Any]]:
+    """Return the reports written to the folder so far, in order."""
+    return [json.loads(line) for line in (folder / REPORTS).read_text(encoding="utf-8").splitlines()]
 
 
 def planned(folder: Path, attempt: int, rank: int) -> Kill | None:
@@ -148,37 +148,37 @@ def planned(folder: Path, attempt: int, rank: int) -> Kill | None:
 
 
 def run_watched(words: Sequence[str], folder: Path, run_dir: str) -> int:
-    """Run a command in this process, and kill it where that is planned; gives its exit code.
+    """Run a command in this process, kill it as planned, and return its exit code.
 
     Args:
         words: behind ``trainwright``.
-        folder: of the plan, and of what is told.
+        folder: of the plan and the reports.
         run_dir: of the run, see :class:`Instants`.
     """
-    teller = Teller(folder)
+    reporter = Reporter(folder)
 
     def strike(phase: str) -> None:
-        teller.tell(kill=phase)
+        reporter.report(kill=phase)
         os.kill(os.getpid(), signal.SIGKILL)
 
     instants = Instants(run_dir, planned(folder, 0, COMMAND), strike)
     sys.addaudithook(instants)
     sys.addaudithook(instants.end_recovery_at_connection)
     code = main(words)
-    teller.tell(rank=COMMAND, counts=instants.counts)
+    reporter.report(rank=COMMAND, counts=instants.counts)
     return code
 
 
 class Killer(pl.Callback):
-    """Kills as planned, and tells where training begins and what is saved for good.
+    """Callback that kills as planned and reports where training begins and which checkpoints are committed.
 
     Args:
-        folder: of the plan, and of what is told.
+        folder: of the plan and the reports.
         run_dir: of the run, see :class:`Instants`.
     """
 
     def __init__(self, folder: str, run_dir: str) -> None:
-        self._teller = Teller(Path(folder))
+        self._reporter = Reporter(Path(folder))
         self._run_dir = run_dir
         self._rank = int(os.environ["RANK"])
         self._attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -188,31 +188,31 @@ class Killer(pl.Callback):
         sys.addaudithook(self._instants)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell where training begins, and what unfinished things lie among the checkpoints now."""
+        """Report where training starts and unfinished files among the checkpoints."""
         if self._rank == 0:
             hidden = [path.name for path in Path(self._run_dir, "checkpoints").glob(".*")]
-            self._teller.tell(attempt=self._attempt, begun=trainer.global_step, hidden=hidden)
+            self._reporter.report(attempt=self._attempt, started=trainer.global_step, hidden=hidden)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Tell what was saved since."""
+        """Report what was saved since."""
         self._instants.recovers = False
         callback: Any = trainer.checkpoint_callback
         if callback._saver.in_flight is None:
             self._instants.phase = STEP
-        self._tell_saved(callback)
+        self._report_saved(callback)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell what was saved in the end, and how many instants there were."""
-        self._tell_saved(trainer.checkpoint_callback)
-        self._teller.tell(rank=self._rank, counts=self._instants.counts)
+        """Report the last save and the number of instants."""
+        self._report_saved(trainer.checkpoint_callback)
+        self._reporter.report(rank=self._rank, counts=self._instants.counts)
 
-    def _tell_saved(self, callback: Any) -> None:
+    def _report_saved(self, callback: Any) -> None:
         last = callback._records.last
         if self._rank == 0 and last is not None and last.step > self._saved:
             self._saved = last.step
-            self._teller.tell(saved=last.step)
+            self._reporter.report(saved=last.step)
 
     def _strike(self, phase: str) -> None:
         """Kill whom the plan says; this process last."""
@@ -223,6 +223,6 @@ class Killer(pl.Callback):
         command = int(stat_of(server)[PARENT])
         victims = {COMMAND: [command], EVERY: [*others, *own], self._rank: own}.get(kill.victim, others)
         if victims:
-            self._teller.tell(kill=phase)
+            self._reporter.report(kill=phase)
         for process in victims:
             os.kill(process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What commands have left behind: processes and shared memory of this machine (Linux)."""
+"""Processes and shared-memory segments left behind by commands (Linux)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs are made, and which kills hit them; all drawn from a seed."""
+"""Random choice of runs and of their kills, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def draw_kills(draw: random.Random, instants: Instants, most: int, resumes: bool
     if count == 1:
         return [_draw_kill(draw, instants, draw.choice((0, 1, EVERY, COMMAND)), resumes, draw.random() < 0.5)]
     victims = [*(draw.choice((0, 1, EVERY)) for _ in range(count - 1)), COMMAND]
-    # A command whose ranks are killed goes on from what it has saved before, once or twice at least.
+    # A command whose ranks are killed resumes from its own checkpoint at least once.
     return [_draw_kill(draw, instants, victim, resumes or attempt > 0) for attempt, victim in enumerate(victims)]
 
 

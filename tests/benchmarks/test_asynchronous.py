@@ -3,7 +3,7 @@ from __future__ import annotations
 from benchmarks.asynchronous import Taken, goals_of, rows_of
 
 
-def test_rows_tell_spread_ratios_and_who_came_to_the_target():
+def test_rows_have_spread_ratios_and_sides_that_reached_the_target():
     ddp = [Taken(100.0, 4.0, 0.2, 0.01), Taken(200.0, 8.0, 0.3, None), Taken(300.0, 6.0, 0.1, 0.124)]
     leased = [Taken(150.0, None, 0.4, None), Taken(400.0, 2.5, 0.3, None), Taken(900.0, None, 0.5, None)]
     rows = rows_of({"ddp": ddp, "async, leases": leased})

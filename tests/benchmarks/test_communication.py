@@ -51,7 +51,7 @@ class Count(pl.Callback):
         return sum(sent.bytes for sent in self.meter.take().values()), kernel
 
 
-# Not one average of gradients a step: what is sent is told by several threads, or only in some steps.
+# Strategies that send from several threads, or only in some steps.
 OTHERWISE: dict[int, list[tuple[str, dict[str, Any], int]]] = {
     2: [
         ("diloco", {"sync_every": 4, "fragments": 2, "overlap_steps": 1, "compression": "int8"}, 11),

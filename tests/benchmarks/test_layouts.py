@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.layouts import CASES, LEAST_AGREEMENT, Plan, compare, pairs_apart, predicted_seconds
+from benchmarks.layouts import CASES, LEAST_AGREEMENT, Plan, compare, distinct_pairs, predicted_seconds
 from benchmarks.peers.plain_gpt import PlainRun, PlainTraining
 from benchmarks.peers.plain_layouts import PipelineByHand, ShardedTensorByHand
 from trainwright.recipes.gpt.model import GPTConfig
@@ -41,12 +41,12 @@ def test_layouts_that_were_clearly_apart_are_predicted_in_their_order(tmp_path):
     rows = [row for row in record["rows"] if row["predicted_s"] is not None]
     for row in rows:
         row["predicted_s"] = predicted_seconds(row["layout"], argparse.Namespace(**given), record["profile"])
-    pairs = pairs_apart(rows)
+    pairs = distinct_pairs(rows)
     assert len(pairs) >= 15
     wrong = [f"{fast} is faster than {slow}" for fast, slow, agrees in pairs if not agrees]
     assert len(wrong) <= (1 - LEAST_AGREEMENT) * len(pairs), wrong
     # Where one takes twice as long as the other, all of them.
-    assert [pair for pair in pairs_apart(rows, 1.0) if not pair[2]] == []
+    assert [pair for pair in distinct_pairs(rows, 1.0) if not pair[2]] == []
 
 
 def test_pairs_that_are_not_apart_do_not_count():
@@ -54,11 +54,11 @@ def test_pairs_that_are_not_apart_do_not_count():
         {"side": side, "best_s": best, "predicted_s": predicted}
         for side, best, predicted in (("a", 1.0, 1.0), ("b", 1.2, 0.9), ("c", 2.0, 0.95), ("by hand", 9.0, None))
     ]
-    assert pairs_apart(rows, 0.25) == [("a", "c", False), ("b", "c", True)]
+    assert distinct_pairs(rows, 0.25) == [("a", "c", False), ("b", "c", True)]
 
 
 def gradients(kind, path):
-    """What one step by hand leaves in the weights of block 0 and of the norm, and in the embedding, where they are."""
+    """Return the weights of block 0, the norm and the embedding (where present) after two hand-written steps."""
     torch.manual_seed(0)
     run = PlainRun(TINY, "single", 8, steps=10, path=path, clip=0.1)
     if kind == "pipeline":

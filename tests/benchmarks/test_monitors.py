@@ -12,7 +12,7 @@ def test_the_goal_is_a_part_of_a_step_of_50_ms() -> None:
     assert [goal.holds for goal in goals_of(rows)] == [True, False]
 
 
-def test_what_a_run_costs_once_is_told_apart() -> None:
+def test_one_time_costs_are_separated() -> None:
     # 1 s a step, 6 s more at the end of a window; a slow beginning, a longer first window, and 3 s at the end.
     lasts = [1.0] * 150
     lasts[0], lasts[20], lasts[49] = 11.0, 31.0, 7.0 + 4.0

@@ -1,4 +1,4 @@
-"""What the benchmark of many ranks counts."""
+"""Counts of the benchmark of many ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak is right where all is well, and says so where anything is lost or left."""
+"""The soak passes intact runs and reports anything lost or left behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kinds(wrong: list[Wrong]) -> list[str]:
 def test_whole_checkpoints_are_right(tmp_path: Path) -> None:
     known = saved(tmp_path, 3, 4)
     assert check_checkpoints(tmp_path, 4, 2, known, one_name=False) == (4, [])
-    assert check_checkpoints(tmp_path, 3, 2, known, one_name=False) == (4, [])  # one that was not told of
+    assert check_checkpoints(tmp_path, 3, 2, known, one_name=False) == (4, [])  # one that was not reported
 
 
 def test_a_checkpoint_that_is_gone_is_lost(tmp_path: Path) -> None:
@@ -99,16 +99,16 @@ def test_a_state_that_no_undisturbed_run_has_is_a_loss(tmp_path: Path) -> None:
 
 def test_an_attempt_begins_where_the_last_checkpoint_is() -> None:
     attempts: list[dict[str, Any]] = [
-        {"attempt": 0, "begun": 5, "hidden": []},
+        {"attempt": 0, "started": 5, "hidden": []},
         {"saved": 6},
         {"kill": SAVE},
-        {"attempt": 1, "begun": 7, "hidden": []},
+        {"attempt": 1, "started": 7, "hidden": []},
     ]
     assert check_story(attempts, 5) == (7, [])
     assert kinds(check_story(attempts, 6)[1]) == [LOST]
     assert kinds(check_story(attempts, 4)[1]) == [LOST]
-    assert kinds(check_story([*attempts[:3], {"attempt": 1, "begun": 5, "hidden": []}], 5)[1]) == [LOST]
-    assert kinds(check_story([{"attempt": 0, "begun": 5, "hidden": [".step=6.partial-1"]}], 5)[1]) == [FILES]
+    assert kinds(check_story([*attempts[:3], {"attempt": 1, "started": 5, "hidden": []}], 5)[1]) == [LOST]
+    assert kinds(check_story([{"attempt": 0, "started": 5, "hidden": [".step=6.partial-1"]}], 5)[1]) == [FILES]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_files_that_are_left_are_found(tmp_path: Path) -> None:
     assert kinds(check_files(tmp_path / "run", known)) == [FILES]
 
 
-def test_a_segment_that_nobody_uses_is_found() -> None:
+def test_an_unused_segment_is_found() -> None:
     path = Path(f"/dev/shm/soak-test-{os.getpid()}")
     before = segments()
     try:
@@ -259,7 +259,7 @@ print(json.dumps([[story.kills, [[wrong.kind, wrong.text] for wrong in story.wro
 """
 
 
-def test_a_few_kills_lose_nothing_and_what_is_lost_is_told(tmp_path: Path) -> None:
+def test_kills_lose_nothing_and_a_loss_is_reported(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ROUNDS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

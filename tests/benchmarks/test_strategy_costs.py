@@ -1,4 +1,4 @@
-"""What strategies hold and send, beside their formulas, on two ranks."""
+"""Bytes held and sent by strategies, against their formulas, on two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SENT = {"context, ring": (0.99, 1.3), "expert": (0.9, 1.15), "parameter_server":
         ("16-mixed", ["zero1", "zero3", "tensor", "context, ring"]),
     ],
 )
-def test_what_is_held_and_sent_is_what_the_formulas_say(ranks: Any, precision: str, names: list[str]) -> None:
+def test_held_and_sent_bytes_match_the_formulas(ranks: Any, precision: str, names: list[str]) -> None:
     assert set(COSTS) - set(possible_on(2)) == {"hybrid: zero3 x tensor 2", "hybrid: zero3 x pipeline"}
     rows = ranks(measure_all, 2, names, SMALL, 4, [precision], timeout=120)[0]
     assert [row["strategy"] for row in rows] == names

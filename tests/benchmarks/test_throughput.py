@@ -110,6 +110,6 @@ def test_operations_of_a_token():
     assert flops_per_token(model) == 6 * parameters + 12 * 2 * 32 * 16
     untied = GPT(GPTConfig(layers=2, dim=32, heads=4, seq_len=16, tied_head=False))
     assert flops_per_token(untied) == flops_per_token(model)
-    assert model_flops_utilization(model, 1e6, "a device nobody knows", 1) is None
+    assert model_flops_utilization(model, 1e6, "an unknown device", 1) is None
     used = model_flops_utilization(model, 1e6, "NVIDIA H200", 2)
     assert used == pytest.approx(flops_per_token(model) * 1e6 / (989.4e12 * 2))

@@ -1,4 +1,4 @@
-"""What is wrong with a command of the documentation, found by what the command itself checks before it starts anything.
+"""Problems of a command of the documentation, found by the checks that the command runs before it starts anything.
 
 `trainwright` composes and checks its whole configuration: names, types, the layout on that number of ranks, the module
 where a layout cuts it. What is left out is what depends on the reader's machine, or takes long: GPUs and programs of a
@@ -51,7 +51,7 @@ _TARGETS = frozenset(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), 
 
 
 def problems_of(words: Sequence[str], sbatch: str = "") -> list[str]:
-    """What is wrong with one command, in the folder where it would be typed.
+    """Return the problems of one command, in the folder where it would be typed.
 
     Args:
         words: program and arguments.
@@ -80,7 +80,7 @@ def problems_of(words: Sequence[str], sbatch: str = "") -> list[str]:
 
 
 def trainwright(words: Sequence[str], launcher: Launcher | None = None) -> list[str]:
-    """What is wrong with the words after `trainwright`.
+    """Return the problems of the words after `trainwright`.
 
     Args:
         words: verb, overrides and options.
@@ -135,7 +135,7 @@ def _composed(words: Sequence[str], launcher: Launcher | None) -> list[str]:
 def configured(
     overrides: Sequence[str], config_dir: str | None, verb: str = "fit", launcher: Launcher | None = None
 ) -> list[str]:
-    """What is wrong with a configuration, as the command finds it.
+    """Return the problems of a configuration, as the command finds them.
 
     Args:
         overrides: as typed.
@@ -176,7 +176,7 @@ def _torchrun(words: Sequence[str]) -> list[str]:
 
 
 def _srun(words: Sequence[str], sbatch: str) -> list[str]:
-    """srun's own options tell how many ranks there are; those of the batch script stand in for them."""
+    """Take the number of ranks from srun's options, or from those of the batch script."""
     number = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     said = f"{sbatch} {' '.join(words[:number])} "
     rest = list(words[number:])

@@ -75,7 +75,7 @@ def page_source(blocks: Sequence[Block]) -> str:
 
 
 def at_hand() -> dict[str, Any]:
-    """What "any LightningModule" and "any loaders" stand for."""
+    """Return the objects behind "any LightningModule" and "any loaders"."""
     import lightning.pytorch as pl
 
     from tests.callbacks.modules import Regression, loader
@@ -116,7 +116,7 @@ def reader_here() -> Iterator[None]:
 
 @contextmanager
 def small_runs() -> Iterator[None]:
-    """Whatever a Trainer is told, it makes few steps on the CPU and says nothing."""
+    """Limit every Trainer to a few silent steps on the CPU."""
     from lightning.pytorch.loggers import CSVLogger
 
     from trainwright.trainer.trainer import Trainer

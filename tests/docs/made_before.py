@@ -1,4 +1,4 @@
-"""What the pages take for granted, made by honest means before the command that needs it: runs, checkpoints, models.
+"""Runs, checkpoints and models that the pages take for granted, made before the command that needs them.
 
 Runs are those of the same command line, in few steps. Checkpoints of others are written by torch, Lightning and
 transformers, DeepSpeed's in its form (`tests/checkpoint/foreign/deepspeed_files.py`).
@@ -56,7 +56,7 @@ def make_before(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def _names(word: str, path: str) -> bool:
-    """Whether a word is a path or a key with that value; or lines of Python that have it as a text."""
+    """Return whether a word is a path, a key with that value, or lines of Python that contain it."""
     return word == path or word.endswith(f"={path}") or f'"{path}"' in word
 
 
@@ -72,7 +72,7 @@ def _with_runs(word: str, folder: Path) -> str:
 
 
 def _own_run(recipe: str, stamp: str, rest: str, folder: Path) -> str:
-    """The run that stands for a date of the page: the first date for the first run that has what is asked of it."""
+    """Return the run used for a date of the page: the first unused run that has the named files."""
     named = folder / ".dates" / f"{recipe}.json"
     known: dict[str, str] = json.loads(named.read_text()) if named.exists() else {}
     rest = re.sub(r"step=\d+$", "step=*", rest)

@@ -1,4 +1,4 @@
-"""The commands of a block of shell, as the shell itself understands it: none of them is there, so none runs."""
+"""Commands of a shell block, split by the shell itself; none of them exists, so none runs."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ def _make_environment(folder: Path) -> None:
 
 
 def sbatch_options(block: Block) -> str:
-    """What a batch script asks of SLURM, on one line; empty where the block is none."""
+    """Return the SLURM options of a batch script on one line; empty for other blocks."""
     return " ".join(re.findall(r"^#SBATCH (.*)$", block.text, flags=re.MULTILINE))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FEW, MORE, KEPT = 1, 2, 60
-"""Steps of a run, of one that goes on from such a run, and the most that are made as they are typed."""
+"""Steps of a run, of one that resumes such a run, and the largest number that is kept as typed."""
 _BEYOND_IMPORTED = 7
 _WRITES_TEXT = re.compile(r"recipe=(\w*gpt|moe|llama_3d)")
 _TRAINS = ("fit", "validate", "test", "predict")
@@ -31,7 +31,7 @@ _STEPS = re.compile(r"max_steps=(\d+)")
 
 
 def why_not(words: Sequence[str]) -> str:
-    """Why a command is not run here; empty if it is."""
+    """Return why a command is not run here; empty if it is."""
     program = Path(words[0]).name
     if program in _LEFT_OUT:
         return _LEFT_OUT[program]
@@ -70,7 +70,7 @@ def small(words: Sequence[str]) -> list[str]:
 
 
 def as_processes(words: Sequence[str]) -> list[list[str]]:
-    """What is started: one process, or one agent of torchrun for each of its machines."""
+    """Return the processes to start: one, or one agent of torchrun for each machine."""
     programs = Path(sys.executable).parent
     program = {"python": sys.executable, "python3": sys.executable}.get(words[0], str(programs / words[0]))
     nodes = next((int(word.partition("=")[2]) for word in words if word.startswith("--nnodes=")), 1)

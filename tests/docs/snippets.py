@@ -33,7 +33,7 @@ from trainwright.core.text.messages import RUN_TOKEN
 
 WORKERS = 3
 _SECONDS = 900
-# What goes on until somebody ends it: the signal, and the exit code that it then has.
+# Commands that run until a signal: the signal and the exit code.
 _WATCH, _FIT = (signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)
 # What later commands of a page may need, so that it runs on each page that shows it.
 _LEAVES = re.compile(r"--config-dir|-cd|checkpoint|run_dir=.*|python3?")
@@ -41,7 +41,7 @@ _LEAVES = re.compile(r"--config-dir|-cd|checkpoint|run_dir=.*|python3?")
 
 @dataclass
 class Outcome:
-    """What became of the commands of all pages.
+    """Outcomes of the commands of all pages.
 
     Attributes:
         ran: how many ran.
@@ -56,19 +56,19 @@ class Outcome:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_new(self, words: Sequence[str]) -> bool:
-        """Whether no page has had this command yet."""
+        """Record a command and return whether it is new."""
         with self._lock:
             new = tuple(words) not in self._seen
             self._seen.add(tuple(words))
             return new
 
     def leave_out(self, line: str, reason: str) -> None:
-        """A command that does not run here."""
+        """Record a command that does not run here."""
         with self._lock:
             self.left_out.setdefault(reason, []).append(line)
 
-    def tell(self, line: str, typed: str, codes: Sequence[int], wanted: int, seconds: float, output: str) -> None:
-        """A command that has ended."""
+    def record(self, line: str, typed: str, codes: Sequence[int], wanted: int, seconds: float, output: str) -> None:
+        """Record a command that has ended."""
         good = set(codes) == {wanted}
         with self._lock:
             self.ran += 1
@@ -101,7 +101,7 @@ def _run_page(page: str, outcome: Outcome) -> None:
     with tempfile.TemporaryDirectory(prefix="reader_") as name:
         folder = Path(name).resolve()
         write_project(folder, {block.value: block.text for block in blocks if block.mark == "file"})
-        for run in set(re.findall(rf"> (runs/\w+/{RUN}/(?:monitor/)?)", typed)):  # requests to a run that goes on
+        for run in set(re.findall(rf"> (runs/\w+/{RUN}/(?:monitor/)?)", typed)):  # requests to a running job
             (folder / run).mkdir(parents=True, exist_ok=True)
         for block, words, wanted in _commands(blocks, folder):
             line = f"{block.place}: {' '.join(words) if block.language in SHELL else 'lines of Python'}"
@@ -148,7 +148,7 @@ def _run_command(line: str, words: Sequence[str], wanted: int, folder: Path, out
         ]
         codes = [_end_of(process, log, ends_by) for process in started]
     said = log.read_text(encoding="utf-8", errors="replace")
-    outcome.tell(line, " ".join(given), codes, wanted if code is None else code, time.monotonic() - begun, said)
+    outcome.record(line, " ".join(given), codes, wanted if code is None else code, time.monotonic() - begun, said)
 
 
 def _ending(words: Sequence[str]) -> tuple[signal.Signals | None, int | None]:

@@ -50,7 +50,7 @@ def called_scripts(page: str) -> set[str]:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """The folder of somebody who follows a page, on a machine that has what the page asks for."""
+    """Make the folder of a reader of a page, on a machine that has what the page needs."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(REPOSITORY))  # python -m benchmarks.overhead
     monkeypatch.setattr(machine, "num_gpus", lambda: 0)
@@ -121,7 +121,7 @@ def test_commands(page: str, reader: Callable[[str], Path]) -> None:
 
 
 def checked(words: list[str], block: Block) -> list[str]:
-    """What is wrong with a command; what many pages show is looked at once."""
+    """Return the problems of a command; commands shown on many pages are checked once."""
     own = any(word.startswith(("--config-dir", "-cd")) for word in words)
     key = (*words, sbatch_options(block))
     if key in _CHECKED and not own:
@@ -165,7 +165,7 @@ def test_a_wrong_command_is_found(line: str, problem: str, reader: Callable[[str
     assert problem in "\n".join(problems_of(words))
 
 
-def test_the_shell_tells_the_words(tmp_path: Path) -> None:
+def test_the_shell_splits_the_words(tmp_path: Path) -> None:
     typed = "three=\"a=1 b=2\"\nsome $three 'c=[1, 2]' \\\n    d={e:1} && .venv/bin/python -m f | other &\n"
     shown = "$ first \\\n> second\nfirst has said something\n$ third\n"
     found = commands_of(Block("p.md", 1, "bash", typed), tmp_path)
@@ -192,7 +192,7 @@ def test_configurations(page: str, reader: Callable[[str], Path]) -> None:
 
 
 def problems_of_yaml(block: Block, folder: Path) -> list[str]:
-    """What is wrong with a file of a user's configuration, or with lines of one."""
+    """Return the problems of a user's configuration file, or of lines of one."""
     conf = folder / "my_conf"
     if block.mark == "with":
         recipe, *others = block.value.removeprefix("recipe=").split()

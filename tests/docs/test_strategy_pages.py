@@ -37,13 +37,13 @@ ROOT = Path(__file__).parents[2]
 DOCS, YAMLS = ROOT / "docs", ROOT / "conf" / "strategy"
 PAGES = DOCS / "strategies"
 SECTIONS = ("When", "What it costs", "What it needs of the model", "What is refused", "Keys")
-# A yaml that fills in another strategy's keys is told on that one's page.
+# A yaml that presets another strategy's keys is described on that strategy's page.
 READY = {"hybrid_3d": "hybrid"}
 RANKS, MICRO_BATCHES = 4, 3
 
 
 def choices() -> list[str]:
-    """What `strategy=` and `Trainer(strategy=...)` take."""
+    """Return the values of `strategy=` and `Trainer(strategy=...)`."""
     return sorted({*strategy_names(), *(file.stem for file in YAMLS.glob("*.yaml"))} - READY.keys())
 
 
@@ -63,12 +63,12 @@ def test_each_strategy_has_a_page(name):
 
 
 @pytest.mark.parametrize(("name", "where"), READY.items())
-def test_a_ready_layout_is_told_where_its_keys_are(name, where):
+def test_a_preset_is_named_on_the_page_of_its_keys(name, where):
     assert (YAMLS / f"{name}.yaml").exists()
     assert f"`strategy={name}`" in page(where)
 
 
-# The keys of auto are those of what it chooses, told with the planner.
+# The keys of auto are those of its choice, described with the planner.
 @pytest.mark.parametrize("name", [name for name in choices() if name != "auto"])
 def test_a_page_names_all_keys(name):
     assert not keys_of_configuration(name) - keys_of_page(PAGES / f"{name}.md", frozenset())
@@ -250,7 +250,7 @@ def test_a_block_sends_what_the_formula_says(name, row, method, length, values):
     facts = predictor(network_of(name), length).facts
     cost = facts.of(ModelCut(layout.tensor, layout.context, attention=method, expert=layout.expert))
     sent = cost.blocks[0].sent.items()
-    # Of the expert axis, the rows that travel; how many there are is told by some integers besides.
+    # Of the expert axis, the rows that travel; a few integers carry their number.
     counted = sum(
         each.least for (axis, kind), each in sent if axis == name and (name, kind) != ("expert", "all_gather")
     )

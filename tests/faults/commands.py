@@ -1,4 +1,4 @@
-"""Real commands in a user's project: started, told to end, looked at afterwards."""
+"""Commands started in a user's project, with signals and checks of what they leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.command.project import command, environment, run_command, write_proje
 from tests.warm import WarmPopen
 from trainwright.core.processes.process import PARENT, stat_of
 
-# Long enough to be told to end in; module.sleep makes steps that a person could see.
+# Long enough to be interrupted.
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "run_dir=run")
 ENDLESS = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000")
 # Seconds that a command has to train, and to end, on a machine that does much else. Less than the deadline of
@@ -89,7 +89,7 @@ class Command:
             time.sleep(0.05)
 
     def said(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def tell(self, number: int, to: Sequence[int] | None = None) -> None:
@@ -151,8 +151,8 @@ def training(conf: Path, *more: str) -> list[str]:
     return command("fit", "--config-dir", str(conf), *WORDS, *ENDLESS, *more)
 
 
-def goes_on(conf: Path) -> str:
-    """Go on from what was saved, for one step more; returns what that run said.
+def resume_from(conf: Path) -> str:
+    """Resume from the latest checkpoint for one more step; return the output.
 
     Raises:
         AssertionError: if it cannot.

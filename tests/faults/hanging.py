@@ -1,4 +1,4 @@
-"""Ranks that hang, watched by a monitor in the test's process; each is a process of its own, which may be killed."""
+"""Ranks that hang, watched by a monitor in the test's process; each is a process of its own that may be killed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import itertools
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,93 +35,74 @@ LIMITS = HangLimits(floor_seconds=1.5, first_timeout=120.0)
 NO_LIMITS = HangLimits(floor_seconds=600.0, first_timeout=1800.0)
 HANGS_AT = 5  # after the steps of which nothing is learned
 FOREVER = 1000.0
+LONGEST = 120.0  # seconds until a hang is found or the ranks end
 _context = multiprocessing.get_context("forkserver")
 
 
-@contextmanager
-def watched_ranks(
-    case: Callable[..., Any], world_size: int, *args: Any, limits: HangLimits | None = LIMITS
-) -> Iterator[Ranks]:
-    """Ranks that run ``case(*args)``, and their monitor; those that are left are killed at the end.
+class Ranks:
+    """Ranks that run ``case(*args)`` in a folder of their own, and their monitor; killed at the end of the block.
 
     Args:
-        case: what each rank does, a function at the top level of a module.
-        world_size: number of ranks.
+        case: a function at the top level of a module.
         args: of the case.
-        limits: of the monitor; None = the ranks look after themselves, as in a script under any launcher.
+        folder: their working folder, which has the reports of hangs; made if it is not there.
+        world_size: number of ranks.
+        limits: of the monitor; None = the ranks watch themselves, as in a script under any launcher.
     """
-    ranks = Ranks(case, world_size, args, limits)
-    try:
-        yield ranks
-    finally:
-        ranks.end()
 
-
-class Ranks:
     def __init__(
-        self, case: Callable[..., Any], world_size: int, args: tuple[Any, ...], limits: HangLimits | None
+        self, case: Callable[..., Any], args: tuple[Any, ...], folder: Path, world_size: int, limits: HangLimits | None
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(dir=os.getcwd()))
-        self.monitor = HangMonitor(world_size, self.folder, Path(os.getcwd()), limits)
+        self.folder = folder
+        (folder / "boxes").mkdir(parents=True, exist_ok=True)
+        self._watches = limits is not None
+        self.monitor = HangMonitor(world_size, folder / "boxes", folder, limits)
         RankPool.warm()
         port = free_port()
         self.processes = []
         for rank in range(world_size):
             watched = {} if limits is None else self.monitor.environment(rank)
             environment = {**os.environ, **_of_rank(rank, world_size, port), **watched}
-            printed = self.folder / f"printed_{rank}"
-            process = _context.Process(target=_run, args=(environment, str(printed), os.getcwd(), case, args))
+            process = _context.Process(
+                target=_run, args=(environment, str(self._output(rank)), str(folder), case, args)
+            )
             process.start()
             self.processes.append(process)
             if watched:
                 self.monitor.watch(rank, process.pid or 0)
 
-    def hang(self, seconds: float = 120.0) -> DiagnosedHang:
-        """The hang that the monitor finds; fails when it finds none in time, or a rank ends."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            found = self.monitor.check()
-            if found is not None:
-                return found
-            ended = [rank for rank, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
-            assert not ended, f"rank {ended[0]} ended instead of hanging:\n{self.printed(ended[0])}"
-            time.sleep(0.1)
-        raise AssertionError(f"no hang was found within {seconds:g} s; rank 0 printed:\n{self.printed(0)}")
+    def __enter__(self) -> Ranks:
+        return self
 
-    def come_to_the_end(self, seconds: float = 120.0) -> None:
-        """Wait for the ranks to end; fails when the monitor finds a hang, or they do not end well in time."""
-        end = time.monotonic() + seconds
-        while any(process.exitcode is None for process in self.processes):
-            found = self.monitor.check()
-            assert found is None, found.report
-            assert time.monotonic() < end, f"the ranks still run after {seconds:g} s"
-            time.sleep(0.1)
-        assert [process.exitcode for process in self.processes] == [0] * len(self.processes), self.printed(0)
-
-    def explanation(self, seconds: float = 120.0) -> str:
-        """What the ranks say of a failure, once all have ended."""
-        for rank in range(len(self.processes)):
-            self.first_exit_code(rank, seconds)
-        explanation = self.monitor.explain()
-        assert explanation is not None, self.printed(0)
-        return explanation
-
-    def first_exit_code(self, rank: int, seconds: float = 120.0) -> int:
-        """Wait for a rank to end; how it did."""
-        self.processes[rank].join(seconds)
-        code = self.processes[rank].exitcode
-        assert code is not None, f"rank {rank} still runs after {seconds:g} s:\n{self.printed(rank)}"
-        return code
-
-    def printed(self, rank: int) -> str:
-        return (self.folder / f"printed_{rank}").read_text(errors="replace")[-4000:]
-
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
             kill_with_workers(process.pid or 0)
         for process in self.processes:
             process.join(10.0)
         self.monitor.close()
+
+    def _output(self, rank: int) -> Path:
+        return self.folder / f"printed_{rank}"
+
+    def printed(self, rank: int) -> str:
+        return self._output(rank).read_text(errors="replace")[-4000:]
+
+    def wait(self) -> DiagnosedHang | None:
+        """Wait for a hang, or for the end of all ranks.
+
+        Raises:
+            AssertionError: if neither comes in time.
+        """
+        end = time.monotonic() + LONGEST
+        while time.monotonic() < end:
+            found = self.monitor.check() if self._watches else None
+            if found is not None or None not in self.exit_codes():
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"neither a hang nor an end within {LONGEST:g} s; rank 0 printed:\n{self.printed(0)}")
+
+    def exit_codes(self) -> list[int | None]:
+        return [process.exitcode for process in self.processes]
 
 
 def _of_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -198,23 +177,18 @@ class FaultyHook(Callback):
             self.fault()
 
 
-class FaultyModule:
-    """Makes rank 1 do something wrong within the user's own step."""
+def make_faulty(module: Any, fault: Callable[[], None]) -> Any:
+    """Let rank 1 do something wrong within the user's own step."""
+    original = type(module).training_step
 
-    def __init__(self, fault: Callable[[], None]) -> None:
-        self.fault = fault
+    class Faulty(type(module)):  # type: ignore[misc]
+        def training_step(self, *args: Any) -> Any:
+            if is_culprit() and self.trainer.global_step == HANGS_AT:
+                fault()
+            return original(self, *args)
 
-    def __call__(self, module: Any) -> Any:
-        fault, original = self.fault, type(module).training_step
-
-        class Faulty(type(module)):  # type: ignore[misc]
-            def training_step(self, *args: Any) -> Any:
-                if is_culprit() and self.trainer.global_step == HANGS_AT:
-                    fault()
-                return original(self, *args)
-
-        module.__class__ = Faulty
-        return module
+    module.__class__ = Faulty
+    return module
 
 
 def fit(
@@ -242,7 +216,7 @@ def in_training_step(fault: str, strategy: str, options: dict[str, Any]) -> None
         module, data = layout_modules.make_module("gpt"), Texts(48)
     else:
         module, data = make_module("decoder-sgd"), Tokens()
-    fit(strategy, options, FaultyModule(FAULTS[fault])(module), DataLoader(data, batch_size=4))
+    fit(strategy, options, make_faulty(module, FAULTS[fault]), DataLoader(data, batch_size=4))
 
 
 def in_hook(fault: str, limits: HangLimits = LIMITS) -> None:
@@ -297,27 +271,20 @@ def with_own_calls(how: str, strategy: str) -> None:
     fit(strategy, {}, make_module("decoder-sgd"), callbacks=(OwnCalls(how),))
 
 
+class GroupCalls(Callback):
+    """Every rank sums over a group of its own after each step; rank 1 leaves out one call."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.group = dist.new_group([0, 1], group_desc="metrics")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not (is_culprit() and trainer.global_step == HANGS_AT):
+            dist.all_reduce(torch.ones(5), group=self.group)
+
+
 def left_out_of_another_group() -> None:
-    """Rank 1 leaves a call of one group out, and waits in the next one of another."""
-    _with_group(_skip_and_go_on)
-
-
-def _with_group(run: Callable[[dist.ProcessGroup], None]) -> None:
-    trainer_group: list[dist.ProcessGroup] = []
-
-    class Begin(Callback):
-        def on_train_start(self, *_: Any) -> None:
-            trainer_group.append(dist.new_group([0, 1], group_desc="metrics"))
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if not (is_culprit() and trainer.global_step == HANGS_AT):
-                run(trainer_group[0])
-
-    fit("ddp", {}, make_module("decoder-sgd"), callbacks=(Begin(),))
-
-
-def _skip_and_go_on(group: dist.ProcessGroup) -> None:
-    dist.all_reduce(torch.ones(5), group=group)
+    """Rank 1 leaves out a call of one group and waits in the next one of another."""
+    fit("ddp", {}, make_module("decoder-sgd"), callbacks=(GroupCalls(),))
 
 
 # ---- no hang ---------------------------------------------------------------------------------------------------------

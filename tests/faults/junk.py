@@ -1,4 +1,4 @@
-"""Junk for any key of a configuration: what commands are drawn from, and what must hold of each."""
+"""Random commands with junk for any key of a configuration, and their checks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _keys(node: Any, path: str = "") -> Iterator[str]:
 
 
 def override(key: str, value: Any) -> str:
-    """What is typed for a value."""
+    """Return the override that sets a key to a value."""
     return f"{key}={_typed(value)}"
 
 

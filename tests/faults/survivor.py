@@ -1,4 +1,4 @@
-"""A module and its data that write down what each rank trained on and ended with; see survivors.py."""
+"""A module that records each rank's samples and final state; see survivors.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def digest(tensors):
-    """The same for the same names and bits."""
+    """Return a hash of names and bits."""
     digested = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digested.update(name.encode() + tensor.detach().numpy().tobytes())
@@ -36,7 +36,7 @@ class Net(pl.LightningModule):
 
     Args:
         width: of the blocks.
-        sleep: seconds that a step takes at least, eight times as many while ranks are missing.
+        sleep: seconds that a step takes at least while ranks are missing, so that replacements find the run alive.
         full: number of ranks when none is missing.
     """
 
@@ -54,9 +54,8 @@ class Net(pl.LightningModule):
         return self.last(x)
 
     def on_before_optimizer_step(self, optimizer):
-        # A replacement shall find the run still going, however slowly it starts.
-        alone = self.trainer.world_size < self.hparams.full
-        time.sleep(self.hparams.sleep * (8 if alone else 1))
+        if self.trainer.world_size < self.hparams.full:
+            time.sleep(self.hparams.sleep)
 
     def training_step(self, batch, batch_idx):
         self.note(batch["index"].tolist())
@@ -70,20 +69,18 @@ class Net(pl.LightningModule):
     def note_common(self, outer):
         """One line per micro-batch: generation, step, rank, digests of what is common, and of its own."""
         found = [digest(tensors) for tensors in (outer.common(), outer.momentum(), dict(self.named_parameters()))]
-        path = Path(self.trainer.default_root_dir, "common", f"{os.getpid()}.jsonl")
-        path.parent.mkdir(exist_ok=True)
-        generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        with path.open("a") as file:
-            file.write(json.dumps([generation, self.trainer.global_step, self.trainer.global_rank, *found]) + "\n")
+        self._append("common", self.trainer.global_rank, *found)
 
     def note(self, samples):
         """One line per micro-batch: generation, step, data rank, samples."""
-        path = Path(self.trainer.default_root_dir, "read", f"{os.getpid()}.jsonl")
+        self._append("read", self.trainer.strategy.ranks.data_rank, samples)
+
+    def _append(self, kind, *values):
+        path = Path(self.trainer.default_root_dir, kind, f"{os.getpid()}.jsonl")
         path.parent.mkdir(exist_ok=True)
         generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        line = [generation, self.trainer.global_step, self.trainer.strategy.ranks.data_rank, samples]
         with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps([generation, self.trainer.global_step, *values]) + "\n")
 
     def on_train_end(self):
         whole = {name: value.double().flatten().tolist() for name, value in self.trainer.strategy.whole_parameters()}

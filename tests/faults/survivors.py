@@ -1,31 +1,33 @@
-"""Runs of a module that writes down which samples it trained on, and what it ended with."""
+"""Runs of a module that records its samples and its final state."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainwright.command.run import run
 from trainwright.command.schema.compose import compose
 
-RECIPE = """# @package _global_
+STEPS = 30
+RECIPE = f"""# @package _global_
 name: survivor
 max_epochs: null
-max_steps: 60
+max_steps: {STEPS}
 micro_batch_size: 2
 global_batch_size: 12
 seed: 3
-module: {_target_: tests.faults.survivor.Net, width: 8, sleep: 0.0, full: 0}
-data: {_target_: tests.faults.survivor.Data, batch_size: "${micro_batch_size}"}
-trainer: {log_every_n_steps: 5}
+module: {{_target_: tests.faults.survivor.Net, width: 8, sleep: 0.0, full: 0}}
+data: {{_target_: tests.faults.survivor.Data, batch_size: "${{micro_batch_size}}"}}
+trainer: {{log_every_n_steps: 5}}
 """
 
 
 class Survived:
-    """What a run has left, as ``trainwright fit`` makes it; its ranks are forked from the server of the suite.
+    """Run of ``trainwright fit`` with ranks forked from the server of the suite, and its results.
 
     Args:
         conf: the configuration directory.
@@ -42,7 +44,7 @@ class Survived:
 
     @property
     def log(self) -> str:
-        """What happened to the ranks, in the words of the log of restarts."""
+        """Text of the log of restarts."""
         path = self.run_dir / "logs" / "restarts.log"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -55,14 +57,17 @@ class Survived:
         assert len(steps) == len(set(steps)), f"logged twice: {sorted(s for s in set(steps) if steps.count(s) > 1)}"
         return dict(rows)
 
+    def _lines(self, kind: str) -> Iterator[tuple[str, list[Any]]]:
+        for path in sorted((self.run_dir / kind).glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                yield path.name, json.loads(line)
+
     @property
     def read(self) -> dict[int, list[int]]:
         """Samples that each optimizer step was made of, sorted: those of the last generation that made it."""
         found: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for path in sorted((self.run_dir / "read").glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                generation, step, data_rank, samples = json.loads(line)
-                found[step, generation, data_rank][path.name] += samples
+        for process, (generation, step, data_rank, samples) in self._lines("read"):
+            found[step, generation, data_rank][process] += samples
         last = {step: max(generation for at, generation, _ in found if at == step) for step, _, _ in found}
         read: dict[int, list[int]] = defaultdict(list)
         for (step, generation, _), by_process in found.items():
@@ -74,18 +79,16 @@ class Survived:
 
     @property
     def common(self) -> dict[tuple[int, int], list[tuple[str, str, str]]]:
-        """What replicas of local updates hold where a step begins, by generation and step, in the order of ranks.
+        """State of local-update replicas at the start of steps, by generation and step, in the order of ranks.
 
         Digests of the common parameters, of the outer momentum, and of the rank's own parameters.
         """
         found: dict[tuple[int, int], dict[int, tuple[str, str, str]]] = defaultdict(dict)
-        for path in sorted((self.run_dir / "common").glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                generation, step, rank, common, momentum, own = json.loads(line)
-                found[generation, step].setdefault(rank, (common, momentum, own))
+        for _, (generation, step, rank, common, momentum, own) in self._lines("common"):
+            found[generation, step].setdefault(rank, (common, momentum, own))
         return {key: [of for _, of in sorted(ranks.items())] for key, ranks in sorted(found.items())}
 
     def ends(self) -> list[dict[str, Any]]:
-        """What each rank of the last generation ended with."""
+        """Return the final state of each rank of the last generation."""
         paths = sorted(self.run_dir.glob("end_*.json"))
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths]

@@ -1,4 +1,4 @@
-"""However a run ends: nobody hangs, nothing is left, and what is told is the first cause."""
+"""Ends of runs: no rank hangs, nothing is left behind, and the first cause is reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_hooks_are_all_that_a_fit_calls(ranks: Callable[..., list[Any]], tmp
 
 
 @pytest.mark.parametrize(("of", "hook"), CASES, ids=[f"{of}-{hook}" for of, hook in CASES])
-def test_a_rank_that_fails_in_a_hook_keeps_nobody_waiting(
+def test_a_failure_in_a_hook_blocks_no_rank(
     ranks: Callable[..., list[Any]], tmp_path: Path, of: str, hook: str
 ) -> None:
     ends = ranks(end_of_fit, 2, "ddp", {}, of, hook, str(tmp_path), timeout=30)
@@ -50,7 +50,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     "hook", ["on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "state_dict"]
 )
 @pytest.mark.parametrize(("strategy", "count", "options"), LAYOUTS, ids=[layout[0] for layout in LAYOUTS])
-def test_it_keeps_nobody_waiting_in_other_layouts(
+def test_a_failure_in_a_hook_blocks_no_rank_of_other_layouts(
     ranks: Callable[..., list[Any]], tmp_path: Path, strategy: str, count: int, options: dict[str, Any], hook: str
 ) -> None:
     *others, failing = ends = ranks(end_of_fit, count, strategy, options, "callback", hook, str(tmp_path), timeout=30)
@@ -60,7 +60,7 @@ def test_it_keeps_nobody_waiting_in_other_layouts(
 
 # ---- whole commands --------------------------------------------------------------------------------------------------
 
-# How rank 1 ends -> exit code of the command, what is told of it.
+# How rank 1 ends -> exit code of the command, message.
 ENDS: dict[str, tuple[str, int, str]] = {
     "an exception": ('raise ValueError("boom")', 1, "rank 1 of 2 failed with ValueError: boom; the others were ended"),
     "no memory": ('raise MemoryError("16 GiB")', 1, "rank 1 of 2 failed with MemoryError: 16 GiB; the others"),
@@ -100,8 +100,8 @@ stop_forkserver()
 """
 
 
-def test_the_first_cause_is_told_and_nothing_is_left(conf: Path, temporary: Path) -> None:
-    """All in one launching process, since starting one costs seconds."""
+def test_the_first_cause_is_reported_and_nothing_is_left(conf: Path, temporary: Path) -> None:
+    """All in one launching process, because starting one takes seconds."""
     words = ["fit", "--config-dir", str(conf), *WORDS[:-1]]
     done = warm_run(
         [sys.executable, "-c", SCRIPT, repr([how for how, _, _ in ENDS.values()]), *words],
@@ -156,5 +156,5 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies there, without the cache that torch keeps."""
+    """Return the entries of a folder, without torch's cache."""
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")]

@@ -1,4 +1,4 @@
-"""The guard of the loss beside checkpoints on disk: what is saved is good at every instant, and can be gone on from."""
+"""Loss guard with checkpoints on disk: every saved checkpoint is good and can be resumed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def saves_with_and_without(place: str, folder: str, asynchronous: bool) -> Any:
 
 
 @pytest.mark.parametrize(("place", "asynchronous"), [("single", True), ("zero3", False), ("pipeline x shard", True)])
-def test_what_is_saved_while_going_back(ranks, tmp_path, place, asynchronous):
+def test_checkpoints_saved_around_a_rollback(ranks, tmp_path, place, asynchronous):
     results = ranks(saves_with_and_without, PLACES[place][2], place, str(tmp_path), asynchronous)
     for expected, found, counts, last in results:
         assert_undisturbed(expected, found)
@@ -59,7 +59,7 @@ def test_what_is_saved_while_going_back(ranks, tmp_path, place, asynchronous):
 
 
 def stop_and_go_on(place: str, folder: str) -> Any:
-    """The guard ends a run at a sample; another run goes on from what was saved, after that sample."""
+    """End a run at a bad sample; resume another run after that sample."""
     saver = RunStateCheckpoint(folder, every=None, keep_last=20)
     module = Faulty(sample=SAMPLE)
     with pytest.raises(DivergedError):
@@ -72,7 +72,7 @@ def stop_and_go_on(place: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("place", ["single", "ddp"])
-def test_a_run_that_was_ended_goes_on_after_the_bad_samples(ranks, tmp_path, place):
+def test_a_stopped_run_resumes_after_the_bad_samples(ranks, tmp_path, place):
     for step, path, later, message in ranks(stop_and_go_on, PLACES[place][2], place, str(tmp_path)):
         assert path == f"{tmp_path}/step={step}"
         assert all(tensor.isfinite().all() for tensor in weights(path).values())

@@ -19,7 +19,7 @@ from trainwright.command.cli import main
 from trainwright.core.processes import machine
 
 # TRAINWRIGHT_JUNK_DRAWS=20000 draws so many by hand, other ones each time.
-DRAWS = int(os.environ.get("TRAINWRIGHT_JUNK_DRAWS", "200"))
+DRAWS = int(os.environ.get("TRAINWRIGHT_JUNK_DRAWS", "120"))
 # Composing a whole command takes most of a draw's time, and no value takes another way through it than its kind.
 _WHOLE = 12
 
@@ -44,7 +44,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @settings(
     max_examples=DRAWS,
     deadline=None,
-    derandomize=DRAWS == 200,
+    derandomize=DRAWS == 120,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -52,7 +52,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_junk_is_accepted_or_refused_in_a_paragraph(
     empty: Path, command: tuple[tuple[str, ...], dict[str, Any], str, bool]
 ) -> None:
-    """200 attempts: one or two keys of the schema with junk, accepted, or refused by the checks or by building."""
+    """120 attempts: one or two keys of the schema with junk, accepted, or refused by the checks or by building."""
     base, drawn, verb, whole = command
     problems = problems_of(base, drawn, verb, whole=whole) or build_accepted(drawn)
     for problem in problems:

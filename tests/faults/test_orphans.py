@@ -76,7 +76,7 @@ def stop_all_but(run: Command, kept: set[int]) -> dict[int, str]:
     while not (log.exists() and "hang" in log.read_text()):
         assert time.monotonic() < end, "the fault was not injected"
         time.sleep(0.05)
-    time.sleep(0.2)  # it is told before it is done
+    time.sleep(0.2)  # the log precedes the fault
     started = descendants(run.process.pid)
     spared = {pid for pid, words in started.items() if "resource_tracker" in words or "guardian" in words}
     run.tell(signal.SIGSTOP, started.keys() - spared - kept)

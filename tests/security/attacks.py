@@ -1,4 +1,4 @@
-"""What strangers send to a server."""
+"""Traffic of unauthenticated clients."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Ends what takes too long."""
+"""Deadlines for tests of hostile input."""
 
 import signal
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ class LateError(BaseException):
 
 @contextmanager
 def deadline(seconds: int) -> Iterator[None]:
-    """Raise :class:`LateError` after so many seconds."""
+    """Raise :class:`LateError` after a number of seconds."""
 
     def late(*_: Any) -> None:
         raise LateError(f"more than {seconds} s")

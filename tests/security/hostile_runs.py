@@ -1,4 +1,4 @@
-"""Run directories as nobody but an attacker, a failing disk or a mistake writes them."""
+"""Run directories as an attacker or a failing disk would write them."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def write(path: Path, text: str) -> None:
 
 
 def hostile_run(path: Path, chance: random.Random) -> None:
-    """Write a run of which nothing may be believed."""
+    """Write a run directory with junk in every file."""
     path.mkdir()
     write(path / "config.yaml", _config(chance))
     write(path / "metrics.csv", _metrics(chance))

@@ -1,4 +1,4 @@
-"""Valid checkpoints of every kind, and the same with contents exchanged for junk under valid hashes."""
+"""Valid checkpoints of every kind, and copies with junk under valid hashes."""
 
 import json
 import math
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 
 
 def shared_pairs(depth: int = 60) -> Any:
-    """A pair of pairs that share their halves: 2 kB that stand for 2^depth values."""
+    """A pair of pairs that share their halves: 2 kB that unfold to 2^depth values."""
     value: Any = (1, 2)
     for _ in range(depth):
         value = (value, value)
@@ -41,7 +41,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-# What stands for no value of the kind that was there; lists and dicts are copied when they are taken.
+# Values of wrong kinds; lists and dicts are copied when they are taken.
 NUMBERS = [None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, 1e308, -1e308, math.nan, math.inf]
 TEXTS = ["", "x", "NaN", "-1", "1" * 5000, "../../../etc/passwd", "/dev/zero", "a\x00b", "\x1b[2J", "${oc.env:HOME}"]
 LISTS = [[], {}, [[]], [-1], [2**62] * 5, [2**62] * 100, [1, "a", None], {"": None}, {"a": {"b": [1]}}, nested(150)]
@@ -103,7 +103,7 @@ def _places(tree: Any, depth: int = 0) -> list[tuple[int, Any, Any]]:
 
 
 def _content() -> Content:
-    """What a small run of Lightning saves."""
+    """Return the content of a small Lightning checkpoint."""
     torch.manual_seed(0)
     tensors: dict[str, TensorParts] = {}
 

@@ -1,4 +1,4 @@
-"""What ranks print, or leave in the folder of messages, instead of what pods and members say."""
+"""Malformed output of pods and messages of members."""
 
 import random
 from pathlib import Path

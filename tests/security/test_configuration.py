@@ -1,4 +1,4 @@
-"""The configuration that ranks hear of from rank 0 is rank 0's: 25 attempts to put another in its place."""
+"""Authenticity of the configuration that rank 0 sends: 25 attempts to replace it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SECRET = "0123456789abcdef" * 2
 
 
 class Store:
-    """As torch's: whoever reaches it may set any key."""
+    """Store like torch's: any client may set any key."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""Contents that make no sense under valid hashes: every reader gives values or one ``CheckpointError``, in time."""
+"""Junk under valid hashes: every reader returns values or raises one ``CheckpointError``, in time."""
 
 import random
 import shutil
@@ -72,7 +72,7 @@ ATTEMPTS = {"folder": 120, "divided folder": 80, "state file": 50, "torch file":
 
 
 def problem_of_reading(reader: Callable[[str], Any], path: str) -> str | None:
-    """What a reader does that it must not; ``None``: it gave values or refused."""
+    """Return the violation of a reader; ``None``: it returned values or refused."""
     try:
         with deadline(SECONDS):
             reader(path)

@@ -1,4 +1,4 @@
-"""Overlapping boxes, endless files and nested values: what no hash and no JSON parser refuses."""
+"""Overlapping boxes, endless files and nested values, which neither hashes nor a JSON parser refuse."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """`trainwright report` and `trainwright watch` give a page or one paragraph, whatever a run directory holds.
 
-Attempts: 240 run directories with junk in every place, from fixed seeds (each shown by both commands), and 8 files x 6
-kinds of things that are no file of a sensible size. About 600 commands.
+Attempts: 150 run directories with junk in every place, from fixed seeds (each shown by both commands), and 8 files x 6
+kinds of things that are no file of a sensible size. About 400 commands.
 """
 
 import os
@@ -59,7 +59,7 @@ def shown(run: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str
     return texts[0], texts[1]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_junk_in_every_place(tmp_path, capsys, seed):
     random.seed(seed)
     chance = random.Random(seed)
@@ -116,7 +116,7 @@ def test_what_is_no_file_of_a_sensible_size(tmp_path, capsys, kind):
         assert any(words in Parsed(page).text for words in named), name
 
 
-def test_a_terminal_is_not_told_what_to_do_by_files(tmp_path, capsys):
+def test_files_cannot_control_the_terminal(tmp_path, capsys):
     run = small_run(tmp_path / "a\x1b[31m\u202e\nrun")
     names = [text.replace("\n", " ").replace("\r", " ") for text in ESCAPES]
     (run / "metrics.csv").write_text(

@@ -1,4 +1,4 @@
-"""Strangers at the service that leases samples to the workers of a run."""
+"""Strangers at the sample-lease service."""
 
 import random
 import socket
@@ -54,7 +54,7 @@ def test_100_senseless_requests_of_a_worker_close_its_connection_alone() -> None
             }
             hello = seal(token, {"ask": "hello", "worker": 1})
             with socket.create_connection(service.address[:2], timeout=20) as worker:
-                worker.sendall(hello + seal(token, request) + seal(token, {"ask": "nobody asks so"}))
+                worker.sendall(hello + seal(token, request) + seal(token, {"ask": "unknown"}))
                 while worker.recv(1 << 16):
                     pass
         assert desk.lease(0) is not None

@@ -1,4 +1,4 @@
-"""Which sockets of a run listen, as the kernel says: at the loopback address, or at the one that the user asked for."""
+"""Listening sockets of a run, read from the kernel: only loopback or the address that the user set."""
 
 import ipaddress
 import os
@@ -122,6 +122,6 @@ def _address(hexadecimal: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, octets)
 
 
-def test_the_table_tells_who_listens_to_all() -> None:
+def test_the_table_shows_listeners_on_all_addresses() -> None:
     with socket.create_server(("0.0.0.0", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
         assert {"0.0.0.0", "::1"} <= _addresses(_sockets([os.getpid()]))

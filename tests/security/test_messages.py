@@ -1,4 +1,4 @@
-"""What a server reads of strangers is authenticated first, and bounded in length, nesting and time."""
+"""Messages of strangers are authenticated first, and bounded in length, nesting and time."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def test_1000_hostile_messages_are_refused_before_they_are_parsed() -> None:
 
 @pytest.fixture
 def echo():
-    """Answers every message; admits who sends "stay", fails at "fail"."""
+    """Echo server; admits a peer that sends "stay", fails at "fail"."""
     lost: list[Peer] = []
 
     def handle(peer: Peer, message: bytes) -> None:
@@ -65,7 +65,7 @@ def echo():
     server.stop()
 
 
-def test_each_message_has_a_length_and_a_deadline_but_who_is_admitted_may_be_idle(echo, caplog):
+def test_messages_have_a_length_and_a_deadline_and_admitted_peers_may_be_idle(echo, caplog):
     address = ("127.0.0.1", echo.port)
     with caplog.at_level(logging.WARNING), socket.create_connection(address, timeout=20) as admitted:
         admitted.sendall(b"stay\n")  # before the others come, which are one stranger too many with it
@@ -84,7 +84,7 @@ def test_each_message_has_a_length_and_a_deadline_but_who_is_admitted_may_be_idl
     assert len([each for each in caplog.records if "closed a connection" in each.message]) == 1
 
 
-def test_strangers_are_few_and_keep_nobody_out(echo: MessageServer) -> None:
+def test_idle_strangers_block_no_other_peer(echo: MessageServer) -> None:
     """200 idle connections."""
     address = ("127.0.0.1", echo.port)
     with idle(address, 200):

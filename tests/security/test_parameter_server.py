@@ -1,4 +1,4 @@
-"""Strangers, and workers that have lost their mind, at a parameter server."""
+"""Strangers and malformed workers at a parameter server."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Strangers at the address where a rank serves its figures."""
+"""Strangers at the Prometheus endpoint of a rank."""
 
 import random
 import socket

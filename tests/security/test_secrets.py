@@ -1,4 +1,4 @@
-"""Values of the environment stay out of files and off the terminal, whoever asks for them."""
+"""Values of environment variables never appear in files or on the terminal."""
 
 import hashlib
 import json
@@ -83,7 +83,7 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         resolved(read_config(tmp_path))
 
 
-def test_literal_secrets_are_shown_to_nobody(tmp_path: Path) -> None:
+def test_literal_secrets_are_masked(tmp_path: Path) -> None:
     """Ten secrets are typed; the configuration that is printed and the page of the run show none of them."""
     conf = write_project(tmp_path)
     words = [

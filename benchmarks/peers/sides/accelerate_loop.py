@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, for torchrun; its own launcher starts one process only where it is told to use the CPU."""
+"""Hugging Face Accelerate, for torchrun; its own launcher starts only one process on the CPU."""
 
 import sys
 

@@ -26,7 +26,7 @@ class BlockLayer(nn.Module):
 
 
 def inputs_and_targets(samples):
-    """What the first and the last stage read of a micro-batch."""
+    """Return the inputs of the first stage and the targets of the last one."""
     ids = torch.stack(samples).long()
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 

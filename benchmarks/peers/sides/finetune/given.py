@@ -1,4 +1,4 @@
-"""What the peers are given, in a folder: the model, the initial adapter and the packed rows in order."""
+"""Inputs of the peers in a folder: the model, the initial adapter and the packed rows in order."""
 
 from __future__ import annotations
 
