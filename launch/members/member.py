@@ -154,7 +154,7 @@ class Member:
     def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
         """The state to go on from: this member's own, or what another one hands over."""
         from trainwright.checkpoint.memory.handing_over import receive, send
-        from trainwright.strategies.contract.groups import leave_groups
+        from trainwright.strategies.contract.groups import destroy_groups
 
         assert self._snapshots is not None
         if announcement.step is None:
@@ -177,7 +177,7 @@ class Member:
                     held = receive(announcement.members.index(source), group)
         finally:
             del group
-            leave_groups()
+            destroy_groups()
         return held
 
     # ---- the end of a generation ------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Member:
         """Let go of the other members and say so."""
         from trainwright.callbacks.end.regrouping import Regroup
         from trainwright.callbacks.inject.network import Endpoint, cut_off
-        from trainwright.strategies.contract.groups import leave_groups
+        from trainwright.strategies.contract.groups import destroy_groups
 
         assert self._snapshots is not None
         text = None if isinstance(error, Regroup) else f"{type(error).__name__}: {error}"
@@ -211,7 +211,7 @@ class Member:
             # Who waits for this member must not wait longer; its groups are gone only when nothing refers to them.
             others = [Endpoint("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
             cut_off(Endpoint("", os.getpid(), ()), others)
-        leave_groups()
+        destroy_groups()
         steps = tuple(self._snapshots.steps())
         self._mailbox.say_left(self._generation, Left(self._number, steps, text))
 
