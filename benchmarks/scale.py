@@ -59,7 +59,7 @@ from trainwright.planning.search.search import plan
 from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.communication.costs import least_bytes
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.contract.same_model import refuse_other_models
+from trainwright.strategies.contract.same_model import refuse_different_models
 from trainwright.tools.report.files import MonitorFiles
 
 RANKS = (10, 1_000, 100_000)
@@ -207,7 +207,7 @@ def same_model(layout: Layout) -> Cost:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_PARAMETERS // 2)))
     with world(layout.world_size), sent() as calls:
         begin = time.process_time()
-        refuse_other_models(module, torch.device("cpu"))
+        refuse_different_models(module, torch.device("cpu"))
         return _cost(begin, calls)
 
 

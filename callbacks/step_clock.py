@@ -47,13 +47,13 @@ class PhaseClock:
             self._ends.append(measures.listen_to_stages(self))
 
     def stage_begins(self, what: str, micro_batch: int, stage: int) -> None:
-        """See :class:`~trainwright.strategies.contract.waits.timeline.HearsStages`."""
+        """See :class:`~trainwright.strategies.contract.waits.timeline.StageListener`."""
         if what != FORWARD:
             self._interrupted = self._kind
             self.begin(BACKWARD)
 
     def stage_ends(self, what: str, micro_batch: int, stage: int) -> None:
-        """See :class:`~trainwright.strategies.contract.waits.timeline.HearsStages`."""
+        """See :class:`~trainwright.strategies.contract.waits.timeline.StageListener`."""
         if what != FORWARD:
             self._turn(self._interrupted)
 

@@ -234,7 +234,7 @@ def _clean_process(case: Case) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from trainwright.strategies.contract.groups import forget_meshes
+    from trainwright.strategies.contract.groups import clear_mesh_caches
 
     environment, handlers = dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR2)}
     os.environ.clear()
@@ -264,7 +264,7 @@ def _clean_process(case: Case) -> Iterator[None]:
         # ranks did not meet, leaves it higher than it is on the ranks of the next case.
         dist.distributed_c10d._world.group_count = 0
         gc.collect()
-        forget_meshes()
+        clear_mesh_caches()
         _restore_torch()
         os.chdir("/")
         os.environ.clear()

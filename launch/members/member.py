@@ -154,7 +154,7 @@ class Member:
     def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
         """Return the state to continue from: this member's own snapshot, or one received from another member."""
         from trainwright.checkpoint.memory.handing_over import receive, send
-        from trainwright.strategies.contract.groups import leave_groups
+        from trainwright.strategies.contract.groups import destroy_groups
 
         assert self._snapshots is not None
         if announcement.step is None:
@@ -177,7 +177,7 @@ class Member:
                     held = receive(announcement.members.index(source), group)
         finally:
             del group
-            leave_groups()
+            destroy_groups()
         return held
 
     # ---- the end of a generation ------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Member:
         """Drop the connections to the other members and report it."""
         from trainwright.callbacks.end.regrouping import Regroup
         from trainwright.callbacks.inject.network import Endpoint, cut_off
-        from trainwright.strategies.contract.groups import leave_groups
+        from trainwright.strategies.contract.groups import destroy_groups
 
         assert self._snapshots is not None
         text = None if isinstance(error, Regroup) else f"{type(error).__name__}: {error}"
@@ -211,7 +211,7 @@ class Member:
             # Members that wait for this one must not wait longer; groups are only freed once nothing refers to them.
             others = [Endpoint("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
             cut_off(Endpoint("", os.getpid(), ()), others)
-        leave_groups()
+        destroy_groups()
         steps = tuple(self._snapshots.steps())
         self._mailbox.report_leave(self._generation, LeaveReport(self._number, steps, text))
 

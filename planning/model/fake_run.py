@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from trainwright.strategies.contract.groups import forget_meshes
+from trainwright.strategies.contract.groups import clear_mesh_caches
 
 
 class FactsError(ValueError):
@@ -56,7 +56,7 @@ def fake_world(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()
+        clear_mesh_caches()
 
 
 def fake_tensors() -> Any:

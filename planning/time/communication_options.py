@@ -8,8 +8,8 @@ from trainwright.planning.search.plan import USABLE, LayoutCandidate, Plan
 from trainwright.planning.time.step import collective, link_of
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.contract.communication.advice import FASTER, MeasuredLink, best_bucket_bytes
-from trainwright.strategies.contract.communication.ahead import BlockTimes, best_depth
 from trainwright.strategies.contract.communication.options import HIERARCHICAL, copies_of_a_node
+from trainwright.strategies.contract.communication.prefetch_depth import BlockTimes, best_depth
 
 _MIB = 2**20
 # Bytes; smaller buckets have call overheads that the model of links lacks.

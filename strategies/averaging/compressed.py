@@ -37,7 +37,8 @@ from trainwright.strategies.state.rank_state import (
     of_rank,
     rank_of,
 )
-from trainwright.strategies.state.run_state import read_into, spread_like
+from trainwright.strategies.state.run_state import read_into
+from trainwright.strategies.state.shards import spread_like
 
 
 class CompressedAverage:

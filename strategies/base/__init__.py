@@ -1,1 +1,1 @@
-"""The base class of all strategies, and what it shows user code."""
+"""Base class of all strategies, and its views of the module for user code."""

@@ -1,4 +1,4 @@
-"""The repeated blocks of a module, and memory for what was built without."""
+"""Repeated blocks of a module, and materialization of meta tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PREPARED = "_trainwright_prepared"
 
 
 class Blocks:
-    """The blocks of a module.
+    """Blocks of a module.
 
     Args:
-        options: which blocks there are, and what is done to each.
+        options: with patterns, activation checkpointing and compilation.
 
     Attributes:
-        names: of the blocks, in order, once they are prepared.
+        names: of the blocks, in order, after :meth:`prepare`.
     """
 
     def __init__(self, options: StrategyOptions) -> None:
@@ -32,10 +32,10 @@ class Blocks:
         return find_blocks(module, self._options.blocks)
 
     def prepare(self, module: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        """Checkpoint activations, then compile: the order that lets the compiler see the recomputation."""
+        """Set up activation checkpointing, then compilation, so that the compiler sees the recomputation."""
         self.names, options = tuple(blocks), self._options
         if getattr(module, _PREPARED, False):
-            return  # a second fit or a test after fit with the same module
+            return  # a later run with the same module
         checkpoint_activations(module, options.activation_checkpointing, blocks.values(), options.checkpoint_modules)
         compile_blocks(module, blocks.values(), options.compile)
         object.__setattr__(module, _PREPARED, True)
@@ -47,13 +47,13 @@ def fill(
     real: dict[Tensor, Tensor],
     make: Callable[[nn.Module, str, Tensor, Tensor], Tensor],
 ) -> None:
-    """Exchange the meta tensors of ``pieces`` for real ones.
+    """Replace the meta tensors of ``pieces`` by real ones.
 
     Args:
         pieces: of the module.
         seed: of initial values, the same on all ranks.
-        real: what was exchanged, so that ties are kept.
-        make: makes the real one of the tensor of a name of a module, from the meta one and its initial value.
+        real: meta tensor -> its replacement, to preserve ties.
+        make: returns the real tensor for a module, a name, the meta tensor and its initial value.
     """
     for piece in pieces:
         for owner, name, value in piece.values(seed):

@@ -1,4 +1,4 @@
-"""What a rank holds, sends and waits for, measured while somebody asks."""
+"""Measurements of a rank's memory, communication and waits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Host, Part
-from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline, listen_to_stages
+from trainwright.strategies.contract.waits.timeline import StageListener, StageTimeline, listen_to_stages
 from trainwright.strategies.contract.waits.waiting import Waits
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that one rank holds now, without buffers of collectives.
+    """Bytes held by one rank, without buffers of collectives.
 
     Args:
         parameters: parameters, master copies included.
@@ -37,7 +37,7 @@ class HeldBytes:
 
 
 class MeasuredStrategy(Host, Protocol):
-    """What is measured of a strategy."""
+    """A strategy as seen by :class:`Measures`."""
 
     _parts: list[Part]
 
@@ -48,7 +48,7 @@ class MeasuredStrategy(Host, Protocol):
 
 
 class Measures:
-    """What a rank holds, sends and waits for. All but :meth:`held_bytes` is asked once the strategy is set up.
+    """Measurements of a rank. All except :meth:`held_bytes` require that the strategy is set up.
 
     Args:
         strategy: see :class:`MeasuredStrategy`.
@@ -58,7 +58,7 @@ class Measures:
         self._strategy = strategy
 
     def held_bytes(self) -> HeldBytes:
-        """Return the bytes that this rank holds now; memory that two tensors share counts once."""
+        """Return the bytes that this rank holds; shared memory counts once."""
         strategy = self._strategy
         parameters = [*strategy.lightning_module.parameters(), *strategy._optimized_parameters()]
         states = [t for o in strategy.optimizers for s in o.state.values() for t in s.values() if isinstance(t, Tensor)]
@@ -69,37 +69,31 @@ class Measures:
         )
 
     def measure_waits(self) -> Waits:
-        """Begin to measure how long this rank waits for others, until the caller stops it. Free before that."""
+        """Start to measure how long this rank waits for others, until the caller stops it."""
         return Waits(self._strategy.root_device)
 
     def measure_communication(self) -> CommunicationMeter:
-        """Begin to count what this rank sends, by mesh axis and kind of collective, until the caller stops it."""
+        """Start to count the bytes this rank sends, by mesh axis and kind of collective, until the caller stops it."""
         return CommunicationMeter(self._strategy.layout, self._strategy.averaging.names)
 
     @property
     def _stages(self) -> Sequence[Any]:
-        """This rank's stages of a pipeline."""
+        """This rank's pipeline stages."""
         return ()
 
     def pipeline_timeline(self) -> StageTimeline | None:
-        """Return what takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline.
-
-        Free until it is started.
-        """
+        """Return a timeline of this rank's pipeline stages, to be started; ``None`` without a pipeline."""
         return StageTimeline(self._stages, self._strategy.root_device) if self._stages else None
 
-    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
-        """Have ``listener`` told when this rank's stages of a pipeline work; returns how to end that.
-
-        Nothing is told without a pipeline, and it is free while nobody listens.
-        """
+    def listen_to_stages(self, listener: StageListener) -> Callable[[], None]:
+        """Notify ``listener`` of every operation of this rank's pipeline stages; returns a function that ends it."""
         return listen_to_stages(self._stages, listener)
 
     def routing_balance(self) -> dict[str, float]:
-        """Return how evenly tokens went to experts in training since the last call; waits for the device.
+        """Return how evenly tokens were routed to experts in training since the last call. Synchronizes the device.
 
-        No collective. Of :meth:`~trainwright.strategies.expert.engine.ExpertParallel.statistics`; empty where no ranks
-        share experts.
+        See :meth:`~trainwright.strategies.expert.engine.ExpertParallel.statistics`; empty without expert parallelism.
+        No collective.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""Ranks of a notebook: forks of its process, since there is no script that other processes could run."""
+"""Forked ranks for notebooks, which have no script to start processes from."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 
 class ForkLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of forked ranks, for strategies whose ranks hold parts of the module.
+    """Lightning's launcher of forked ranks, for sharded modules.
 
-    After ``fit`` the ranks write the weights that they hold to a temporary checkpoint, and the notebook's own module
-    takes them, under every layout.
+    After ``fit``, ranks write their weights to a temporary checkpoint, which the notebook's module loads.
 
     Args:
         strategy: whose ranks to start, all on this machine.
@@ -49,10 +48,10 @@ class ForkLauncher(_MultiProcessingLauncher):
         self._folder = ""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Fork the ranks, call ``function`` in each, and return what it returns on rank 0."""
-        with TemporaryDirectory(prefix="trainwright-") as self._folder, _environment_kept():
+        """Fork the ranks, call ``function`` in each, and return rank 0's result."""
+        with TemporaryDirectory(prefix="trainwright-") as self._folder, _restored_environment():
             os.environ.update(token_environment())
-            return super().launch(partial(_in_one_thread, function), *args, trainer=trainer, **kwargs)
+            return super().launch(partial(_single_threaded, function), *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
         strategy = self._strategy
@@ -73,28 +72,28 @@ class ForkLauncher(_MultiProcessingLauncher):
 
 
 def fork_in_notebook(strategy: Any, launcher: Any) -> Any:
-    """``launcher``, or in an interactive process one of forked ranks for it."""
+    """Return ``launcher``, or a :class:`ForkLauncher` if it does not support this interactive process."""
     if not accelerator_connector._IS_INTERACTIVE or launcher is None or launcher.is_interactive_compatible:
         return launcher
     return launcher if strategy.cluster_environment.creates_processes_externally else ForkLauncher(strategy)
 
 
 def _load(module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-    if is_overridden("configure_model", module):  # the ranks have called it, on modules of their own
+    if is_overridden("configure_model", module):  # so far called only in the ranks
         module.configure_model()
-    # Not strict, as in Lightning: training may have added or removed parts.
+    # Not strict, as in Lightning: training may have added or removed submodules.
     module.load_state_dict(checkpoint["state_dict"], strict=False, assign=is_deferred(module))
 
 
-def _in_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # The threads of OpenMP do not survive a fork: a parallel region in the child would wait for them forever.
+def _single_threaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # OpenMP threads do not survive a fork: a parallel region in the child would hang.
     torch.set_num_threads(1)
     return function(*args, **kwargs)
 
 
 @contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Leave the environment as it was: a port belongs to one launch."""
+def _restored_environment() -> Iterator[None]:
+    """Restore the environment afterwards, since a port belongs to one launch."""
     before = dict(os.environ)
     try:
         yield

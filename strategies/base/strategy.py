@@ -1,4 +1,4 @@
-"""What every strategy of this project shares, and what the Trainer and callbacks may read of it."""
+"""Base class of all strategies, and its interface for the Trainer and callbacks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.base.blocks import Blocks, fill
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.certified import Certified
-from trainwright.strategies.base.former_names import read_former_name, refuse_former_names
+from trainwright.strategies.base.deprecated_names import read_deprecated_name, refuse_deprecated_names
 from trainwright.strategies.base.measures import Measures
-from trainwright.strategies.base.meeting import meeting
 from trainwright.strategies.base.notebook import fork_in_notebook
+from trainwright.strategies.base.rendezvous import rendezvous
 from trainwright.strategies.base.whole.view import end_view
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
 from trainwright.strategies.contract.collectives.ranks import Ranks
@@ -43,50 +43,49 @@ from trainwright.strategies.contract.gradients import squares_by_block
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.part import Part, Replicas
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
-from trainwright.strategies.contract.same_model import refuse_other_models
+from trainwright.strategies.contract.same_model import refuse_different_models
 from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly, StateOwners
 from trainwright.strategies.state.checkpointing import RunStates
-from trainwright.strategies.state.loading import teach_lightning
+from trainwright.strategies.state.loading import patch_lightning
 from trainwright.strategies.state.placement import Placement, trained_boxes
 from trainwright.strategies.state.wholes import whole_tensor
 
-# Before anybody can have written a run state with a strategy.
-teach_lightning()
+patch_lightning()
 
 
 class LayoutStrategy(Strategy):
-    """Mixin before one of Lightning's strategies.
+    """Mixin, to be listed before one of Lightning's strategies.
 
     Args:
-        init_from: weights to begin from, see ``RunStates``; ``None`` is off.
-        **kwargs: options of the strategy, see its :attr:`options_class`; the others are for Lightning's strategy.
+        init_from: initial weights, see ``RunStates``; ``None``: off.
+        **kwargs: options of the strategy, see :attr:`options_class`; others are passed to Lightning's strategy.
 
     Raises:
-        ValueError: if the options contradict each other.
+        ValueError: if options are invalid.
     """
 
     strategy_name: str
     saves_one_file = False
-    """Whether ``save_checkpoint`` writes a file that ``torch.load`` reads; ``run_state`` is the same either way."""
+    """True if ``save_checkpoint`` writes a file for ``torch.load`` instead of a folder."""
 
     options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
-    """The options that the constructor takes."""
+    """Options of the constructor."""
     options: StrategyOptions
     traits = Traits()
-    """Facts about how it trains, known once it is set up."""
+    """Facts about how it trains, valid after setup."""
     peers = Peers()
-    """The ranks that train beside this one."""
+    """The other training ranks."""
     service = Service()
-    """The ranks that only serve."""
+    """The parameter-server ranks."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_former_names(cls)
+        refuse_deprecated_names(cls)
 
     def __getattr__(self, name: str) -> Any:
-        return read_former_name(self, name)
+        return read_deprecated_name(self, name)
 
     def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
         self.options, others = self.options_class.take(kwargs)
@@ -104,13 +103,13 @@ class LayoutStrategy(Strategy):
         self.certificate = Certificate(self.options.certificate)
         self.certified = Certified(self)
         self._blocks = Blocks(self.options)
-        self._restores_late: bool | None = None
+        self._restores_after_setup: bool | None = None
         self._frozen: list[nn.Parameter] = []
-        self.loss_factor = 1.0  # in manual optimization; the Trainer sets it where ranks have unequal batches
-        # Set by the Trainer where `backward_in_step`, else it divides the loss itself. None: accumulated micro-batches.
+        self.loss_factor = 1.0  # in manual optimization; set by the Trainer if ranks have unequal batches
+        # Set by the Trainer if `backward_in_step`; otherwise it divides the loss. None: number of micro-batches.
         self.loss_divisor: float | None = None
 
-    # ---- what others may read ---------------------------------------------------------------------------------------
+    # ---- interface for the Trainer and callbacks --------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -118,10 +117,7 @@ class LayoutStrategy(Strategy):
         return Layout(replicate=self.ranks.num_data_ranks)
 
     def conclude(self) -> None:
-        """Let every rank hold the trained weights, where ranks have trained by themselves; a collective.
-
-        The Trainer calls it when training has ended, before the hooks that tell so.
-        """
+        """Synchronize trained weights across ranks. A collective, called after training, before its final hooks."""
         for part in self._parts:
             part.conclude()
 
@@ -131,32 +127,32 @@ class LayoutStrategy(Strategy):
         return count_parameters(self.lightning_module)
 
     def trained_boxes(self) -> dict[str, TensorParts]:
-        """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.
+        """Return this rank's parameters and optimizer state as boxes of the whole, by key; views, no collective.
 
-        Ranks that hold the same box under the same key must have the same bytes in it, between two optimizer steps.
+        Between two optimizer steps, ranks with the same box under the same key hold the same bytes.
         """
         module, optimizers = self.lightning_module, self.optimizers
         boxes = trained_boxes(module, optimizers, self.placement, self._name_of(), self._state_owners)
         return self.replicas.boxes(boxes)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and averaged gradient (a DTensor if sharded) of each parameter that has one, until ``zero_grad``."""
+        """Yield name and averaged gradient (a DTensor if sharded) of each parameter that has one."""
         for name, parameter in self.lightning_module.named_parameters():
             if parameter.grad is not None:
                 yield name, parameter.grad
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the module's blocks in order, those that other ranks hold among them; the same on every rank."""
+        """Names of all blocks of the module in order, the same on every rank."""
         return self._blocks.names
 
     def squares_by_block(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Return this rank's part of the squared L2 norm of each block, and of the rest; no collective.
+        """Return this rank's contribution to the squared L2 norm of each block, and of the rest; no collective.
 
-        Added up over all ranks, it is the norm of the whole module. Where replicas differ, it is the mean of theirs.
+        The sum over all ranks is that of the whole module; if replicas differ, their mean.
 
         Args:
-            tensors: names of parameters and, for each, it or its averaged gradient, as this rank holds it.
+            tensors: parameters, or their averaged gradients, of this rank, by name.
 
         Returns:
             float64 (``widest``) of shape ``(blocks + 1,)``, the rest last, on this rank's device.
@@ -164,40 +160,40 @@ class LayoutStrategy(Strategy):
         return squares_by_block(tensors, self.block_names, self._parts_of, self.root_device)
 
     def _parts_of(self, name: str) -> int:
-        """Over how many ranks a parameter is spread, besides the mesh of its DTensor; 0: another rank counts it."""
+        """Return the number of shards of a parameter, besides its DTensor's mesh; 0: another rank counts it."""
         return 1
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value on the CPU of every parameter of the unmodified module.
+        """Yield name and full value, on the CPU, of every parameter of the unmodified module.
 
-        A collective: all ranks iterate to the end. What other ranks than the first get is unspecified.
+        A collective: all ranks iterate to the end. Values are only valid on rank 0.
         """
         for name, parameter in self.lightning_module.named_parameters():
             yield name, self._whole(name, parameter)
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole averaged gradient on the CPU of every parameter that has one.
+        """Yield name and full averaged gradient, on the CPU, of every parameter that has one.
 
-        A collective, as :meth:`whole_parameters`. Valid between backward and the next ``zero_grad``.
+        A collective like :meth:`whole_parameters`. Valid between backward and the next ``zero_grad``.
         """
         for name, gradient in self.named_gradients():
             yield name, self._whole(name, gradient)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of what this rank holds a part of, under the name of a parameter; on the CPU."""
+        """Gather a tensor that is sharded like the parameter ``name``, on the CPU."""
         tensor = tensor.detach()
         return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor.to("cpu", copy=True)
 
     def _optimized_parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
-    # ---- what Lightning calls ---------------------------------------------------------------------------------------
+    # ---- Lightning's interface --------------------------------------------------------------------------------------
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of the rank ``src`` on every rank; plain values, arrays, tensors and records of these.
+        """Return rank ``src``'s object on every rank: plain values, arrays, tensors and dataclasses of these.
 
         Raises:
-            CheckpointError: on every rank, if it is something else: a pickle could run code on the ranks that read it.
+            CheckpointError: on every rank, for other objects, whose pickles could execute code.
         """
         return from_rank(obj, src, device=self.root_device) if dist.is_initialized() else obj
 
@@ -205,13 +201,13 @@ class LayoutStrategy(Strategy):
 
         @property
         def lightning_module(self) -> LightningModule:
-            """The user's module, once the run has begun (:meth:`connect`)."""
-    else:  # Lightning's own, read ten times a step, without a frame of Python for each
+            """The user's module, after :meth:`connect`."""
+    else:  # like Lightning's, which is read ten times a step, but faster
         lightning_module = property(attrgetter("_lightning_module"))
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision plugin; Lightning's own are exchanged for those that know of sharded gradients."""
+        """The precision plugin; Lightning's are replaced by versions for sharded gradients."""
         return super().precision_plugin if self._precision_plugin is None else self._precision_plugin
 
     @precision_plugin.setter
@@ -219,18 +215,18 @@ class LayoutStrategy(Strategy):
         self._precision_plugin = adapt_precision(plugin)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``training_step``."""
+        """Run the user's ``training_step``."""
         module = self.lightning_module
         if module is not None and self.model is module and type(self._precision_plugin) is FullPrecision:
-            return module.training_step(*args, **kwargs)  # without the contexts that would do nothing
+            return module.training_step(*args, **kwargs)  # skips contexts without effect
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of one micro-batch, weighted by ``loss_factor``; ``on_after_backward`` sees averaged gradients."""
+        """Run backward of one micro-batch, scaled by ``loss_factor``; ``on_after_backward`` sees averaged gradients."""
         if self.loss_factor != 1:
             closure_loss = closure_loss * self.loss_factor
         plugin, module = self.precision_plugin, self.lightning_module
-        # As Lightning's, with the average in between.
+        # Like Lightning's, plus averaging.
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -242,10 +238,10 @@ class LayoutStrategy(Strategy):
         return closure_loss
 
     def _complete_gradients(self) -> None:
-        """Let gradients of this replica be where the optimizer sees them, before replicas are averaged."""
+        """Move this replica's gradients to where the optimizer reads them, before averaging."""
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks of ``group``, or of all data ranks, stacked: ``(ranks, *tensor.shape)``.
+        """Gather tensors of ``group``, by default of all data ranks, stacked: ``(ranks, *tensor.shape)``.
 
         Raises:
             ValueError: on every rank, if shapes or dtypes differ between the ranks.
@@ -256,55 +252,55 @@ class LayoutStrategy(Strategy):
         return gather_stacked(tensor, group, sync_grads, is_even)
 
     def connect(self, model: LightningModule) -> None:
-        """Take the module of the run that begins, with this rank's parts in place."""
+        """Set the module of a new run, with this rank's shards in place."""
         end_view(model)
         forget_groups(model)
         super().connect(model)
-        self._restores_late = None
-        self.state.certified_before = ""
+        self._restores_after_setup = None
+        self.state.resumed_certificate = ""
 
     def setup_environment(self) -> None:
-        """Let the processes meet.
+        """Create the process group.
 
         Raises:
-            RuntimeError: if the port at which they are to meet is taken by another program.
+            RuntimeError: if another program uses the port.
         """
-        with meeting(getattr(self, "cluster_environment", None), getattr(self, "num_nodes", 1)):
+        with rendezvous(getattr(self, "cluster_environment", None), getattr(self, "num_nodes", 1)):
             super().setup_environment()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights can be loaded only once they have their final place."""
-        # Asked once before and once after setup, which itself changes the answer: the first one counts for both.
-        if self._restores_late is None:
-            self._restores_late = self._must_restore_late()
-        return self._restores_late
+        """True if weights can be loaded only after setup."""
+        # Cached: Lightning reads it before and after setup, which changes the result.
+        if self._restores_after_setup is None:
+            self._restores_after_setup = self._must_restore_after_setup()
+        return self._restores_after_setup
 
-    def _must_restore_late(self) -> bool:
+    def _must_restore_after_setup(self) -> bool:
         return is_deferred(self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before a step: take up parameters that were frozen until now (a finetuning callback's)."""
+        """Prepare a step: make a due certificate and include newly unfrozen parameters."""
         super().on_train_batch_start(batch, batch_idx)
         if self.certificate.is_due:
             self.certificate.make(self, batch, batch_idx)
         if batch_idx == 0 or self._frozen:
-            thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
-            if self._any_thawed(bool(thawed), batch_idx):
-                self._know_frozen()
-                self._take_up(thawed)
+            unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
+            if self._any_unfrozen(bool(unfrozen), batch_idx):
+                self._record_frozen()
+                self._include(unfrozen)
         for prepare in self._before_batch:
             prepare()
 
     def on_train_start(self) -> None:
-        """Begin from what is loaded by now."""
+        """Start training from the loaded state."""
         super().on_train_start()
         self.state.begin()
         for part in self._parts:
             part.start()
 
     def on_train_end(self) -> None:
-        """Let what the strategy is made of end its work."""
+        """End training."""
         super().on_train_end()
         for part in self._parts:
             part.end()
@@ -317,22 +313,22 @@ class LayoutStrategy(Strategy):
         for part in self._parts:
             part.weights_changed()
 
-    def _any_thawed(self, here: bool, batch_idx: int) -> bool:
-        """Whether parameters were thawed on any rank, known from those of this one where all hold the same."""
-        return here
+    def _any_unfrozen(self, on_this_rank: bool, batch_idx: int) -> bool:
+        """Return whether parameters were unfrozen on any rank; here all ranks hold the same ones."""
+        return on_this_rank
 
-    def _know_frozen(self) -> None:
-        """Remember what is not trained; at the end of setup, by strategies that look at ``requires_grad`` in it."""
+    def _record_frozen(self) -> None:
+        """Record frozen parameters, at the end of setup, for strategies that depend on ``requires_grad``."""
         self._frozen = [parameter for parameter in self.lightning_module.parameters() if not parameter.requires_grad]
 
-    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of parameters too that were frozen when that was set up; all ranks thaw the same."""
+    def _include(self, unfrozen: Sequence[nn.Parameter]) -> None:
+        """Average gradients of parameters that were frozen during setup, the same on all ranks."""
 
-    # ---- checkpoints: a run state, or what the user's own CheckpointIO makes of an ordinary one ---------------------
+    # ---- checkpoints: run states, or ordinary ones with a custom CheckpointIO ---------------------------------------
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin for checkpoints, or Lightning's default, which then only removes files."""
+        """The user's checkpoint plugin, or Lightning's default, which then only removes files."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -342,31 +338,31 @@ class LayoutStrategy(Strategy):
 
     @property
     def writes_run_states(self) -> bool:
-        """Whether ``save_checkpoint`` writes run states; not where the user gave a plugin of his own."""
+        """True if ``save_checkpoint`` writes run states; not with a custom CheckpointIO."""
         return not self._own_io
 
     @property
     def placement(self) -> Placement:
-        """How the ranks of this layout hold the module."""
+        """Locations of the module's shards on the ranks of this layout."""
         return Placement(Assembly.of_whole(), self.is_global_zero, leads_stage=self.is_global_zero)
 
     @property
     def _state_owners(self) -> StateOwners | None:
-        """Of which parameters one rank has the whole optimizer state; ``None``: all states lie as parameters do."""
+        """Parameters whose whole optimizer state is on one rank; ``None``: state is sharded like parameters."""
         return None
 
     def _name_of(self) -> Callable[[Tensor], str]:
-        """A function from a parameter, as an optimizer holds it, to its name."""
+        """Return a function from an optimizer's parameter to its name."""
         names = {id(self._as_optimized(p)): name for name, p in self.lightning_module.named_parameters()}
-        # An optimizer may hold tensors that are no parameters of the module; every rank meets them in the same order.
+        # An optimizer may hold tensors that are not in the module, in the same order on every rank.
         return lambda tensor: names.setdefault(id(tensor), f"unnamed/{len(names)}")
 
     def _as_optimized(self, parameter: nn.Parameter) -> Tensor:
-        """What an optimizer holds in place of a parameter."""
+        """Return the tensor that represents a parameter in the optimizer."""
         return parameter
 
     def _whole_keys(self) -> list[str]:
-        """Keys of the ``state_dict`` of the whole module."""
+        """Return the keys of the whole module's ``state_dict``."""
         return list(self.lightning_module.state_dict())
 
     @property
@@ -378,7 +374,7 @@ class LayoutStrategy(Strategy):
         self._launcher = fork_in_notebook(self, self._launcher)
 
     def teardown(self) -> None:
-        """Let go of what belongs to this run."""
+        """Release resources of this run."""
         self.state.forget()
         super().teardown()
 
@@ -390,10 +386,10 @@ class LayoutStrategy(Strategy):
         return self.replicas.own_buffers(self.state.own_buffers())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file; all ranks together.
+        """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file. A collective.
 
         Raises:
-            CheckpointError: on every rank, if one failed; what was there before is untouched.
+            CheckpointError: on every rank, if one failed; an existing checkpoint stays intact.
         """
         if self._own_io:
             self._save_plain(self.replicas.averaged(checkpoint), filepath, storage_options)
@@ -401,11 +397,11 @@ class LayoutStrategy(Strategy):
             self.state.save(self.run_state(checkpoint), filepath, storage_options)
 
     def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Let rank 0 write a whole ordinary state through the user's plugin."""
+        """Write a whole ordinary checkpoint on rank 0, through the user's plugin."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, never so that half of it could be taken for a whole one."""
+        """Remove a checkpoint atomically."""
         if not self.is_global_zero:
             return
         if holds_run_state(str(filepath)) and not Folder(str(filepath)).is_file():
@@ -416,16 +412,15 @@ class LayoutStrategy(Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a run state, or read an ordinary checkpoint file.
 
-        Every file of a run state is held against the manifest first; the ranks share that work. Its weights and
-        optimizer states are read later, by each rank what it holds, unless somebody overrides ``on_load_checkpoint``
-        and so may want to see them.
+        Ranks share the verification of a run state's files against its manifest. Weights and optimizer states are read
+        later, by shard, unless ``on_load_checkpoint`` is overridden, which may read them.
 
         Args:
             checkpoint_path: folder or file, or this rank's :class:`~trainwright.checkpoint.memory.held.HeldState`.
-            weights_only: of a file; ``False`` lets it execute code, and only that does.
+            weights_only: of a file; only ``False`` allows it to execute code.
 
         Raises:
-            CheckpointError: if it cannot be used, on every rank.
+            CheckpointError: on every rank, if it is invalid.
         """
         if isinstance(checkpoint_path, HeldState):
             return self._opened(self._open_held(checkpoint_path))
@@ -444,15 +439,11 @@ class LayoutStrategy(Strategy):
         return self.state.open_held(held)
 
     def _knows_left_behind(self, of: str) -> bool:
-        """Whether this strategy reads what another kind of strategy had saved beside what all read.
-
-        Args:
-            of: the kind; a state says in words what is lost without it.
-        """
+        """Return whether this strategy can load the extra state of strategies of kind ``of``."""
         return self.replicas.knows(of)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a checkpoint, by name, into what this rank holds of them.
+        """Load the weights of a checkpoint, by name, into this rank's shards.
 
         Raises:
             CheckpointError: if names or shapes differ and ``strict`` is set.
@@ -460,39 +451,39 @@ class LayoutStrategy(Strategy):
         self.state.load_model(checkpoint, strict, super().load_model_state_dict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give every optimizer the part of the saved state that this rank holds.
+        """Load this rank's part of the saved state into every optimizer.
 
         Raises:
-            CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
+            CheckpointError: if the saved optimizers differ in number, kind, groups or parameters.
         """
         self.state.load_optimizers(checkpoint)
         self.replicas.restore()
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """From an ordinary file: whole tensors, parameters by position."""
+        """Load an ordinary file: whole tensors, parameters by position."""
         super().load_optimizer_state_dict(checkpoint)
 
     # ---- steps of setup ---------------------------------------------------------------------------------------------
 
-    def _refuse_other_models(self) -> None:
-        """Have ranks hold their modules against each other, where each still has the whole; a collective."""
+    def _refuse_different_models(self) -> None:
+        """Compare modules across ranks before sharding. A collective."""
         if getattr(self.lightning_module, "_trainwright_layout", None) is None:
-            refuse_other_models(self.lightning_module, self.root_device)
+            refuse_different_models(self.lightning_module, self.root_device)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         return self._blocks.find(self.lightning_module)
 
     def _materialise(self) -> None:
-        """Give a deferred model memory on this rank's device and its initial weights."""
+        """Allocate and initialize a model built on the meta device."""
         if is_deferred(self.lightning_module):
             self._fill(deferred_pieces(self.lightning_module), self._agreed_seed(), {})
 
     def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
-        """Exchange the meta tensors of ``pieces`` for real ones; ``real`` remembers them, so that ties are kept."""
+        """Replace the meta tensors of ``pieces`` by real ones, recorded in ``real`` to preserve ties."""
         fill(pieces, seed, real, self._real)
 
     def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
-        """What this rank holds of the tensor ``name`` of ``owner``, whose whole initial value is ``value``."""
+        """Return this rank's part of the tensor ``name`` of ``owner``, given its whole initial value."""
         tensor = value.to(device=self.root_device, dtype=meta.dtype)
         return nn.Parameter(tensor, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
 

@@ -335,7 +335,7 @@ class Engines(Uncut):
             if name not in held:
                 assert pipeline is not None
                 ghost = pipeline.ghosts[name]
-                found[name] = Share(pipeline.slots(name), ghost.shape, ghost, is_here=False, cut=cut)
+                found[name] = Share(pipeline.slots(name), ghost.shape, ghost, is_held=False, cut=cut)
                 continue
             share = held[name]
             shape = share.shape if cut is None else cut.whole_shape(share.shape)

@@ -145,10 +145,10 @@ class HybridStrategy(ZeroStrategy):
     @property
     def _averages_whole(self) -> bool:
         """Whether all ranks average gradients of the whole module at every step."""
-        return not self.is_cut and not self.replicas.are_apart
+        return not self.is_cut and not self.replicas.are_independent
 
-    def _must_restore_late(self) -> bool:
-        return self.is_cut or super()._must_restore_late()
+    def _must_restore_after_setup(self) -> bool:
+        return self.is_cut or super()._must_restore_after_setup()
 
     def _cut_module(self) -> None:
         module = self.lightning_module
@@ -190,13 +190,13 @@ class HybridStrategy(ZeroStrategy):
         if batch_idx == 0:
             self._engines.refresh()
 
-    def _any_thawed(self, here: bool, batch_idx: int) -> bool:
+    def _any_unfrozen(self, on_this_rank: bool, batch_idx: int) -> bool:
         """See the base class; stages hold different parameters, and ask each other at the beginning of an epoch."""
         if not self._engines.has_pipeline:
-            return here
+            return on_this_rank
         if batch_idx == 0:
-            return self.reduce_boolean_decision(here, all=False)
-        if here:
+            return self.reduce_boolean_decision(on_this_rank, all=False)
+        if on_this_rank:
             raise RuntimeError(
                 f"Parameters were thawed before batch {batch_idx} of an epoch. Stages of a pipeline hold different "
                 "parameters, and take up what was thawed when an epoch begins: thaw in on_train_epoch_start, or use "
@@ -267,13 +267,13 @@ class HybridStrategy(ZeroStrategy):
         """Step this rank's rows."""
         with self._of_strategy():
             output = super().optimizer_step(*args, **kwargs)
-        if self.replicas.are_apart:
+        if self.replicas.are_independent:
             self.replicas.stepped()
         return output
 
     def _of_strategy(self) -> AbstractContextManager[None]:
         """Within the user's step of manual optimization: what runs inside works with parts."""
-        return nullcontext() if self._watch is None else self._watch.resting()
+        return nullcontext() if self._watch is None else self._watch.paused()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete gradients that several ranks hold parts of."""
@@ -294,7 +294,7 @@ class HybridStrategy(ZeroStrategy):
             return
         if self._shared:
             self._shared.sum(self._gradient_of)
-        if self.replicas.are_apart:
+        if self.replicas.are_independent:
             self.replicas.average_gradients()
 
     def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
@@ -368,14 +368,14 @@ class HybridStrategy(ZeroStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that read different samples, unless ``group`` is another than all ranks."""
-        return super().all_gather(tensor, self.ranks.of_users(group), sync_grads)
+        return super().all_gather(tensor, self.ranks.resolve_group(group), sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; within what data ranks alone come by, for these."""
-        if self.ranks.present is None:
+        if self.ranks.active_group is None:
             super().barrier(name)
         else:
-            self.ranks.wait(self.ranks.present)
+            self.ranks.wait(self.ranks.active_group)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of the data rank ``src`` on every rank.
@@ -384,9 +384,9 @@ class HybridStrategy(ZeroStrategy):
             ValueError: if there is no such data rank.
         """
         first = self.ranks.source(src)
-        if self.ranks.present is None:
+        if self.ranks.active_group is None:
             return super().broadcast(obj, first)
-        return from_rank(obj, src, self.ranks.present, self.root_device)
+        return from_rank(obj, src, self.ranks.active_group, self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any) decided so."""

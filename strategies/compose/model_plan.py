@@ -14,8 +14,8 @@ from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.plan.blocks import count_parameters, find_blocks
 from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig
 from trainwright.strategies.plan.names import folded, matched, parent_of, starred, within
-from trainwright.strategies.plan.outside import find_experts, split_outside, tied_groups
 from trainwright.strategies.plan.proof.trace import trace
+from trainwright.strategies.plan.stem_and_head import find_experts, split_stem_and_head, tied_groups
 from trainwright.strategies.plan.structure import features_of
 from trainwright.strategies.plan.tensor_rules import indivisible
 from trainwright.strategies.tensor.plan import TensorDraft, sequence_problems
@@ -89,7 +89,7 @@ def make_plan(
     draft = TensorDraft(module, said, own, tuple(candidates), tuple(experts), tensor_size, seen)
     tensor, sources["tensor"] = draft.styles(), draft.source()
     heads = _merge_heads(module, {n: h for n, h in draft.heads.items() if n in tensor or _holds(tensor, n)}, own, said)
-    first, last = split_outside(module, blocks, [*own.first, *said.first], [*own.last, *said.last], seen)
+    first, last = split_stem_and_head(module, blocks, [*own.first, *said.first], [*own.last, *said.last], seen)
     asked = ", configuration" if said.first or said.last else ""
     sources["first"] = sources["last"] = (
         f"{'use in a forward' if seen.uses else 'order of registration, names'}{asked}" if blocks else "needs blocks"

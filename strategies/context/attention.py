@@ -1,12 +1,12 @@
-"""Exact attention of the whole sequence when each rank holds some of its positions.
+"""Exact attention over the whole sequence when each rank holds some of its positions.
 
-Three ways to bring queries and keys together, with ``c`` ranks, KV the bytes of one rank's keys and values and Q those
-of its queries; what a rank sends:
+Three methods, for ``c`` ranks, with KV the bytes of one rank's keys and values and Q those of its queries; bytes sent
+per rank:
 
 =========  ==============================================  ==========================  =============================
 method     how                                             forward                     memory of keys and values
 =========  ==============================================  ==========================  =============================
-ring       keys and values go round, results are merged    (c - 1) KV                  those of two ranks
+ring       keys and values rotate, results are merged      (c - 1) KV                  those of two ranks
 ulysses    all-to-all: from positions to heads and back    (c - 1) / c (2 Q + KV)      all positions, 1 / c of heads
 gather     all-gather of keys and values                   (c - 1) KV                  all positions
 =========  ==============================================  ==========================  =============================
@@ -14,8 +14,8 @@ gather     all-gather of keys and values                   (c - 1) KV           
 Ring: Liu et al., https://arxiv.org/abs/2310.01889. Ulysses: Jacobs et al., https://arxiv.org/abs/2309.14509.
 """
 
-# Shape suffixes as in the comments: B = sequences, H = query heads, K = key/value heads, S = positions of a rank,
-# T = positions of the whole sequence, d = width of a head.
+# Shapes: B = sequences, H = query heads, K = key-value heads, S = positions of a rank, T = positions of the whole
+# sequence, d = width of a head.
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ METHODS: tuple[Method, ...] = ("ring", "ulysses", "gather")
 
 
 class DistributedAttention:
-    """Stands in for ``scaled_dot_product_attention`` where each rank holds its positions of queries, keys and values.
+    """``scaled_dot_product_attention`` of queries, keys and values whose positions are split over ranks.
 
     Args:
         group: the ranks that share a sequence.
-        order: which positions they hold.
+        order: their positions.
         method: one of :data:`METHODS`.
-        local: the attention of one process, ``torch.nn.functional.scaled_dot_product_attention``.
+        local: ``torch.nn.functional.scaled_dot_product_attention``.
     """
 
     def __init__(
@@ -62,30 +62,30 @@ class DistributedAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The rows of this rank's queries of the attention over the whole sequence.
+        """Return attention of this rank's queries over the whole sequence.
 
         Args:
             query: ``(B, H, S, d)``, or ``(N, S, d)``.
-            key, value: as ``query`` with as many positions; with another number they are those of another sequence
-                (cross-attention), whole on every rank.
-            attn_mask: boolean or added to the scores; its rows are this rank's, the whole sequence's or one for all,
-                its columns the whole sequence's, or this rank's if it has one row.
+            key, value: like ``query``; with a different number of positions, a replicated other sequence
+                (cross-attention).
+            attn_mask: boolean or additive; rows: this rank's, the whole sequence's or one for all; columns: the whole
+                sequence's, or this rank's if it has one row.
             dropout_p: of attention weights; not with ``ring``. The pattern differs from that of one process.
             is_causal: position t sees positions 0 to t of the whole sequence.
             scale: of the scores; ``None``: one over the root of ``d``.
             enable_gqa: ``K`` may be a divisor of ``H``.
 
         Raises:
-            ValueError: for a mask of another shape, dropout or a mask with a gradient under ``ring``, or heads that
-                ``ulysses`` cannot divide.
+            ValueError: for a mask of unsupported shape, dropout or a mask with a gradient under ``ring``, or heads
+                that ``ulysses`` cannot divide.
         """
-        if query.ndim == 3:  # as the math of torch: one head
+        if query.ndim == 3:  # one head, as in torch
             mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
             q, k, v = (tensor.unsqueeze(1) for tensor in (query, key, value))
             return self(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask with is_causal=True (allowed: one of them; put causality into the mask).")
-        # Fused kernels read rows of features as if they were contiguous.
+        # Fused kernels assume contiguous features.
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(query, key, value))
         call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale)
         if query.size(2) != key.size(2):
@@ -100,7 +100,7 @@ class DistributedAttention:
         return self._by_pieces(call)
 
     def _across(self, call: _Call) -> Tensor:
-        """Attention to the keys of another sequence."""
+        """Attend to the keys of another sequence."""
         if call.is_causal:
             raise ValueError(
                 f"Causal attention of {call.query.size(2)} queries of this rank over {call.key.size(2)} keys (allowed: "
@@ -122,13 +122,13 @@ class DistributedAttention:
             )
         scale = query.size(-1) ** -0.5 if scale is None else scale
         job = _Job(self.group, self.order, self.method == "ring", causal, scale)
-        # Scores and what is merged stay exact: autocast would round the products of the plain kernel.
+        # Without autocast, which would round the products of the plain kernel.
         with torch.autocast(query.device.type, enabled=False):
             out: Tensor = _SplitAttention.apply(query, key, value, mask, job)
         return out
 
     def _by_rows(self, call: _Call) -> Tensor:
-        """All keys and values, against the rows of this rank."""
+        """Attend to all keys and values with the rows of this rank."""
         key, value = (gather_all(tensor, self.group, self.order, 2) for tensor in (call.key, call.value))
         mask = call.mask
         if call.is_causal:
@@ -138,7 +138,7 @@ class DistributedAttention:
         return call._replace(key=key, value=value, mask=mask, is_causal=False).computed(self._local)
 
     def _by_heads(self, call: _Call) -> Tensor:
-        """All positions of some heads."""
+        """Attend over all positions with a subset of heads."""
         query, key, value, mask, *_ = call
         size = self.order.size
         if problem := heads_problem(query.size(1), key.size(1), size):
@@ -158,11 +158,11 @@ class DistributedAttention:
         return local
 
     def _whole_columns(self, mask: Tensor, held: int) -> Tensor:
-        """``mask`` as ``(B | 1, H | 1, rows, T)`` or ``(rows, T)``."""
+        """Return ``mask`` as ``(B | 1, H | 1, rows, T)`` or ``(rows, T)``."""
         columns, length = mask.size(-1), held * self.order.size
         if columns == length and mask.size(-2) in (1, held, length):
             return mask
-        if columns == held and mask.size(-2) == 1:  # a mask of padding that was cut with the hidden states
+        if columns == held and mask.size(-2) == 1:  # a padding mask that was split with the hidden states
             if mask.requires_grad:
                 return gather_all(mask, self.group, self.order, mask.ndim - 1)
             sent = mask.to(torch.uint8) if mask.dtype is torch.bool else mask  # NCCL has no booleans
@@ -171,7 +171,7 @@ class DistributedAttention:
         raise ValueError(
             f"An attention mask of shape {tuple(mask.shape)} for {held} of {length} positions (allowed: "
             f"{length} columns with 1, {held} or {length} rows). A mask that a block builds from the length of its "
-            "input knows this rank's positions only: build it before the blocks and pass it in, or use is_causal=True."
+            "input covers this rank's positions only: build it before the blocks and pass it in, or use is_causal=True."
         )
 
     def _own_rows(self, mask: Tensor | None, held: int) -> Tensor | None:
@@ -197,7 +197,7 @@ class _Call(NamedTuple):
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the one dtype that attention gets under autocast."""
+    """Cast queries, keys and values to autocast's dtype, or check that they have one dtype."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -210,9 +210,9 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def heads_problem(heads: int, kv_heads: int, size: int) -> str | None:
-    """Why ``ulysses`` cannot give each of ``size`` ranks as many heads, with what is possible; ``None``: it can.
+    """Return why ``ulysses`` cannot divide heads over ``size`` ranks; ``None`` if it can.
 
-    Key/value heads are repeated if there are fewer than ranks.
+    Key-value heads are repeated if there are fewer than ranks.
     """
     if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
         return None
@@ -228,7 +228,7 @@ def heads_problem(heads: int, kv_heads: int, size: int) -> str | None:
 
 
 class _Piece(NamedTuple):
-    """What one rank's queries do with another rank's keys: rows and columns ``(start, length)``, and causality."""
+    """Part of the attention of a rank's queries to a rank's keys: rows and columns ``(start, length)``, causality."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -245,14 +245,14 @@ class _Job(NamedTuple):
     scale: float
 
     def piece(self, source: int, held: int) -> _Piece | None:
-        """What to compute with the keys of rank ``source``; ``None``: causality masks out all of it."""
+        """Return the piece for the keys of rank ``source``; ``None`` if they are all masked by causality."""
         rank, everything = self.order.rank, (0, held)
         if not self.causal or source == rank:
             return _Piece(everything, everything, self.causal)
         if not self.order.balance:
             return _Piece(everything, everything, False) if source < rank else None
         half = held // 2
-        # The second chunk of every rank comes after the first chunk of all, and the order of second chunks is reversed.
+        # All second chunks come after all first chunks, in reverse order of ranks.
         if source < rank:
             return _Piece(everything, (0, half), False)
         return _Piece((half, half), everything, False)
@@ -260,17 +260,17 @@ class _Job(NamedTuple):
     def partial(
         self, piece: _Piece, source: int, query: Tensor, packed: Sequence[Tensor], mask: Tensor | None
     ) -> PartialAttention:
-        """The attention of a piece: of rows of ``query`` over keys and values of rank ``source``."""
+        """Return the attention of a piece: rows of ``query`` over keys and values of rank ``source``."""
         key, value = (tensor.narrow(2, *piece.columns) for tensor in packed)
         mask = None if mask is None else self.order.part(mask, mask.ndim - 1, source)
         return PartialAttention(query.narrow(2, *piece.rows), key, value, mask, piece.causal, self.scale)
 
     def source(self, step: int) -> int:
-        """The rank whose keys are here at ``step``; at first this one's own."""
+        """Return the rank whose keys this rank holds at ``step``, its own first."""
         return (self.order.rank - step) % self.order.size
 
-    def send_on(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Begin to pass ``tensor`` to the next rank; what the rank before passes, and what to wait for."""
+    def rotate(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """Start sending ``tensor`` to the next rank; returns the previous rank's tensor and the works to wait for."""
         arriving = torch.empty_like(tensor)
         after, before = ((self.order.rank + step) % self.order.size for step in (1, -1))
         ranks = [dist.get_global_rank(self.group, peer) for peer in (after, before)]
@@ -278,10 +278,10 @@ class _Job(NamedTuple):
         return arriving, dist.batch_isend_irecv([sending, dist.P2POp(dist.irecv, arriving, ranks[1], self.group)])
 
     def visits(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Keys and values of all ranks, this one's first: ``(rank, packed)``. The next are on their way meanwhile."""
+        """Yield keys and values of all ranks, this one's first, as ``(rank, packed)``, receiving the next meanwhile."""
         for step in range(self.order.size):
             more = step < self.order.size - 1
-            arriving, works = self.send_on(packed) if more else (packed, [])
+            arriving, works = self.rotate(packed) if more else (packed, [])
             yield self.source(step), packed
             for work in works:
                 work.wait()
@@ -289,7 +289,7 @@ class _Job(NamedTuple):
 
 
 class _SplitAttention(torch.autograd.Function):
-    """Attention of this rank's queries, piece by piece, merged by the log-sum-exp of the scores of each piece."""
+    """Attention of this rank's queries by pieces, merged by the log-sum-exp of their scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, job: _Job) -> Tensor:
@@ -313,35 +313,35 @@ class _SplitAttention(torch.autograd.Function):
         gradient = _Gradient(job, (query, key, value, mask), (grads[0].contiguous(), out, lse))
         with torch.autocast(query.device.type, enabled=False):
             if gathered is None:
-                flat = _return_round(gradient, _pack(key, value))
+                flat = _backward_by_ring(gradient, _pack(key, value))
             else:
-                flat = _return_at_once(gradient, gathered)
+                flat = _backward_gathered(gradient, gathered)
         d_key, d_value = _unpack(flat, key, value)
         return gradient.query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
 
 
-def _return_round(gradient: _Gradient, packed: Tensor) -> Tensor:
-    """Gradient of this rank's packed keys and values; it begins at the next rank, travels behind them and ends here."""
+def _backward_by_ring(gradient: _Gradient, packed: Tensor) -> Tensor:
+    """Return the gradient of this rank's packed keys and values, accumulated while it follows them around the ring."""
     job = gradient.job
     total: Tensor | None = None
-    flat, works = packed, list[Any]()  # of the gradient that arrives
+    flat, works = packed, list[Any]()  # the received gradient
     for source, keys in job.visits(packed):
         own = gradient.add(source, keys)
         if total is None:
-            total = own  # of this rank's own keys, which come first; the others' part arrives at the end
+            total = own  # of this rank's own keys; the other ranks' part arrives last
             continue
         for work in works:
             work.wait()
         sent = flat.add_(own) if works else own
-        flat, works = job.send_on(sent)
+        flat, works = job.rotate(sent)
     assert total is not None
     for work in works:
         work.wait()
     return total.add_(flat) if works else total
 
 
-def _return_at_once(gradient: _Gradient, gathered: Tensor) -> Tensor:
-    """As :func:`_return_round`, from all keys and values."""
+def _backward_gathered(gradient: _Gradient, gathered: Tensor) -> Tensor:
+    """Return the same as :func:`_backward_by_ring` from gathered keys and values."""
     rows = torch.empty(gathered.shape, dtype=gradient.dtype, device=gathered.device)
     for source, packed in _from_own(gathered, gradient.job):
         rows[source] = gradient.add(source, packed)
@@ -349,7 +349,7 @@ def _return_at_once(gradient: _Gradient, gathered: Tensor) -> Tensor:
 
 
 class _Gradient:
-    """Adds up the gradient of the queries and gives that of each rank's keys and values.
+    """Accumulated gradient of the queries, and gradients of each rank's keys and values.
 
     Args:
         job: the call.
@@ -361,19 +361,19 @@ class _Gradient:
         self, job: _Job, given: tuple[Tensor, Tensor, Tensor, Tensor | None], rows: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         self.job = job
-        # Pieces of many ranks are added: in half precision each addition would round.
+        # Accumulated in full precision, since pieces of many ranks are added.
         self.dtype = rows[-1].dtype
-        self._of, *self._like, self._mask = given
+        self._query, *self._like, self._mask = given
         self._rows = rows
-        self.query = torch.zeros_like(self._of, dtype=self.dtype)
+        self.query = torch.zeros_like(self._query, dtype=self.dtype)
 
     def add(self, source: int, packed: Tensor) -> Tensor:
-        """The part of this rank's rows in the gradient of the keys and values of ``source``, packed as these."""
+        """Return this rank's contribution to the packed gradient of the keys and values of ``source``."""
         flat = torch.zeros(packed.shape, dtype=self.dtype, device=packed.device)
         piece = self.job.piece(source, self.query.size(2))
         if piece is None:
             return flat
-        partial = self.job.partial(piece, source, self._of, _unpack(packed, *self._like), self._mask)
+        partial = self.job.partial(piece, source, self._query, _unpack(packed, *self._like), self._mask)
         d_query, *d_packed = partial.backward(*(tensor.narrow(2, *piece.rows) for tensor in self._rows))
         self.query.narrow(2, *piece.rows).add_(d_query)
         for total, part in zip(_unpack(flat, *self._like), d_packed, strict=True):
@@ -382,24 +382,24 @@ class _Gradient:
 
 
 class _Merged:
-    """Attention over several sets of keys from that over each of them."""
+    """Attention over several sets of keys, merged from that over each."""
 
     out: Tensor
     lse: Tensor
 
     def add(self, out: Tensor, lse: Tensor, start: int, length: int) -> None:
-        """Merge rows ``start`` to ``start + length``; the first call must hold all rows.
+        """Merge rows ``start`` to ``start + length``; the first call must have all rows.
 
         Args:
             out: ``(B, H, length, d)``.
-            lse: log of the sum of the exponentials of the scores, ``(B, H, length)``; -inf where all is masked out.
+            lse: log-sum-exp of the scores, ``(B, H, length)``; -inf for fully masked rows.
         """
         if not hasattr(self, "out"):
             self.out, self.lse = out.to(lse.dtype, copy=True), lse.clone(memory_format=torch.contiguous_format)
             return
         so_far, seen = self.out.narrow(2, start, length), self.lse.narrow(2, start, length)
         both = torch.logaddexp(seen, lse)
-        # Rows that no key is visible to yet: -inf minus -inf would be NaN.
+        # Fully masked rows: -inf minus -inf would be NaN.
         reference = both.masked_fill(both == -torch.inf, 0.0)
         so_far.mul_((seen - reference).exp().unsqueeze(-1)).addcmul_(out, (lse - reference).exp().unsqueeze(-1))
         seen.copy_(both)
@@ -415,5 +415,5 @@ def _pack(key: Tensor, value: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of ``packed`` in the shapes of ``key`` and ``value``."""
+    """Return views of ``packed`` in the shapes of ``key`` and ``value``."""
     return packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape)

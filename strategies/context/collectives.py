@@ -1,4 +1,4 @@
-"""Exchanges of the parts of a sequence, with a gradient."""
+"""Differentiable collectives of the parts of a sequence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Group = dist.ProcessGroup
 
 
 def make_whole(part: Tensor, group: Group, order: SequenceOrder, dim: int) -> Tensor:
-    """The whole sequence on every rank; the gradient is this rank's rows times the number of ranks."""
+    """Gather the whole sequence on every rank; the gradient is this rank's rows times the number of ranks."""
     return linear(part, _joining(group, order, dim), lambda grad: order.part(grad, dim) * order.size)
 
 
 def gather_all(part: Tensor, group: Group, order: SequenceOrder, dim: int) -> Tensor:
-    """The whole sequence on every rank; backward adds up the gradients that all ranks have of this rank's part."""
+    """Gather the whole sequence on every rank; backward sums the gradients of all ranks for this rank's part."""
 
     def backward(grad: Tensor) -> Tensor:
         return scatter_sum(torch.stack([order.part(grad, dim, rank) for rank in range(order.size)]), group)
@@ -35,12 +35,12 @@ def _joining(group: Group, order: SequenceOrder, dim: int) -> Callable[[Tensor],
 
 
 def sum_alike(part: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks; the gradient is that of the sum times the number of ranks, as of :func:`make_whole`."""
+    """Sum over the ranks; the gradient is that of the sum times the number of ranks, as for :func:`make_whole`."""
     return linear(part, lambda part: summed(part, group), lambda grad: grad * group.size())
 
 
 def to_heads(group: Group, order: SequenceOrder, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """From ``(B, H, S, d)`` to ``(B, H / c, T, d)``, several tensors in one exchange."""
+    """Convert ``(B, H, S, d)`` to ``(B, H / c, T, d)`` by one all-to-all for all tensors."""
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         sent = [tensor.unflatten(1, (order.size, -1)).movedim(1, 0) for tensor in tensors]
@@ -52,7 +52,7 @@ def to_heads(group: Group, order: SequenceOrder, *tensors: Tensor) -> tuple[Tens
 
 
 def to_positions(group: Group, order: SequenceOrder, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """From ``(B, H / c, T, d)`` to ``(B, H, S, d)``, several tensors in one exchange."""
+    """Convert ``(B, H / c, T, d)`` to ``(B, H, S, d)`` by one all-to-all for all tensors."""
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         sent = [torch.stack([order.part(tensor, 2, rank) for rank in range(order.size)]) for tensor in tensors]
@@ -62,7 +62,7 @@ def to_positions(group: Group, order: SequenceOrder, *tensors: Tensor) -> tuple[
 
 
 def _exchanged(sent: list[Tensor], group: Group) -> list[Tensor]:
-    """Row ``r`` of each tensor goes to rank ``r``; row ``r`` of each result came from rank ``r``."""
+    """Send row ``r`` of each tensor to rank ``r``; row ``r`` of each result is from rank ``r``."""
     packed = torch.cat([tensor.flatten(1) for tensor in sent], 1)
     arrived = torch.empty_like(packed)
     dist.all_to_all_single(arrived, packed, group=group)

@@ -1,12 +1,12 @@
-"""Context parallelism: each rank of a group holds some positions of every sequence while it is in the blocks.
+"""Context parallelism: within the blocks, each rank of a group holds some positions of every sequence.
 
-The sequence is cut where hidden states enter the first block and made whole where they leave the last one. In between
-everything but attention works on each position alone; attention is exchanged for one that sees the whole sequence
+Hidden states are split before the first block and gathered after the last. In between everything except attention works
+on each position alone; attention is replaced by one over the whole sequence
 (:mod:`trainwright.strategies.context.attention`). Outside of the blocks all ranks of the group compute the same.
 
-Gradients: what leaves is used by every rank of the group alike, so its gradient is this rank's rows times the number of
-ranks; and what enters gets zeros where other ranks' rows are. Averaged over the group, gradients of parameters inside
-and outside of the blocks are those of one process.
+Gradients: the gathered output is used identically on every rank, so its gradient is this rank's rows times the number
+of ranks; the input's gradient is zero in other ranks' rows. Averaged over the group, gradients of parameters inside and
+outside of the blocks are those of one process.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _ATTENTION = F.scaled_dot_product_attention
 
 
 def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str, tensor: int = 1) -> list[str]:
-    """Problems of splitting the sequences of ``module`` over ``size`` ranks; empty when it is possible.
+    """Return the problems of splitting the sequences of ``module`` over ``size`` ranks.
 
     Args:
         module: the whole model, possibly on the meta device.
         plan: its blocks.
-        size: ranks of the context axis; 1 is off.
-        method: how attention is computed, one of :data:`METHODS`.
-        tensor: size of the tensor axis, which divides heads first; 1 is off. Heads are those of attentions that
-            tell them (:func:`~trainwright.strategies.plan.tensor_rules.head_counts`); of others, the first step does.
+        size: of the context axis; 1: off.
+        method: of attention, one of :data:`METHODS`.
+        tensor: size of the tensor axis, which divides heads first; 1: off. Only known head counts are checked
+            (:func:`~trainwright.strategies.plan.tensor_rules.head_counts`).
     """
     if size == 1:
         return []
@@ -81,36 +81,35 @@ def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str,
 
 
 class ContextParallel:
-    """Splits the sequences of a model over the ranks of a group while they are in its blocks.
+    """Context parallelism of a model over a process group.
 
-    What a block is given besides its hidden states is cut like them where it has the whole sequence's length: tables of
-    positions ``(T, d)`` or ``(1 | B, T, d)``, ids ``(B, T)`` or ``(T,)``, other states ``(B, T, ...)``, also within
-    tuples, lists and mappings. Square masks ``(..., T, T)`` and masks of columns ``(B, 1, 1, T)`` stay whole, for
-    attention needs all columns. A square tensor counts as a mask if it is boolean, has four dims or its argument's name
-    contains ``mask`` or ``bias``.
+    Block arguments of the whole sequence's length are split like hidden states: tables of positions ``(T, d)`` or
+    ``(1 | B, T, d)``, ids ``(B, T)`` or ``(T,)``, other states ``(B, T, ...)``, also within tuples, lists and mappings.
+    Square masks ``(..., T, T)`` and column masks ``(B, 1, 1, T)`` stay whole, since attention needs all columns. A
+    square tensor is a mask if it is boolean, has four dims or its argument's name contains ``mask`` or ``bias``.
 
-    Passes without gradient (validation, prediction, generation) whose length cannot be cut, or that fill a cache of
-    keys and values, run whole on every rank. Blocks with dropout draw other random numbers on each rank in training, so
-    that no two parts of a sequence are dropped alike; the numbers differ from those of one process.
+    Passes without gradient (validation, prediction, generation) run whole on every rank if their length cannot be split
+    or if they fill a key-value cache. In training, blocks with dropout draw different random numbers on each rank,
+    which also differ from those of one process.
 
     Args:
         module: the whole model.
-        blocks: those that this rank owns, in the order in which they run.
+        blocks: of this rank, in execution order.
         group: the ranks that share sequences.
-        method: how attention is computed, see :data:`METHODS`.
-        balance: deal out positions so that all ranks work alike under causal attention; lengths must be a multiple of
-            ``2 x size`` then, else of ``size``.
-        enters: whether this rank owns the model's first block, so hidden states arrive whole.
-        leaves: whether this rank owns the model's last block, after which they are made whole. Between the blocks
-            of other pipeline stages they travel cut.
-        split_outputs: in training, do not make hidden states whole after the last block but go on with the rows of this
-            rank where that is exact, up to the loss; see :mod:`trainwright.strategies.context.slices`.
-        sequence_dims: name of an argument of the blocks -> its dim of positions, or ``None`` to leave it whole;
-            overrides the rules above. For hidden states themselves it is 1 unless named.
-        further: by how many ranks of another axis the hidden states between blocks are sliced once more at present
-            (sequence parallelism); ``None``: never.
-        first: the model's first block where this rank does not own it (a pipeline stage), by which this rank
-            learns the length of passes without gradient; ``None``: these must be cut evenly.
+        method: of attention, see :data:`METHODS`.
+        balance: balance the work of causal attention over ranks; lengths must then be a multiple of ``2 x size``, else
+            of ``size``.
+        enters: whether this rank has the model's first block, which receives whole hidden states.
+        leaves: whether this rank has the model's last block, after which they are gathered. Other pipeline stages send
+            split hidden states.
+        split_outputs: in training, keep outputs of the last block split up to the loss where that is exact; see
+            :mod:`trainwright.strategies.context.slices`.
+        sequence_dims: name of a block argument -> its dim of positions, or ``None`` to leave it whole; overrides the
+            rules above. Default for hidden states: 1.
+        further: returns the number of ranks of another axis that slice hidden states further (sequence parallelism);
+            ``None``: 1.
+        first: the model's first block if this rank does not have it (a pipeline stage), to get the length of passes
+            without gradient; ``None``: these must be divisible.
 
     Raises:
         ValueError: for an unknown method, or no blocks.
@@ -150,7 +149,7 @@ class ContextParallel:
         self._cuts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def apply(self) -> None:
-        """Replace ``forward`` of the blocks and register what happens before the first and after the last."""
+        """Replace ``forward`` of the blocks, and register the hooks that split and gather hidden states."""
         for block in self._blocks:
             for submodule in block.modules():
                 if submodule is not block and _may_attend(submodule):
@@ -163,11 +162,11 @@ class ContextParallel:
 
     @property
     def splits(self) -> bool:
-        """Whether sequences are cut in the pass under way."""
+        """True if sequences are split in the current pass."""
         return torch.is_grad_enabled() or not self._whole_pass
 
     def hidden(self, names: Sequence[str], given: Arguments) -> tuple[int | str, int]:
-        """Place of the hidden states, the first tensor among the arguments, and their dim of positions.
+        """Return the place of the hidden states, the first tensor argument, and their dim of positions.
 
         Raises:
             TypeError: if there is no tensor.
@@ -177,11 +176,11 @@ class ContextParallel:
         return place, 1 if dim is None else dim
 
     def cut_others(self, names: Sequence[str], given: Arguments, is_first: bool = False) -> Arguments:
-        """The arguments with all but the hidden states cut to the positions of this rank.
+        """Return the arguments, with all except the hidden states split to the positions of this rank.
 
         Args:
             names, given: of a block's call.
-            is_first: whether it is the model's first block, which slices its hidden states further itself.
+            is_first: whether it is the model's first block, which slices hidden states further itself.
         """
         hidden, dim = self.hidden(names, given)
         held = given[hidden].size(dim) * (1 if is_first else self._further())
@@ -191,7 +190,7 @@ class ContextParallel:
         }
 
     def forget_cuts(self) -> None:
-        """Let go of tensors that were cut for several blocks."""
+        """Release tensors that were split for several blocks."""
         self._cuts.clear()
 
     def _cut(self, name: str, value: Any, held: int) -> Any:
@@ -210,14 +209,14 @@ class ContextParallel:
             return self.order.part(tensor, dim)
         key = (id(tensor), tensor._version, dim)
         if key not in self._cuts:
-            self._cuts[key] = (tensor, self.order.part(tensor, dim))  # holding it keeps its id from being reused
+            self._cuts[key] = (tensor, self.order.part(tensor, dim))  # a reference, so that the id is not reused
         return self._cuts[key][1]
 
     @torch.compiler.disable
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decide whether this pass is cut, and cut it."""
+        """Decide whether to split this pass, and split its hidden states."""
         given = arguments(args, kwargs)
-        place, dim = self.hidden(_argument_names(block), given)
+        place, dim = self.hidden(_argument_names(type(block)), given)
         states = given[place]
         cached = _cached_positions(given)
         if torch.is_grad_enabled():
@@ -234,11 +233,11 @@ class ContextParallel:
 
     @torch.compiler.disable
     def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Make what comes out of the last block whole."""
+        """Gather the outputs of the last block."""
         if not self.splits:
             return None
         given = arguments(args, kwargs)
-        place, dim = self.hidden(_argument_names(block), given)
+        place, dim = self.hidden(_argument_names(type(block)), given)
         if isinstance(output, Tensor):
             return self._make_whole(output, dim)
         held = given[place].size(dim)
@@ -254,7 +253,7 @@ class ContextParallel:
 
 
 def sequence_dim(tensor: Tensor, length: int, name: str) -> int | None:
-    """The dim along which an argument of a block is cut, by its shape; ``None``: it stays whole.
+    """Return the dim along which to split a block argument, by its shape; ``None``: leave it whole.
 
     Args:
         tensor: the argument, or a tensor within it.
@@ -277,7 +276,7 @@ def sequence_dim(tensor: Tensor, length: int, name: str) -> int | None:
 
 
 def _check_other_states(name: str, tensor: Tensor, held: int) -> None:
-    """Refuse what attention could not tell from states of this rank's positions."""
+    """Refuse states that attention could not distinguish from this rank's part of a sequence."""
     if tensor.size(1) == held:
         raise ValueError(
             f"The argument {name!r} of a block, of shape {tuple(tensor.shape)}, has as many positions as a rank's part "
@@ -286,39 +285,35 @@ def _check_other_states(name: str, tensor: Tensor, held: int) -> None:
 
 
 def _name_at(names: Sequence[str], place: int | str) -> str:
-    """Name of an argument of a block; ``""``: it is one of ``*args``."""
+    """Return the name of a block argument; ``""`` if it is one of ``*args``."""
     if isinstance(place, str):
         return place
     return names[place] if place < len(names) else ""
 
 
 def _cached_positions(given: Arguments) -> int | None:
-    """How many earlier positions a cache among the arguments holds; ``None``: there is no cache."""
+    """Return the number of cached positions; ``None`` without a cache."""
     for value in given.values():
         if callable(getattr(value, "get_seq_length", None)):
             return int(value.get_seq_length())
     return None
 
 
-def _argument_names(block: nn.Module) -> list[str]:
-    """Names of the positional arguments of a block."""
-    return _names_of(type(block).forward)
-
-
 @functools.cache
-def _names_of(forward: Callable[..., Any]) -> list[str]:
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
+def _argument_names(kind: type[nn.Module]) -> list[str]:
+    """Return the names of the positional arguments of a class's ``forward``."""
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether a module may call attention itself: not those of torch, but for the ones that do."""
+    """Return whether a module may call attention: custom ones, and torch's attention modules."""
     is_torch = type(module).__module__.startswith("torch.nn.modules.")
     return not is_torch or isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)
 
 
 class _AttendingForward:
-    """The ``forward`` of a module inside a block; recomputed by itself in backward, it attends as in forward."""
+    """``forward`` of a module inside a block, with split attention if recomputed on its own in backward."""
 
     def __init__(self, engine: ContextParallel, forward: Callable[..., Any]) -> None:
         self.engine = engine
@@ -333,19 +328,19 @@ class _AttendingForward:
 
 
 class _BlockForward:
-    """The ``forward`` of a block on this rank's positions."""
+    """``forward`` of a block on this rank's positions."""
 
     def __init__(self, engine: ContextParallel, block: nn.Module, name: str) -> None:
         self.engine = engine
         self.forward = block.forward
         self.name = name
-        self._names = _argument_names(block)
+        self._names = _argument_names(type(block))
         self._block = block
         self._is_first, self._is_last = (block is engine._blocks[i] for i in (0, -1))
         self._is_checked = False
         self._draws = draws_randomly(block)
 
-    @torch.compiler.disable(recursive=False)  # what the block itself does may be compiled
+    @torch.compiler.disable(recursive=False)  # the block itself may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.engine.splits:
             return self.forward(*args, **kwargs)
@@ -360,7 +355,7 @@ class _BlockForward:
 
     @torch.compiler.disable
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first call."""
+        """Run the first call, with checks."""
         args, kwargs, is_entered = self._begin(args, kwargs)
         given = arguments(args, kwargs)
         place, dim = self.engine.hidden(self._names, given)
@@ -382,7 +377,7 @@ class _BlockForward:
 
     @torch.compiler.disable
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-        """The arguments, cut, and whether random numbers of this rank's own were begun."""
+        """Return the split arguments, and whether per-rank random numbers were entered."""
         if self._is_first:
             self.engine.forget_cuts()
         given = self.engine.cut_others(self._names, arguments(args, kwargs), self._is_first and self.engine.enters)
@@ -399,7 +394,7 @@ class _BlockForward:
 
 
 class _PositionWatch(TorchFunctionMode):
-    """Finds positions that a block counts itself, from the length of what it was given."""
+    """Function mode that refuses blocks that compute positions from the length of their input."""
 
     def __init__(self, name: str, block: nn.Module, held: int) -> None:
         super().__init__()
@@ -433,7 +428,7 @@ class _PositionWatch(TorchFunctionMode):
 
 
 def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The end of a range that begins at 0 with steps of 1; ``None`` for another."""
+    """Return the end of a range from 0 with step 1; ``None`` for other ranges."""
     bounds = [*args, *(kwargs[name] for name in ("start", "end", "step") if name in kwargs)]
     if len(bounds) == 1:
         return bounds[0]
@@ -441,24 +436,24 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Attending(threading.local):
-    """The exchanges that are entered in this thread: virtual ranks of a proof are threads of one process."""
+    """Active exchanges of this thread, since virtual ranks of a proof are threads."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []
 
 
 _attending = _Attending()
-_entered = [0]  # exchanges in all threads
+_num_active = [0]  # in all threads
 
 
 @torch.compiler.disable
-def _attend_here(*args: Any, **kwargs: Any) -> Tensor:
-    """What stands in the place of torch's attention while any exchange is entered."""
+def _attend(*args: Any, **kwargs: Any) -> Tensor:
+    """Replace torch's attention while any exchange is active."""
     return _attending.exchanges[-1].attend(*args, **kwargs) if _attending.exchanges else _ATTENTION(*args, **kwargs)
 
 
 class Exchange:
-    """Puts another attention in the place of torch's, wherever the blocks look for it, for a while."""
+    """Context manager that replaces torch's attention wherever the blocks look it up."""
 
     def __init__(self, attention: DistributedAttention, blocks: Sequence[nn.Module]) -> None:
         self._attention = attention
@@ -466,8 +461,8 @@ class Exchange:
         spaces = {id(F): vars(F)}
         for module in filter(None, (sys.modules.get(cls.__module__) for cls in classes)):
             spaces[id(module)] = vars(module)
-        # Besides torch.nn.functional: modules that imported the function itself.
-        known = (_ATTENTION, _attend_here)
+        # torch.nn.functional, and modules that imported the function.
+        known = (_ATTENTION, _attend)
         self._places = [
             (space, n) for space in spaces.values() for n, value in space.items() if any(value is one for one in known)
         ]
@@ -476,25 +471,25 @@ class Exchange:
 
     @torch.compiler.disable
     def __enter__(self) -> None:
-        """Exchange attention; no effect within itself."""
+        """Replace attention; reentrant."""
         self._depth += 1
         if self._depth == 1:
             _attending.exchanges.append(self)
-            _entered[0] += 1
+            _num_active[0] += 1
             for space, name in self._places:
-                space[name] = _attend_here
+                space[name] = _attend
 
     @torch.compiler.disable
     def __exit__(self, *_: object) -> None:
-        """Put torch's attention back."""
+        """Restore torch's attention."""
         self._depth -= 1
         if self._depth == 0:
             _attending.exchanges.remove(self)
-            _entered[0] -= 1
-            for space, name in self._places if not _entered[0] else ():
+            _num_active[0] -= 1
+            for space, name in self._places if not _num_active[0] else ():
                 space[name] = _ATTENTION
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The attention that is exact across ranks."""
+        """Compute attention across ranks."""
         self.calls += 1
         return self._attention(*args, **kwargs)

@@ -1,7 +1,6 @@
-"""Attention over some of the keys, with what it takes to merge it with attention over others.
+"""Attention over a subset of keys, with the log-sum-exp needed to merge it with that over others.
 
-Torch's fused kernels on CPU and CUDA where they can (they return the log-sum-exp of the scores, too); else plain
-arithmetic over blocks of rows.
+Uses torch's fused kernels on CPU and CUDA if possible, else plain arithmetic over blocks of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 
-# Scores that plain arithmetic holds at once: 64 MiB in float32.
+# Number of scores in memory at once in plain arithmetic: 64 MiB in float32.
 _SCORES_AT_ONCE = 1 << 24
 
 
@@ -24,9 +23,8 @@ class PartialAttention(NamedTuple):
     Args:
         query: ``(B, H, S, d)``.
         key, value: ``(B, K, U, d)`` and ``(B, K, U, e)``; ``K`` divides ``H``.
-        mask: boolean (true: visible) or added to the scores, to be broadcast to ``(B, H, S, U)``; ``None``: all keys
-            are visible.
-        causal: row i sees columns 0 to i; without a mask and with ``S = U`` only.
+        mask: boolean (true: visible) or additive, broadcast to ``(B, H, S, U)``; ``None``: all keys are visible.
+        causal: row i sees columns 0 to i; only without a mask and for ``S = U``.
         scale: of the scores.
     """
 
@@ -38,11 +36,11 @@ class PartialAttention(NamedTuple):
     scale: float
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Compute it.
+        """Compute attention.
 
         Returns:
-            The result ``(B, H, S, e)``, zero in rows to which no key is visible; and the log of the sum of the
-            exponentials of the scores ``(B, H, S)``, -inf in such rows, float32 or float64.
+            The result ``(B, H, S, e)``, zero in fully masked rows, and the log-sum-exp of the scores ``(B, H, S)``,
+            -inf in such rows, float32 or float64.
         """
         kernel = self._fused
         if kernel == "cpu":
@@ -60,7 +58,7 @@ class PartialAttention(NamedTuple):
         return torch.cat(outs, 3).flatten(1, 2).to(self.query.dtype), torch.cat(sums, 3).flatten(1, 2)
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of ``query``, ``key`` and ``value`` when the keys given are some of all.
+        """Return gradients of ``query``, ``key`` and ``value``, whose keys are a subset of all.
 
         Args:
             grad, out: gradient and value of the result over all keys, ``(B, H, S, e)``.
@@ -73,7 +71,7 @@ class PartialAttention(NamedTuple):
             )
             return d_query, d_key, d_value
         if kernel == "cuda":
-            unused = torch.zeros(2, dtype=torch.int64, device=grad.device)  # the state of dropout
+            unused = torch.zeros(2, dtype=torch.int64, device=grad.device)  # dropout state
             lengths = (None, None, self.query.size(2), self.key.size(2))
             further = (*lengths, 0.0, self.causal, unused, unused)
             d_query, d_key, d_value = _aten._scaled_dot_product_flash_attention_backward(
@@ -84,10 +82,10 @@ class PartialAttention(NamedTuple):
 
     @property
     def _fused(self) -> str | None:
-        """Which fused kernel can do it: ``cpu``, ``cuda``, or ``None``.
+        """The applicable fused kernel: ``cpu``, ``cuda``, or ``None``.
 
-        With a mask there is none: the CPU's gives 0 as log-sum-exp of a row that sees nothing, which is common in a
-        piece of a masked sequence and would be merged as if it saw something.
+        None with a mask: the CPU's returns a log-sum-exp of 0 for fully masked rows, which are common in a piece of a
+        masked sequence.
         """
         query, width = self.query, self.query.size(-1)
         if self.mask is not None or not width == self.key.size(-1) == self.value.size(-1):
@@ -115,7 +113,7 @@ class PartialAttention(NamedTuple):
         return d_query.flatten(1, 2), d_key.squeeze(2), d_value.squeeze(2)
 
     def _score_blocks(self) -> Iterator[tuple[Tensor, slice]]:
-        """Scores ``(B, K, H / K, rows, U)`` of some rows after the other, and which rows these are."""
+        """Yield scores ``(B, K, H / K, rows, U)`` by blocks of rows, and the rows."""
         query, key, mask = self.query, self.key, self.mask
         grouped = _accurate(query).unflatten(1, (key.size(1), -1))
         keys = _accurate(key).unsqueeze(2).mT
@@ -139,7 +137,7 @@ def _grouped_mask(mask: Tensor, kv_heads: int) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Attention weights; zero where a row sees nothing, or sees nothing here."""
+    """Return attention weights, zero in fully masked rows."""
     return (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
 
 

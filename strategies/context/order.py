@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank of the context axis holds."""
+"""Assignment of a sequence's positions to the ranks of the context axis."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceOrder:
-    """The cut of a sequence over the ranks of one process group.
+    """Split of a sequence over the ranks of a process group.
 
-    Balanced, the sequence is cut into ``2 x size`` equal chunks and rank ``r`` holds chunks ``r`` and
-    ``2 x size - 1 - r``: under causal attention an early chunk with little to look at comes with a late one that has
-    much, so all ranks work alike. Otherwise rank ``r`` holds the ``r``-th of ``size`` equal parts.
+    Balanced: of ``2 x size`` equal chunks, rank ``r`` holds ``r`` and ``2 x size - 1 - r``, which balances the work of
+    causal attention. Otherwise rank ``r`` holds the ``r``-th of ``size`` equal parts.
 
     Args:
         size: number of ranks.
-        rank: this rank's place.
-        balance: whether the cut is balanced.
+        rank: of this process.
+        balance: whether the split is balanced.
     """
 
     size: int
@@ -30,27 +29,27 @@ class SequenceOrder:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, balance: bool) -> SequenceOrder:
-        """The order of this rank in ``group``."""
+        """Return the order for this rank in ``group``."""
         return cls(group.size(), group.rank(), balance)
 
     @property
     def chunks(self) -> int:
-        """Number of equal chunks that the sequence is cut into; its length must be a multiple."""
+        """Number of equal chunks, of which sequence lengths must be a multiple."""
         return self.size * 2 if self.balance else self.size
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The chunks of ``rank``, in the order of the sequence."""
+        """Return the chunks of ``rank``, in sequence order."""
         return (rank, 2 * self.size - 1 - rank) if self.balance else (rank,)
 
     def divides(self, length: int) -> bool:
-        """Whether a sequence of ``length`` positions can be cut."""
+        """Return whether a sequence of ``length`` positions can be split."""
         return length > 0 and length % self.chunks == 0
 
     def check(self, length: int) -> None:
-        """Refuse a length that cannot be cut.
+        """Refuse an indivisible length.
 
         Raises:
-            ValueError: with the next length that can be.
+            ValueError: with the next larger valid length.
         """
         if self.divides(length):
             return
@@ -62,18 +61,18 @@ class SequenceOrder:
         )
 
     def part(self, whole: Tensor, dim: int, rank: int | None = None) -> Tensor:
-        """The positions of ``rank`` (this one by default) of a tensor that holds the whole sequence along ``dim``."""
+        """Return the positions of ``rank`` (default: this one) of a tensor with the whole sequence along ``dim``."""
         length = whole.size(dim) // self.chunks
         pieces = [whole.narrow(dim, chunk * length, length) for chunk in self.held(self.rank if rank is None else rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole sequence from the parts of all ranks, in the order of the ranks."""
+        """Join the parts of all ranks, by rank, to the whole sequence."""
         if not self.balance:
             return torch.cat(tuple(parts), dim)
         halves = [part.chunk(2, dim) for part in parts]
         return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Places in the whole sequence of ``length`` that this rank holds; int64, ``(length / size,)``."""
+        """Return this rank's positions in a sequence of ``length``: int64, ``(length / size,)``."""
         return self.part(torch.arange(length, device=device), 0)

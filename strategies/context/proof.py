@@ -1,4 +1,4 @@
-"""Whether blocks compute the same when each rank holds some positions of the sequence: tried before anything is cut."""
+"""Proof that blocks compute the same when positions are split over ranks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from trainwright.strategies.plan.proof.trace import calls_for, kinds_of, trace
 
 
 def sequence_problems(module: nn.Module, plan: ModelPlan, size: int, method: Method) -> list[str]:
-    """What of each kind of block computes something else on a part of the sequence; empty where nothing does.
+    """Return problems of blocks, once per kind, that compute something different on a part of the sequence.
 
-    Blocks that cannot be run by themselves are left to the first step.
+    Blocks that cannot be run alone are left to the checks of the first step.
 
     Args:
         module: the whole model, possibly on the meta device.
         plan: its blocks.
-        size: ranks of the context axis.
-        method: how attention is computed. ``ring`` sends what ``gather`` does in another way, which is tried instead.
+        size: of the context axis.
+        method: of attention; ``ring`` is replaced by ``gather``, which computes the same.
     """
     seen = trace(module, plan.blocks, size)
     problems = []
     for first, *_ in kinds_of(module, plan.blocks):
         block = module.get_submodule(first)
         for call in [seen.calls[first]] if first in seen.calls else calls_for(block, size):
-            with suppress(Exception):  # it wants something else
+            with suppress(Exception):  # the call does not fit
                 proof = Proof(block, call, size)
                 problems += _problem(proof, first, size, "gather" if method == "ring" else method)
                 break

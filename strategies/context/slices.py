@@ -1,9 +1,9 @@
-"""Outputs of the last block of which each rank computes on with its own positions only, up to the loss.
+"""Outputs of the last block that stay split by position up to the loss.
 
-Logits are the largest tensor of a language model: ``B x T x V``. Making hidden states whole after the last block would
-have every rank of the context group compute and hold all of them. A :class:`SequenceSlice` looks like the whole tensor
-to the user's code, does what works on each position alone with this rank's positions, and makes itself whole for
-anything else. So the result is right in any case; only the memory depends on what is done.
+Logits ``B x T x V`` are the largest tensor of a language model. Gathering hidden states after the last block would make
+every rank of the context group compute and hold all of them. A :class:`SequenceSlice` looks like the whole tensor to
+user code, applies position-wise functions to this rank's positions, and gathers itself for anything else. Results are
+always right; only memory depends on the functions used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from trainwright.strategies.context.order import SequenceOrder
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Which positions a :class:`SequenceSlice` stands for, and which of them this rank holds.
+    """Positions of a :class:`SequenceSlice`, and those of this rank.
 
     Args:
         group: the ranks that share the sequences.
-        order: how the sequences were cut.
-        length: of the sequences as they were cut.
-        start, stop: the positions that are left of them.
-        batch: number of sequences if they and their positions are one dim (dim 0), else ``None`` and positions are
-            dim 1.
+        order: of their split.
+        length: of the sequences when they were split.
+        start, stop: range of the remaining positions.
+        batch: number of sequences if they are flattened with positions into dim 0; ``None``: positions are dim 1.
     """
 
     group: dist.ProcessGroup
@@ -47,26 +46,26 @@ class SequenceRows:
 
     @property
     def dim(self) -> int:
-        """The dim that holds positions."""
+        """The dim of positions."""
         return 1 if self.batch is None else 0
 
     @property
     def is_all(self) -> bool:
-        """Whether no position was left out, so that all ranks hold as many."""
+        """True if all positions remain, so that all ranks hold equally many."""
         return (self.start, self.stop) == (0, self.length)
 
     @property
     def held(self) -> int:
-        """Number of positions that this rank holds."""
+        """Number of this rank's positions."""
         return sum(stop - start for start, stop, _, _ in self._spans())
 
     def leading(self, local: Tensor) -> tuple[int, ...]:
-        """The dims of sequences and positions of the tensor whose part is ``local``."""
+        """Return the sizes of the dims of sequences and positions of the tensor whose part is ``local``."""
         positions = self.stop - self.start
         return (local.size(0), positions) if self.batch is None else (self.batch * positions,)
 
     def select(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's positions of a whole tensor, which are along ``dim`` (with the sequences, if they are one)."""
+        """Return this rank's positions, along ``dim``, of a whole tensor."""
         if self.batch is not None:
             rows = replace(self, batch=None).select(whole.unflatten(dim, (self.batch, -1)), dim + 1)
             return rows.flatten(dim, dim + 1)
@@ -74,21 +73,21 @@ class SequenceRows:
         return torch.cat(pieces, dim)
 
     def whole(self, local: Tensor) -> Tensor:
-        """The whole tensor on every rank. A collective of the group, with a gradient."""
+        """Gather the whole tensor on every rank. A differentiable collective of the group."""
         if self.batch is not None:
             unflat = replace(self, batch=None).whole(local.unflatten(0, (self.batch, self.held)))
             return unflat.flatten(0, 1)
         pieces = []
         held = local.split([stop - start for start, stop, _, _ in self._spans()], 1)
         for piece, (_, _, before, after) in zip(held, self._spans(), strict=True):
-            # Collectives want equal parts: what was left out comes back as zeros, and goes again below.
+            # Collectives need equal parts: removed positions are padded with zeros, and removed again below.
             padding = [0, 0] * (local.ndim - 2) + [before, after]
             pieces.append(F.pad(piece, padding) if before or after else piece)
         whole = make_whole(torch.cat(pieces, 1), self.group, self.order, 1)
         return whole if self.is_all else whole.narrow(1, self.start, self.stop - self.start)
 
     def _spans(self) -> Iterator[tuple[int, int, int, int]]:
-        """Of each chunk: first and last position held (in the sequence as cut), and how many miss before and after."""
+        """Yield, per chunk, the range of remaining positions and the numbers removed before and after it."""
         size = self.length // self.order.chunks
         for chunk in self.order.held(self.order.rank):
             begin, end = chunk * size, (chunk + 1) * size
@@ -98,16 +97,16 @@ class SequenceRows:
 
 
 class SequenceSlice(Tensor):
-    """A tensor ``(B, T, ...)`` or ``(B x T, ...)`` of which this rank holds some positions.
+    """Tensor ``(B, T, ...)`` or ``(B x T, ...)`` of which this rank holds some positions.
 
     Shape, dtype and device are those of the whole. Row-wise functions (linear, norms, activations, casts, arithmetic
     with numbers and with tensors that broadcast over positions or have all of them, reductions of the last dim), slices
-    of positions, merging of sequences with positions, and cross entropy use the rows of this rank. Anything else first
-    makes it whole, which all ranks of the group must do together: code for one rank alone must not touch it.
+    of positions, flattening sequences with positions, and cross-entropy use this rank's rows. Anything else gathers the
+    whole first, which all ranks of the group must do together: code that runs on one rank only must not use it.
 
     Args:
         local: this rank's positions.
-        rows: which these are.
+        rows: their place in the whole.
     """
 
     local: Tensor
@@ -115,7 +114,7 @@ class SequenceSlice(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, rows: SequenceRows) -> SequenceSlice:
-        """Stand for the tensor whose part is ``local``."""
+        """Create the tensor whose part is ``local``."""
         shape = rows.leading(local) + tuple(local.shape[1 + rows.dim :])
         made = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
@@ -130,7 +129,7 @@ class SequenceSlice(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do row-wise what can be; make the others whole first."""
+        """Run supported functions on this rank's rows; gather for others."""
         kwargs = kwargs or {}
         func = _observed_loss(func)
         name = _name(func)
@@ -149,15 +148,15 @@ class SequenceSlice(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what did not pass by :meth:`__torch_function__`."""
+        """Refuse calls that bypass :meth:`__torch_function__`."""
         raise RuntimeError(f"{func} {_BYPASSED}")
 
     def whole(self) -> Tensor:
-        """The whole tensor. A collective of the context group, with a gradient."""
+        """Gather the whole tensor. A differentiable collective of the context group."""
         return self.rows.whole(self.local)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Describe the part that is here, without a collective."""
+        """Describe this rank's part, without a collective."""
         return f"SequenceSlice(shape={tuple(self.shape)}, held={tuple(self.local.shape)})"
 
 
@@ -171,18 +170,18 @@ def _refuse_gradient(_: Tensor) -> Tensor:
     raise RuntimeError(f"A function {_BYPASSED}")
 
 
-# As torch defines them: while somebody observes losses, others stand in their places in torch.nn.functional.
+# torch's own functions: observers of losses replace them in torch.nn.functional.
 _LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 def _observed_loss(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss that ``func`` observes, if it does; whoever observes has seen this call already."""
+    """Return the loss function that ``func`` observes, or ``func``; the observer has seen this call already."""
     bound = func.args if isinstance(func, partial) else ()
     return next((value for value in bound if any(value is loss for loss in _LOSSES)), func)
 
 
 def _check_graph(values: tuple[Any, ...]) -> None:
-    """Refuse what a custom autograd function returned: its gradient would not reach the part."""
+    """Refuse outputs of custom autograd functions, whose gradients would not reach the part."""
     with torch._C.DisableTorchFunctionSubclass():
         if any(isinstance(value, SequenceSlice) and not value.is_leaf for value in values):
             raise RuntimeError(f"A function {_BYPASSED}")
@@ -196,19 +195,19 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Handlers: the result, or NotImplemented to make the tensors whole. `func` is called with parts of the tensors.
+# Handlers return a result, or NotImplemented to gather the tensors. `func` is called with parts of the tensors.
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
 
 def _leaf(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """What concerns the part's place in the graph."""
+    """Apply a function that concerns the autograd graph to the part."""
     return func(args[0].local, *args[1:], **kwargs)
 
 
 def _elementwise(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Functions of elements; other tensors are broadcast."""
+    """Apply an element-wise function; other tensors are broadcast."""
     slices = [value for value in (*args, *kwargs.values()) if isinstance(value, SequenceSlice)]
     like = slices[0]
     if any(s.rows != like.rows or s.ndim != like.ndim for s in slices):
@@ -225,7 +224,7 @@ def _elementwise(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _aligned(value: Any, like: SequenceSlice) -> Any:
-    """An operand of an elementwise function, for the rows of this rank."""
+    """Return an operand of an element-wise function for this rank's rows."""
     if isinstance(value, SequenceSlice):
         return value.local
     if not isinstance(value, Tensor):
@@ -250,7 +249,7 @@ def _in_place(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _row_wise(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Functions of rows; the other arguments are parameters."""
+    """Apply a row-wise function; the other arguments are parameters."""
     first, *others = args
     if not isinstance(first, SequenceSlice) or any(isinstance(v, SequenceSlice) for v in (*others, *kwargs.values())):
         return NotImplemented
@@ -264,12 +263,12 @@ def _norm(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _dropout(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    # Ranks that hold unequal numbers of positions would draw unequally, and go on with different random numbers.
+    # With unequal numbers of positions, the generators of ranks would diverge.
     return _row_wise(func, args, kwargs) if args[0].rows.is_all else NotImplemented
 
 
 def _last_dim(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Functions along one dim, if that is the last."""
+    """Apply a function along the last dim."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     dims = dim if isinstance(dim, list | tuple) else [dim]
     first = args[0]
@@ -282,7 +281,7 @@ def _last_dim(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _index(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Slices of positions and of the dims behind."""
+    """Slice positions and the dims after them."""
     first, index = args
     if not isinstance(first, SequenceSlice):
         return NotImplemented
@@ -303,7 +302,6 @@ def _index(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     local = first.local[(*[slice(None)] * lead, *entries[lead:])]
     if rows.batch is None:
         kept = replace(rows, start=rows.start + start, stop=rows.start + stop)
-        # Kept positions, counted from the first of those so far, which `rows` selects among.
         local = _narrowed(local, rows, kept)
         rows = kept
     return SequenceSlice(local, rows)
@@ -318,7 +316,7 @@ def _narrowed(local: Tensor, rows: SequenceRows, kept: SequenceRows) -> Tensor:
 
 
 def _reshape(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Sequences and positions as one dim or as two; the dims behind at will."""
+    """Flatten or unflatten sequences and positions; reshape the dims after them."""
     first, *shape = args
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     if kwargs or not isinstance(first, SequenceSlice) or not all(isinstance(size, int) for size in sizes):
@@ -351,7 +349,7 @@ def _flatten(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _row_loss(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Cross entropy of integer labels: the rows of this rank, then one all-reduce of a number."""
+    """Compute cross-entropy of integer labels: this rank's rows, then one all-reduce of a number."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     scores, target = given.pop("input"), given.pop("target")
     reduction = given.pop("reduction", "mean")
@@ -362,7 +360,7 @@ def _row_loss(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     is_rows = rows.batch is not None and scores.ndim == 2 and target.ndim == 1 and target.size(0) == scores.size(0)
     if not is_rows or old_style or target.is_floating_point() or reduction not in ("mean", "sum"):
         return NotImplemented
-    # Row by row: in half precision a sum over all rows would overflow.
+    # Unreduced, since in half precision a sum over all rows would overflow.
     losses = func(scores.local, rows.select(target, 0), reduction="none", **given)
     exact = losses.dtype if losses.dtype is torch.float64 else torch.float32
     total = sum_alike(losses.to(exact).sum(), rows.group)

@@ -1,1 +1,1 @@
-"""What every strategy builds on: groups, gradients, precision, collectives."""
+"""Foundations of all strategies: process groups, gradients, precision, collectives."""

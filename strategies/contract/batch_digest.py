@@ -1,4 +1,4 @@
-"""A number that tells batches apart, so that ranks can learn whether they read the same one."""
+"""Checksum of a batch, to compare batches across ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Elements of a tensor that are looked at, spread over all of it.
+# Elements sampled per tensor, evenly strided.
 _MOST_ELEMENTS = 16384
 _MOST_LEVELS = 8
 
 
 def batch_digest(batch: Any, before: int = 0) -> int:
-    """Return a 32-bit number of shapes, dtypes and values of a batch; waits for the device that holds it.
+    """Return a CRC-32 of the shapes, dtypes and (sampled) values of a batch. Synchronizes with the device.
 
     Args:
         batch: any nesting of mappings, sequences, dataclasses and objects around tensors, arrays and plain values.
-        before: digest of what came before it.
+        before: digest to continue from.
     """
     for piece in _pieces(batch, 0):
         before = zlib.crc32(piece, before)

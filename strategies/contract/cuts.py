@@ -1,4 +1,4 @@
-"""Parameters of which a rank holds a part along an axis other than the data axes, and the way back to the whole."""
+"""How a parameter is split along a model-parallel axis, and how to gather it again."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Cut:
         return self.group.size()
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of ``whole``, in memory of its own."""
+        """Return a copy of this rank's part of ``whole``."""
         rank = self.group.rank()
         return torch.cat([piece.chunk(self.size, self.dim)[rank] for piece in self._sections(whole)], self.dim).clone()
 
     def whole(self, part: Tensor) -> Tensor:
-        """The whole tensor, from every rank's part. A collective of the group."""
+        """Gather the whole tensor from every rank's part. A collective of the group."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part, group=self.group)
@@ -54,11 +54,11 @@ class Cut:
         return torch.cat([pieces[section] for section in range(len(lengths)) for pieces in split], self.dim)
 
     def whole_shape(self, part: Sequence[int]) -> torch.Size:
-        """Shape of the whole, from that of a part."""
+        """Return the shape of the whole tensor, given that of a part."""
         return torch.Size((*part[: self.dim], part[self.dim] * self.size, *part[self.dim + 1 :]))
 
     def in_whole(self, held: TensorParts) -> TensorParts:
-        """Where boxes of this rank's part lie in the whole tensor.
+        """Return boxes of this rank's part in the coordinates of the whole tensor.
 
         Args:
             held: boxes of the part, in the part's own coordinates.
@@ -66,7 +66,7 @@ class Cut:
         dim, index = self.dim, self.group.rank()
         lengths = self.sections or (held.shape[dim] * self.size,)
         parts = []
-        in_part = in_whole = 0  # where a section begins
+        in_part = in_whole = 0  # offset of the current section
         for length in (section // self.size for section in lengths):
             start = in_whole + index * length
             for offsets, tensor in held.parts:

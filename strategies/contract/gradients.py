@@ -16,18 +16,18 @@ from trainwright.strategies.contract.groups import sum_over
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that this rank holds (itself if it is not split)."""
+    """Return this rank's shard of ``tensor``; the tensor itself if it is not a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class GradientScope:
-    """Over which ranks, besides those of its own mesh, the gradients of a run are spread.
+    """Ranks over which gradients are split, besides the meshes of DTensors.
 
     Args:
-        groups_of: process groups over which one gradient is split.
-        counts: ``False`` for a copy that another rank of ``group`` counts.
-        group: ranks that hold other parameters; ``None``: every rank sees them all.
+        groups_of: process groups over which the gradient of a parameter is split.
+        counts: ``False`` for a replica that another rank of ``group`` counts.
+        group: ranks that hold different parameters; ``None``: every rank has all of them.
     """
 
     groups_of: Callable[[Tensor], tuple[dist.ProcessGroup, ...]]
@@ -36,14 +36,13 @@ class GradientScope:
 
 
 def gradient_norm(parameters: Iterable[Tensor], scope: GradientScope | None = None) -> Tensor:
-    """L2 norm of all gradients taken as one vector, equal on every rank.
+    """Return the global L2 norm of all gradients, equal on every rank.
 
-    Plain gradients are taken as already averaged, hence the same on every rank. Sharded ones cost one all-reduce of a
-    scalar per mesh axis that splits them.
+    Plain gradients are assumed to be averaged already. Sharded ones cost one all-reduce of a scalar per mesh axis.
 
     Args:
-        parameters: those without a gradient are passed over.
-        scope: where else gradients are; ``None``: on the meshes of the DTensors among them only.
+        parameters: those without a gradient are skipped.
+        scope: further groups over which gradients are split; ``None``: only the meshes of DTensors.
 
     Returns:
         A scalar tensor; zero when there is no gradient.
@@ -56,7 +55,7 @@ def gradient_norm(parameters: Iterable[Tensor], scope: GradientScope | None = No
         if scope is None or scope.counts(parameter):
             groups[_split_over(parameter, scope)].append(local_tensor(parameter.grad))  # type: ignore[arg-type]
     squares = [_sum_of_squares(tensors, over) for over, tensors in groups.items()]
-    # Offloaded gradients are on another device than the rest.
+    # Offloaded gradients are on a different device.
     total = torch.stack([each.to(squares[0].device) for each in squares]).sum() if squares else torch.zeros(())
     if scope is not None and scope.group is not None:
         total = sum_over(scope.group, total)
@@ -64,7 +63,7 @@ def gradient_norm(parameters: Iterable[Tensor], scope: GradientScope | None = No
 
 
 def _split_over(parameter: Tensor, scope: GradientScope | None) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over whose ranks the gradient of ``parameter`` is split."""
+    """Return the process groups over which the gradient of ``parameter`` is split."""
     gradient, groups = parameter.grad, scope.groups_of(parameter) if scope is not None else ()
     if isinstance(gradient, DTensor):
         mesh = gradient.device_mesh
@@ -76,19 +75,19 @@ def _split_over(parameter: Tensor, scope: GradientScope | None) -> tuple[dist.Pr
 def squares_by_block(
     tensors: Iterable[tuple[str, Tensor]], blocks: Sequence[str], parts_of: Callable[[str], int], device: torch.device
 ) -> Tensor:
-    """This rank's part of squared L2 norms; added up over all ranks of the world they are those of whole tensors.
+    """Return this rank's contribution to squared L2 norms per block; their sum over the world is that of full tensors.
 
-    Each of several ranks that hold the same counts an equal part of it, so that one all-reduce over the world does,
-    however each tensor is spread. Nothing is communicated here, and the device is not waited for.
+    Replicas count an equal fraction each, so one all-reduce over the world suffices for any sharding. No communication
+    and no device synchronization happens here.
 
     Args:
         tensors: parameters or gradients by the names of the parameters.
-        blocks: names of modules; one that lies within another goes to the innermost.
-        parts_of: over how many ranks a parameter is spread, besides the mesh of a DTensor; 0: another rank counts it.
+        blocks: names of modules; nested ones count for the innermost.
+        parts_of: number of shards of a parameter, besides the mesh of a DTensor; 0: another rank counts it.
         device: of the result.
 
     Returns:
-        :func:`widest` of shape ``(blocks + 1,)``; the last is of what is in no block.
+        ``(blocks + 1,)`` in the dtype of :func:`widest`; the last element is for parameters outside of all blocks.
     """
     by_weight: dict[tuple[int, torch.device], list[tuple[int, Tensor]]] = defaultdict(list)
     place = {name: index for index, name in enumerate(blocks)}
@@ -109,7 +108,7 @@ def squares_by_block(
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The dtype of sums on a device: float64; float32 on Apple GPUs, which have no other and count to 2**24."""
+    """Return the dtype for sums on a device: float64, or float32 on Apple GPUs, which do not support float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -121,7 +120,7 @@ def _parts_on_mesh(tensor: Tensor) -> int:
 
 
 def _block_of(name: str, place: Mapping[str, int]) -> int:
-    """Index of the block that a parameter belongs to; one behind the last: none."""
+    """Return the index of the block of a parameter; ``len(place)`` if it is in none."""
     owner = name.rpartition(".")[0]
     while owner and owner not in place:
         owner = owner.rpartition(".")[0]
@@ -138,14 +137,14 @@ def _sum_of_squares(tensors: list[Tensor], groups: tuple[dist.ProcessGroup, ...]
 def clip_gradient_norm(
     parameters: Iterable[Tensor], max_norm: float, error_if_nonfinite: bool = False, scope: GradientScope | None = None
 ) -> Tensor:
-    """Scale all gradients in place so that their joint L2 norm is at most ``max_norm``.
+    """Scale all gradients in place so that their global L2 norm is at most ``max_norm``.
 
-    The result is that of ``torch.nn.utils.clip_grad_norm_`` on one process.
+    Equals ``torch.nn.utils.clip_grad_norm_`` on one process.
 
     Args:
-        parameters: those without a gradient are passed over.
+        parameters: those without a gradient are skipped.
         max_norm: the largest norm allowed.
-        error_if_nonfinite: raise instead of spreading NaN or infinity over all gradients.
+        error_if_nonfinite: raise instead of scaling by NaN or infinity.
         scope: as in :func:`gradient_norm`.
 
     Returns:
@@ -169,15 +168,11 @@ def clip_gradient_norm(
 
 
 def refuse_nonfinite(norm: float, max_norm: float) -> None:
-    """Say what to do about gradients whose norm cannot be clipped.
-
-    Raises:
-        RuntimeError: if ``norm`` is not finite.
-    """
+    """Raise a ``RuntimeError`` if ``norm`` is not finite."""
     if not math.isfinite(norm):
         raise RuntimeError(
             f"The norm of the gradients is {norm}, so they cannot be clipped to {max_norm}. Lower the learning rate, "
-            "use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to go on all the same."
+            "use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to continue anyway."
         )
 
 

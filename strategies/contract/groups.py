@@ -1,4 +1,4 @@
-"""The process groups of a layout, as one rank sees them."""
+"""Process groups and device meshes of a layout."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.core.layout import Layout
 
-# Groups along an axis above which a bound device splits them off at once; fewer are split off one by one.
+# Above this number of groups, a device-bound communicator is split once for all of them.
 _MOST_SPLITS = 64
-# Seconds between two looks for a key that somebody else will set.
+# Seconds between two polls of a store.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
 class LayoutGroups:
-    """Process groups along the axes of a layout, made on demand.
+    """Process groups along the axes of a layout, created on demand.
 
-    Making one is a collective of all ranks, so all must ask for the same ones in the same order.
+    Creation is a collective of all ranks: all must request the same groups in the same order.
 
     Args:
         layout: a closed layout of the default process group's world size.
@@ -38,14 +38,14 @@ class LayoutGroups:
         self._along: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def along(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along ``axes`` only; ``None`` if there are no others."""
+        """Return the group of ranks that differ from this one only along ``axes``; ``None`` if there is just one."""
         if axes not in self._along:
             groups = self.layout.groups(*axes)
             self._along[axes] = self.of(groups) if len(groups[0]) > 1 else None
         return self._along[axes]
 
     def of(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
-        """That of the given disjoint lists of ranks which holds this rank; ``None`` if none does."""
+        """Return the process group for the one of the disjoint ``groups`` with this rank in it; ``None`` if none."""
         key = tuple(map(tuple, groups))
         if key not in self._made:
             if groups == [list(range(dist.get_world_size()))]:
@@ -55,9 +55,9 @@ class LayoutGroups:
         return self._made[key]
 
     def mesh(self, *axes: tuple[str, ...]) -> DeviceMesh:
-        """A mesh of this rank's neighbours; each of its axes is a tuple of axes of the layout, named by the first.
+        """Return a mesh around this rank; each of its axes joins a tuple of layout axes and is named after the first.
 
-        Only the last axis may have size 1; others of size 1 are left out.
+        Axes of size 1 are left out, except for the last.
         """
         kept = [names for names in axes[:-1] if len(self._neighbours(names)) > 1] + [axes[-1]]
         groups = [self.of(self.layout.groups(*names)) for names in kept]
@@ -74,11 +74,11 @@ class LayoutGroups:
 
 
 def new_subgroup(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """The process group of that list of ranks which holds this rank; ``None`` if none does. A collective of all ranks.
+    """Create the process group for the one of ``groups`` with this rank in it; ``None`` if none has. A collective.
 
-    What ``new_subgroups_by_enumeration`` of torch gives, under the same names, but a rank makes its own group alone: of
-    100,000 ranks each would look at all ranks of all groups. Where the default group is bound to a device, making a
-    group is a split of the communicator that every rank takes part in; many are split off by one such split.
+    Equals ``new_subgroups_by_enumeration`` of torch, group names included, but each rank creates only its own group,
+    which scales to 100,000 ranks. With a device-bound default group, creating one splits the communicator on all ranks,
+    so many groups share one split.
 
     Args:
         groups: disjoint lists of global ranks, the same on all ranks.
@@ -88,10 +88,10 @@ def new_subgroup(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     if is_bound and len(groups) > _MOST_SPLITS:
         split: dist.ProcessGroup | None = dist.split_group(split_ranks=[list(ranks) for ranks in groups])
         return None if own is None else split
-    if is_bound or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":  # then torch waits for all ranks at each group
+    if is_bound or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":  # torch then needs all ranks for each group
         group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])[0]
         return group
-    # Torch names groups by counting them, and ranks find each other by the name.
+    # Torch derives the name of a group from this count, and ranks rendezvous by name.
     book = dist.distributed_c10d._world
     first = book.group_count
     made = None
@@ -103,16 +103,16 @@ def new_subgroup(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device | None:
-    """The one device that a group sends from: this rank's CUDA device, with NCCL; ``None``: any."""
+    """Return the device that the group's tensors must be on: the current CUDA device for NCCL; ``None``: any."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
 
 
 def sum_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    """The sum of a tensor over the ranks of a group, on the device that the group sends from. A collective.
+    """Return the sum of a tensor over a group, on the device of the group. A collective.
 
     Args:
         group: of the ranks.
-        tensor: on any device, such as a gradient that is offloaded to the CPU; may be changed.
+        tensor: on any device, such as an offloaded gradient; may be modified.
     """
     device = device_of(group)
     total = tensor if device is None else tensor.to(device)
@@ -121,20 +121,20 @@ def sum_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
 
 
 def wait_for_key(store: dist.Store, key: str, pause: Callable[[float], object] = time.sleep) -> str | None:
-    """The value of a key of a store, once it is there, however long that takes.
+    """Poll a store for a key, without a timeout, and return its value.
 
-    ``store.wait`` writes a warning to the standard error whenever its time is over, and is not to be interrupted.
+    Unlike ``store.wait``, this can be interrupted and logs no timeouts to stderr.
 
     Args:
-        store: where to look.
-        key: that somebody will set.
-        pause: called with the seconds to sleep between two looks; if it answers with something true, waiting ends.
+        store: of ``torch.distributed``.
+        key: that another rank will set.
+        pause: called with the seconds to sleep between polls; a true result ends waiting.
 
     Returns:
-        The value; ``None`` if ``pause`` has ended it.
+        The value; ``None`` if ``pause`` ended waiting.
 
     Raises:
-        RuntimeError: if the store is gone.
+        RuntimeError: if the store is unavailable.
     """
     seconds = _FIRST_PAUSE
     while not store.check([key]):
@@ -145,23 +145,23 @@ def wait_for_key(store: dist.Store, key: str, pause: Callable[[float], object] =
     return value
 
 
-def leave_groups() -> None:
-    """Leave the default process group and with it all others, so that this process can meet other ranks anew.
+def destroy_groups() -> None:
+    """Destroy all process groups, so that this process can join new ones.
 
-    The others need not be there. Groups whose collectives never end, because a peer is gone, are aborted.
+    Peers need not participate: NCCL groups, whose collectives would hang without them, are aborted.
     """
-    gc.collect()  # DistributedDataParallel holds on to the group; over gloo its threads abort a process without it
+    gc.collect()  # DistributedDataParallel keeps a reference to the group; gloo threads would abort the process
     if not abort_groups() and dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    forget_meshes()
+    clear_mesh_caches()
 
 
 def abort_groups() -> bool:
-    """Abort all process groups if they are NCCL's, whose kernels wait for a peer that is gone; from any thread.
+    """Abort all process groups if they are NCCL's, whose kernels wait for lost peers. May be called from any thread.
 
     Returns:
-        Whether they were. Those of another backend are left as they are.
+        Whether groups were aborted; those of other backends stay.
     """
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return False
@@ -171,12 +171,11 @@ def abort_groups() -> bool:
     return True
 
 
-def forget_meshes() -> None:
-    """Clear what DTensor remembers of operations on earlier meshes.
+def clear_mesh_caches() -> None:
+    """Clear DTensor's caches of operations on earlier meshes.
 
-    Meshes of the same ranks and axes count as equal there, whatever their process groups: later ones would be handed
-    the groups of earlier ones, which are gone or, under the same name, other ranks by now. That hangs, or writes beyond
-    a buffer.
+    The caches compare meshes by ranks and axes, not by process groups, so a new mesh would use destroyed groups. That
+    hangs or writes out of bounds.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return

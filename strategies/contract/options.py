@@ -1,8 +1,8 @@
-"""The options that every strategy has, and the protocol through which everyone else asks a strategy's options.
+"""Options common to all strategies, and the protocol to query them without building the strategy.
 
-A strategy's options are a dataclass that knows no torch. Its fields, with their defaults, are the keys of
-``strategy=<name>`` and the arguments of the strategy's class; the comment above a field is its help. Its methods say
-which values are refused and what others may know of the strategy without building it.
+A strategy's options are a dataclass without torch. Its fields, with their defaults, are the keys of ``strategy=<name>``
+and the arguments of the strategy's class; the comment above a field is its help. Its methods validate values and report
+facts about the strategy.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from trainwright.core.config.options import class_of
 from trainwright.core.layout import Layout
 
 MISSING = "???"
-"""What OmegaConf calls a value that must be given."""
+"""OmegaConf's marker of a mandatory value."""
 CERTIFICATES = ("refuse", "warn", "off")
 CHECKPOINTINGS = ("none", "full", "selective")
-# Lightning's; their subclasses are refused by the ranks.
+# Lightning's; ranks refuse their subclasses.
 AVERAGING_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
 def number(default: Any, *, least: float = 0, most: float | None = None, above: float | None = None) -> Any:
-    """A field whose numbers have other bounds than 0 and the largest of its kind, both allowed; ``above`` is not."""
+    """Return a numeric field with bounds: ``least`` and ``most`` are inclusive, ``above`` is exclusive."""
     return field(default=default, metadata={"least": least, "most": most, "above": above})
 
 
 def word(default: str | None, *allowed: str) -> Any:
-    """A field that takes some words only."""
+    """Return a field that takes one of the ``allowed`` words."""
     return field(default=default, metadata={"words": allowed})
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The run that options are checked against, before a process starts.
+    """Configuration of a run, against which options are checked before a process starts.
 
     Attributes:
         cfg: its resolved configuration (a ``DictConfig``).
         verb: fit, validate, test or predict.
-        layout: closed; ``None``: not known, or refused.
-        world_size: ranks, those that only serve included; ``None``: refused.
-        devices: ranks of a machine; ``None``: refused.
-        has_launcher: whether torchrun or SLURM has started the ranks.
+        layout: closed; ``None``: unknown or invalid.
+        world_size: number of ranks, parameter servers included; ``None``: invalid.
+        devices: ranks per machine; ``None``: invalid.
+        has_launcher: whether torchrun or SLURM started the ranks.
     """
 
     cfg: Any
@@ -54,14 +54,14 @@ class PlannedRun:
     has_launcher: bool = False
 
     def replaceable_ranks(self, options: StrategyOptions) -> tuple[int, ...]:
-        """Ranks that the run can lose while the others go on, so that each is started anew for itself and joins."""
+        """Return the ranks that can be lost and restarted one by one while the others continue."""
         launch = self.cfg.launch
         if launch.recovery not in ("rejoin", "auto") or launch.max_restarts == 0 or launch.min_devices is not None:
             return ()
         return (options.replaceable_ranks(int(self.cfg.devices)) or ()) if self.verb == "fit" else ()
 
     def parts(self, *groups: str) -> Iterator[tuple[str, Any, str]]:
-        """Dotted key, node and class of each callback in some groups of the configuration."""
+        """Yield the dotted key, node and class of each callback in some groups of the configuration."""
         for group in groups:
             for name, value in self.cfg[group].items():
                 yield f"{group}.{name}", value, class_of(value)
@@ -69,7 +69,7 @@ class PlannedRun:
 
 @dataclass
 class StrategyOptions:
-    """Every strategy."""
+    """Options of every strategy."""
 
     # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
     blocks: list[str] | None = None
@@ -83,23 +83,20 @@ class StrategyOptions:
     # Before the first step, compare losses and gradients of a layout that splits the module with those of the module as
     # written: refuse (end the run if they differ by more than rounding), warn or off.
     certificate: str = "refuse"
-    # Functions that look at the configuration before a process starts, as package.module:function, of a strategy of
-    # your own; [] = none. Its class is not given them.
+    # Checks of the configuration before a process starts, as package.module:function, for custom strategies; [] = none.
+    # They are not passed to the strategy's class.
     checks: list[str] = field(default_factory=list)
 
-    # Whether ranks average gradients among themselves at every step, so that `compression` has something to compress.
+    # Whether ranks average gradients at every step, so that `compression` applies.
     averages_gradients: ClassVar[bool] = False
-    # Whether its name says nothing of the stage of ZeRO that it has.
+    # Whether the ZeRO stage is an option rather than implied by the name.
     has_any_stage: ClassVar[bool] = False
-    # Whether it trains on an Apple GPU (accelerator=mps), which has no collectives and no float64.
+    # Whether it supports Apple GPUs (accelerator=mps), which have neither collectives nor float64.
     takes_mps: ClassVar[bool] = False
 
     @classmethod
     def take(cls, given: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """The options among some keyword arguments, and the other arguments.
-
-        ``None`` stands for the default.
-        """
+        """Split keyword arguments into options and the rest; ``None`` selects an option's default."""
         names = {item.name for item in fields(cls)} - {"_target_", "checks"}
         taken = {name: value for name, value in given.items() if name in names and value is not None}
         return cls(**taken), {name: value for name, value in given.items() if name not in names}
@@ -107,63 +104,63 @@ class StrategyOptions:
     # ---- facts ----------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """The layout that is asked for, open or closed: the axes among the options, or replicas on all ranks.
+        """Return the requested layout, open or closed: the axes among the options, or replicas on all ranks.
 
         Raises:
-            ValueError: if there is no such layout.
+            ValueError: if the layout is invalid.
         """
         sizes = {axis.name: getattr(self, axis.name) for axis in fields(Layout) if hasattr(self, axis.name)}
         return Layout(**sizes) if sizes else Layout(replicate=-1)
 
     def closed_layout(self, world_size: int) -> Layout:
-        """The layout on so many ranks, all of which train.
+        """Return the layout for ``world_size`` training ranks.
 
         Raises:
-            ValueError: if it cannot be had on these.
+            ValueError: if it does not fit ``world_size``.
         """
         return self.layout().resolve(world_size)
 
     @property
     def serving_ranks(self) -> int:
-        """Ranks that only serve the others, the last ones of a run."""
+        """Number of parameter-server ranks, the last of a run."""
         return 0
 
     @property
     def planned_as(self) -> str | None:
-        """Name of the built-in strategy whose ranks hold and compute the same; ``None``: it cannot be predicted."""
+        """Name of the built-in strategy with the same memory and compute per rank; ``None``: no prediction possible."""
         return None
 
     @property
     def takes_sparse_gradients(self) -> bool:
-        """Whether parameters may have sparse gradients (``nn.Embedding(sparse=True)``)."""
+        """True if sparse gradients (``nn.Embedding(sparse=True)``) are supported."""
         return False
 
     @property
     def averages_every_step(self) -> bool:
-        """Whether each step is made with the mean gradient of all data ranks, so that they may share it unequally."""
+        """True if each step uses the mean gradient of all data ranks, so that batch shares may be unequal."""
         return True
 
     def replaceable_ranks(self, devices: int) -> tuple[int, ...] | None:
-        """Ranks of ``devices`` that can be lost while the others go on; ``None``: none can be under this strategy."""
+        """Return the ranks of ``devices`` that can be lost while the others continue; ``None``: unsupported."""
         return None
 
     def least_batch(self, layout: Layout) -> int:
-        """Samples that a data rank must read at a time under a closed layout."""
+        """Return the smallest batch size of a data rank under a closed layout."""
         return 1
 
     def difference_from_one_process(self, steps: int, compression: str) -> str | None:
-        """Why the first ``steps`` steps are not those of one process, where that is known; ``None``: it is not.
+        """Explain why the first ``steps`` steps differ from those of one process; ``None``: no known reason.
 
         Args:
-            steps: that are compared.
-            compression: name of the group's choice.
+            steps: number of compared steps.
+            compression: name of the chosen compressor.
         """
         return None
 
     # ---- what is refused ------------------------------------------------------------------------------------------
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values, by themselves and together: each with what is allowed and what to type."""
+        """Yield problems of the values, alone and combined: each states what is allowed and what to type."""
         mode, modules = self.activation_checkpointing, self.checkpoint_modules
         yield from unknown_word("activation_checkpointing", mode, CHECKPOINTINGS)
         yield from unknown_word("certificate", self.certificate, CERTIFICATES)
@@ -179,31 +176,30 @@ class StrategyOptions:
             )
 
     def layout_problems(self, layout: Layout) -> Iterator[str]:
-        """What is wrong with the values under a layout; what depends on an open axis (``-1``) is left out."""
+        """Yield problems of the values under a layout; checks that depend on an open axis (``-1``) are skipped."""
         yield from ()
 
     def problems_of_call(self) -> Iterator[str]:
-        """What the constructor of the strategy refuses, which does not know the number of ranks."""
+        """Yield the problems checked by the strategy's constructor, where the world size is unknown."""
         yield from self.problems()
         yield from self.layout_problems(self.layout())
 
     def run_problems(self, run: PlannedRun) -> Iterator[str]:
-        """What cannot be had beside this strategy in the rest of the configuration."""
+        """Yield conflicts of this strategy with the rest of the configuration."""
         yield from ()
 
     def module_problems(self, run: PlannedRun, build: Any) -> Iterator[str]:
-        """What speaks against the module itself.
+        """Yield reasons why the module is not supported.
 
         Args:
             run: with a layout.
-            build: gives the module on the meta device, or ``None`` where it cannot be built so. Calling it imports
-                torch.
+            build: returns the module on the meta device, or ``None`` if it cannot be built there. Imports torch.
         """
         yield from ()
 
 
 def unknown_word(option: str, given: Any, allowed: Iterable[Any]) -> Iterator[str]:
-    """The problem of an option that takes some words only."""
+    """Yield a problem if ``given`` is not one of the ``allowed`` words."""
     names = [str(each) for each in allowed]
     if str(given) not in names:
         near = difflib.get_close_matches(str(given), names, n=1)
@@ -212,7 +208,7 @@ def unknown_word(option: str, given: Any, allowed: Iterable[Any]) -> Iterator[st
 
 
 def as_typed(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Format a value as typed on the command line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(list(value)).replace(" ", "") if isinstance(value, (list, tuple)) else str(value)

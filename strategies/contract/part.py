@@ -1,4 +1,4 @@
-"""What a strategy is put together from."""
+"""Components that strategies are composed of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.core.layout import Layout
 
 
 class Host(Protocol):
-    """What every part may read of the strategy that holds it; what else a part reads is in a protocol of its own."""
+    """The strategy as every part sees it; parts that need more define protocols of their own."""
 
     optimizers: list[Optimizer]
 
@@ -37,138 +37,138 @@ class Host(Protocol):
 
 
 class Part:
-    """One concern of a strategy, which calls it at these moments; each does nothing unless a part says otherwise."""
+    """One concern of a strategy; all hooks default to no-ops."""
 
     held: tuple[int, int] = (0, 0)
-    """Bytes of parameters and of optimizer states that it holds beside the module's."""
+    """Bytes of parameters and of optimizer states held in addition to the module's."""
 
     def start(self) -> None:
-        """Training begins, from what is loaded by now."""
+        """Start training, after any checkpoint is loaded."""
 
     def conclude(self) -> None:
-        """Training has ended well; the hooks that tell so follow. A collective."""
+        """Finish successful training, before the hooks at its end. A collective."""
 
     def end(self) -> None:
-        """Training has ended, also where nobody has called :meth:`conclude`."""
+        """End training, whether or not :meth:`conclude` was called."""
 
     def stop(self) -> None:
-        """Leave nothing behind: after an error, and at teardown."""
+        """Release all resources, after an error and at teardown."""
 
     def weights_changed(self) -> None:
-        """Weights were loaded in place."""
+        """Handle weights that were loaded in place."""
 
 
 class Tables(Part):
-    """The part of a strategy that hands tables of embeddings to parameter servers; this one has none.
+    """Embedding tables on parameter servers; none in this base class.
 
     See :class:`~trainwright.strategies.compose.parts.mixed_placement.ServedByRanks`.
     """
 
     served_keys: frozenset[str] = frozenset()
-    """Keys of the weights of a checkpoint that servers hold now, not the ranks."""
+    """Checkpoint keys of weights that servers hold instead of the ranks."""
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether servers step ``parameter``, so that ranks neither split it nor average its gradient."""
+        """Return whether servers step ``parameter``, so that ranks neither shard it nor average its gradient."""
         return False
 
     def find(self, trainer: Trainer) -> None:
-        """Find the tables in the module, at the beginning of setup.
+        """Find the tables in the module, at the start of setup.
 
         Raises:
-            ValueError: for what cannot be served, on every rank.
+            ValueError: on every rank, for tables that cannot be served.
         """
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hold the user's optimizers against what servers can step.
+        """Check that servers can step their part of the user's optimizers.
 
         Raises:
-            ValueError: if they cannot be split into what servers step and what ranks do.
+            ValueError: if they cannot be split between servers and ranks.
         """
 
     def attach(self, precision: Precision) -> None:
-        """Let clipping and overflows be decided on dense part and tables together."""
+        """Decide clipping and overflows on dense parameters and tables together."""
 
     def against_steps(self) -> Iterable[str]:
-        """Why replicas cannot be averaged within Adam's steps, in words."""
+        """Yield reasons why replicas cannot be averaged within Adam's steps."""
         return ()
 
     def wholes(self) -> Mapping[str, Tensor]:
-        """Tables that this rank does not hold now, by name, pulled for it; a collective."""
+        """Pull the tables that this rank does not hold, by name. A collective."""
         return {}
 
     def bring_back(self) -> None:
-        """Let this rank hold its tables again, before weights are loaded into them."""
+        """Allocate this rank's tables again, before weights are loaded into them."""
 
     def joined(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A ``state_dict`` with the tables that servers hold."""
+        """Return a ``state_dict`` completed with the tables on servers."""
         return {**state, **self.wholes()}
 
 
 class Replicas(Part):
-    """The part of a strategy that keeps replicas apart between steps; these average gradients at every step.
+    """How replicas stay synchronized; this base class averages gradients at every step.
 
     See :class:`~trainwright.strategies.local_updates.replicas.LocalReplicas`.
     """
 
-    are_apart: bool = False
-    """Whether replicas step by themselves. Only then are the moments of a step called."""
+    are_independent: bool = False
+    """True if replicas step independently. Only then are the hooks of a step called."""
     mesh_axes: tuple[tuple[str, ...], ...] = (("replicate",),)
-    """Axes of the mesh over which gradients are averaged, before that of the ranks that share one state."""
+    """Mesh axes over which gradients are averaged, before the axis that shards the state."""
 
     def prepare(self, trainer: Trainer) -> None:
-        """At the beginning of setup.
+        """Run at the start of setup.
 
         Raises:
-            ValueError: for what cannot work while replicas differ.
+            ValueError: for features that do not work while replicas differ.
         """
 
     def set_up(self, trainer: Trainer) -> None:
-        """At the end of setup."""
+        """Run at the end of setup."""
 
     def average_gradients(self) -> None:
-        """The gradients of a step are complete on this replica."""
+        """Handle the complete gradients of a step on this replica."""
 
     def stepped(self) -> None:
-        """An optimizer step was made. A collective."""
+        """Run after an optimizer step. A collective."""
 
     def show(self) -> None:
-        """Let every replica hold what the run is to others, for a validation. A collective."""
+        """Load the synchronized weights into every replica, for validation. A collective."""
 
     def take_back(self) -> None:
-        """Let this replica hold its own again, after a validation."""
+        """Restore this replica's own weights after validation."""
 
     def boxes(self, boxes: dict[str, TensorParts]) -> dict[str, TensorParts]:
-        """Name what ranks hold, so that only those hold a key which have the same bytes under it."""
+        """Rename entries so that ranks share a key only if they hold the same bytes."""
         return boxes
 
     def content(self, checkpoint: Mapping[str, Any], complete: bool, make: Callable[..., Content]) -> Content:
-        """Make a run state.
+        """Build a run state.
 
         Args:
             checkpoint: Lightning's dict of the run.
             complete: whether weights are this rank's own, see
                 :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`.
-            make: makes it where replicas hold the same, from ``checkpoint`` and ``complete``.
+            make: builds it from ``checkpoint`` and ``complete`` where replicas are equal.
         """
         return make(checkpoint, complete=complete)
 
     def averaged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint of the means over the replicas. A collective."""
+        """Return a checkpoint of the replica averages. A collective."""
         return checkpoint
 
     def own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of a rank's own buffers that are not kept otherwise."""
+        """Return those of a rank's own buffers that are not saved elsewhere."""
         return buffers
 
     def knows(self, of: str) -> bool:
-        """Whether it reads what another kind of strategy had saved beside what all read."""
+        """Return whether it can load the extra state that strategy ``of`` saved."""
         return False
 
     def opened(self, state: RunState | HeldSource) -> None:
-        """A state was opened, from which the run resumes."""
+        """Handle the state that the run resumes from."""
 
     def restore(self) -> None:
-        """Optimizer states were read from it."""
+        """Run after optimizer states were read from it."""
 
     def close(self) -> None:
-        """At teardown."""
+        """Release resources at teardown."""

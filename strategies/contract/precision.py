@@ -1,4 +1,4 @@
-"""Lightning's precision plugins, made right for gradients that are split across ranks."""
+"""Lightning's precision plugins for gradients that are sharded across ranks."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from trainwright.strategies.contract.gradients import (
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""What autocast computes matrix products in, by precision."""
+"""Autocast dtype of each mixed precision."""
 
 
 class AgreedGradScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` whose decision to skip a step is the same on all ranks.
+    """A ``GradScaler`` that skips a step on all ranks or on none.
 
-    With sharded gradients a rank sees only its own part, so an overflow elsewhere must be heard of: one all-reduce of
-    a flag per step. Replicated gradients were averaged, carry the overflow themselves and need none.
+    With sharded gradients, each step all-reduces an overflow flag. Replicated gradients carry the overflow of any rank
+    after averaging and need no flag.
     """
 
-    # Set by a strategy under which ranks hold parts that are not DTensors.
+    # Set by strategies whose ranks hold shards that are not DTensors.
     always_agrees = False
-    # How ranks agree, from this rank's flag to that of all; None: by an all-reduce.
+    # Reduces this rank's flag over all ranks; None: an all-reduce.
     agree: Callable[[Tensor], Tensor] | None = None
-    # The scale never falls below this; 0: no limit.
+    # Lower bound of the scale; 0: none.
     least_scale = 0.0
-    # The scale never changes; a step with an overflow is dropped all the same.
+    # Keep the scale constant; steps with an overflow are still skipped.
     fixed = False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, within the limits that were asked for."""
+        """Update the scale as torch does, within ``least_scale`` and ``fixed``."""
         if self.fixed and new_scale is None:
             new_scale = float(self._init_scale)
         super().update(new_scale)
@@ -52,7 +52,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
             scale.clamp_(min=self.least_scale)
 
     def forget_unscaled(self) -> None:
-        """No step follows on the gradients that were unscaled; torch would refuse to unscale those of the next one."""
+        """Discard unscaled gradients without a step; torch would otherwise refuse to unscale the next ones."""
         self._per_optimizer_states.clear()
 
     def _unscale_grads_(
@@ -86,27 +86,26 @@ class AgreedGradScaler(torch.amp.GradScaler):
 
 
 class GradientClipper(Protocol):
-    """A strategy that clips by itself, because the gradients of a step are averaged elsewhere."""
+    """A strategy that clips gradients itself, because they are averaged elsewhere."""
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
-        """Scale the gradients of the coming step so that their norm is at most ``max_norm``."""
+        """Scale the gradients of the next step so that their norm is at most ``max_norm``."""
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamp each element to ``[-limit, limit]``."""
 
 
 class _GradientRules(Precision):
-    """Clipping that sees all shards of the gradients."""
+    """Gradient clipping over all shards."""
 
-    # Given by a strategy whose gradients are not averaged here; None: those of the parameters are clipped.
+    # Set by strategies whose gradients are averaged elsewhere; None: clip those of the parameters.
     clipper: GradientClipper | None = None
-
     error_if_nonfinite = False
-    # Given by a strategy whose gradients are spread over more than the meshes of their DTensors.
+    # Set by strategies whose gradients are split over more than the meshes of DTensors.
     scope: GradientScope | None = None
-    # Given by a trainer that knows who listens to which hook; without it Lightning's own calls are made.
+    # Set by the trainer: which hooks are overridden; None: call all, as Lightning does.
     hooks: HookTable | None = None
-    # Called with the optimizer once its gradients are clipped, right before it changes anything.
+    # Called with the optimizer after clipping, right before its step.
     before_update: Callable[[Optimizer], None] | None = None
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -123,7 +122,7 @@ class _GradientRules(Precision):
             return super().post_backward(tensor, module)
         if "on_after_backward" in self.hooks.heard:
             self.hooks.call("on_after_backward")
-        return tensor  # not detached, as Lightning's: backward has let go of the graph, and nobody keeps this
+        return tensor  # unlike Lightning, not detached: backward has freed the graph already
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         if self.hooks is None:
@@ -145,7 +144,7 @@ class _GradientRules(Precision):
         clip_gradient_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Scale so that the norm over all shards is at most ``clip_val``."""
+        """Scale gradients so that the norm over all shards is at most ``clip_val``."""
         if self.clipper is not None:
             self.clipper.clip_norm(optimizer, clip_val, self.error_if_nonfinite)
             return
@@ -167,9 +166,8 @@ class PureHalfPrecision(_GradientRules, HalfPrecision):
 class AutocastPrecision(_GradientRules, MixedPrecision):
     """``precision="bf16-mixed"`` or ``"16-mixed"``: single-precision state, autocast in the forward pass.
 
-    ``"16-mixed"`` scales the loss dynamically; works on CPU too. A weight is cast at each use: autocast's cache would
-    keep a half-precision copy of every weight until the forward pass ends, under checkpointing and ZeRO-3 too, where
-    a block's are to be gone as soon as it has computed.
+    ``"16-mixed"`` scales the loss dynamically; works on CPU too. Autocast's weight cache is off: it would keep a
+    half-precision copy of every weight until the end of the forward pass, under ZeRO-3 and checkpointing too.
     """
 
     def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -178,7 +176,7 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
         super().__init__(precision, device, scaler)
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Autocast to half precision that keeps no copies of weights."""
+        """Return an autocast context without the weight cache."""
         return torch.autocast(self.device, dtype=AUTOCAST_DTYPES[self.precision], cache_enabled=False)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -189,10 +187,10 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
 
 
 def set_loss_scale(plugin: Precision, initial: float, growth_interval: int, least: float, fixed: bool) -> None:
-    """Have the loss scaled as asked for; see :class:`~trainwright.trainer.loop.loss_scale.LossScaling`.
+    """Configure loss scaling; see :class:`~trainwright.trainer.loop.loss_scale.LossScaling`.
 
     Raises:
-        ValueError: if the plugin scales no loss, or is the user's own.
+        ValueError: if the plugin scales no loss, or is a custom one.
     """
     if not isinstance(plugin, AutocastPrecision) or plugin.scaler is None:
         raise ValueError(
@@ -205,7 +203,7 @@ def set_loss_scale(plugin: Precision, initial: float, growth_interval: int, leas
 
 
 def adapt_precision(plugin: Precision | None) -> Precision | None:
-    """The plugin of this module for one of Lightning's own; any other plugin is returned as it is."""
+    """Replace one of Lightning's plugins by its counterpart here; return any other unchanged."""
     if type(plugin) is Precision:
         return FullPrecision()
     if type(plugin) is DoublePrecision:
@@ -218,32 +216,32 @@ def adapt_precision(plugin: Precision | None) -> Precision | None:
 
 
 def named_dtype(name: str | None) -> torch.dtype | None:
-    """What options call ``fp32``, ``bf16`` and ``fp16``; ``None`` stays ``None``."""
+    """Return the dtype named ``fp32``, ``bf16`` or ``fp16``; ``None`` for ``None``."""
     return None if name is None else _DTYPES[name]
 
 
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:
-    """What a plugin has matrix products computed in by autocast; ``None``: it is not known to use autocast."""
+    """Return the autocast dtype of a plugin; ``None``: it does not use autocast, as far as is known."""
     return AUTOCAST_DTYPES[plugin.precision] if isinstance(plugin, AutocastPrecision) else None
 
 
 def takes_before_update(plugin: Precision) -> bool:
-    """Whether :func:`before_update` can be asked of it."""
+    """Return whether the plugin supports :func:`before_update`."""
     return isinstance(plugin, _GradientRules)
 
 
 def before_update(plugin: Precision, function: Callable[[Optimizer], None] | None) -> None:
-    """Have ``function`` called right before an optimizer changes anything; ``None``: nothing is called.
+    """Call ``function`` right before each optimizer update; ``None``: off.
 
     Raises:
-        ValueError: if the plugin is the user's own.
+        ValueError: if the plugin is a custom one.
     """
     if isinstance(plugin, _GradientRules):
         plugin.before_update = function
     elif function is not None:
         raise ValueError(
-            f"The precision plugin {type(plugin).__name__} does not tell when gradients are clipped, which "
-            "compression=onebit must know. Use one of Lightning's (precision='bf16-mixed'), or compression=topk."
+            f"The precision plugin {type(plugin).__name__} has no hook after gradient clipping, which "
+            "compression=onebit needs. Use one of Lightning's (precision='bf16-mixed'), or compression=topk."
         )
 
 

@@ -1,7 +1,6 @@
-"""The strategies by name, the simplest first. A new one is one line here, or an entry point of another package.
+"""Registry of strategies by name, the simplest first: name -> options dataclass -> strategy class.
 
-A name stands for a dataclass of options, and that for the class of the
-strategy. Another package adds a name in its ``pyproject.toml``::
+To add one, add a line here, or an entry point in the ``pyproject.toml`` of another package::
 
     [project.entry-points."trainwright.strategies"]
     hypercube = "my_strategies.options:HypercubeOptions"
@@ -12,7 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -38,26 +37,26 @@ _OPTIONS = {
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Names that ``Trainer(strategy=...)`` and ``strategy=`` on the command line take; other packages' come last."""
+    """Return the names that ``Trainer(strategy=...)`` and ``strategy=`` accept; those of other packages come last."""
     return (*_OPTIONS, *(each.name for each in entry_points(group=GROUP) if each.name not in _OPTIONS))
 
 
 def is_strategy(name: str) -> bool:
-    """Whether there is a strategy of that name."""
+    """Return whether a strategy of that name exists."""
     return name in _OPTIONS or name in strategy_names()
 
 
 def options_of_others() -> dict[str, type[StrategyOptions]]:
-    """The options of strategies of other packages, by name.
+    """Return the options of other packages' strategies, by name.
 
     Raises:
-        ValueError: naming a package whose entry point cannot be loaded, is no options, or has the name of a built-in.
+        ValueError: if an entry point cannot be loaded, is no options dataclass, or has the name of a built-in.
     """
     return {each.name: _loaded(each) for each in entry_points(group=GROUP)}
 
 
 def strategy_options(name: str) -> type[StrategyOptions]:
-    """The options of the strategy called ``name``.
+    """Return the options of the strategy called ``name``.
 
     Raises:
         ValueError: if there is no strategy of that name; the message lists the nearest and all valid names.
@@ -75,18 +74,18 @@ def strategy_options(name: str) -> type[StrategyOptions]:
 
 
 def all_options() -> Iterator[tuple[str, type[StrategyOptions]]]:
-    """Name and options of every strategy."""
+    """Yield name and options of every strategy."""
     yield from ((name, strategy_options(name)) for name in _OPTIONS)
     yield from options_of_others().items()
 
 
 def target_of(options: type[StrategyOptions]) -> str:
-    """Import path of the class whose options these are."""
+    """Return the import path of the strategy class for these options."""
     return str(options.__dataclass_fields__["_target_"].default)
 
 
 def options_for_target(target: str) -> type[StrategyOptions] | None:
-    """The options of the class at an import path, with the defaults of its constructor; ``None``: there are none."""
+    """Return the options of the strategy class at an import path; ``None`` if unknown."""
     for _, named in all_options():
         for options in named.__mro__:
             if "_target_" in vars(options) and vars(options)["_target_"] == target:
@@ -95,19 +94,16 @@ def options_for_target(target: str) -> type[StrategyOptions] | None:
 
 
 def make_strategy(name: str, **options: Any) -> Any:
-    """Build the strategy called ``name``; ``options`` go to its constructor.
+    """Build the strategy called ``name``, passing ``options`` to its constructor.
 
     Raises:
         ValueError: if there is no strategy of that name.
     """
     known = strategy_options(name)
     module, _, cls = target_of(known).rpartition(".")
-    given = {item.name: _default(item) for item in fields(known) if item.name not in ("_target_", "checks")}
+    defaults = known()
+    given = {f.name: getattr(defaults, f.name) for f in fields(known) if f.name not in ("_target_", "checks")}
     return getattr(importlib.import_module(module), cls)(**{**given, **options})
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def _loaded(entry: Any) -> type[StrategyOptions]:

@@ -1,4 +1,4 @@
-"""Ranks hold their models against each other before they send numbers of them, which would abort or mix them up."""
+"""Checks that all ranks built the same model, and helpers to make their values equal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.parameter import is_lazy
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.core.torch_internals import _get_default_group, _NormBase
 
-# Of tensors that are joined for one broadcast.
+# Bucket size of a coalesced broadcast.
 _BROADCAST_BYTES = 250 * 2**20
 # Name and form (shape, dtype, whether it is trained) of each tensor of a module.
 Forms = Sequence[tuple[str, str]]
 
 
 def forms_of(module: nn.Module) -> list[tuple[str, str]]:
-    """What ranks that train one model must have alike: names and forms of parameters and buffers, in their order."""
+    """Return names and forms of parameters and buffers, in order; they must be equal on all ranks."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [(name, _form(tensor)) for name, tensor in named]
 
@@ -33,27 +33,27 @@ def _form(tensor: Tensor) -> str:
 
 
 def difference_between(first: Forms, other: Forms) -> str:
-    """The first place at which two that differ do so, in words."""
+    """Describe the first difference between two lists of forms."""
     for one, another in zip(first, other, strict=False):
         if tuple(one) != tuple(another):
             return f"{' '.join(one)}, where another has {' '.join(another)}"
     return f"{len(first)} tensors, where another has {len(other)}"
 
 
-def refuse_other_models(module: nn.Module, device: torch.device) -> None:
-    """Hold the module of every rank against that of the others; a collective of two numbers.
+def refuse_different_models(module: nn.Module, device: torch.device) -> None:
+    """Compare the module across ranks. A collective of two numbers.
 
     Args:
-        module: as the user built it, or ranks may hold other parts of it.
+        module: as the user built it, before sharding.
         device: where collectives run.
 
     Raises:
-        ValueError: on all ranks, if one has another.
+        ValueError: on all ranks, if modules differ.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     forms = forms_of(module)
-    # 63 bits: the least and the greatest of all ranks come of one collective, and each has its negative.
+    # 63 bits, so that one MAX of (x, -x) gives both the greatest and the least.
     digest = int.from_bytes(blake2b(repr(forms).encode(), digest_size=8).digest(), "big") >> 1
     extremes = torch.tensor([digest, -digest], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -63,17 +63,17 @@ def refuse_other_models(module: nn.Module, device: torch.device) -> None:
     found: list[Forms] = of_all_ranks(forms, device=device)
     others = [rank for rank, each in enumerate(found) if each != found[0]]
     raise ValueError(
-        f"Rank(s) {', '.join(map(str, others))} have another model than rank 0, so that nothing of it can be shared or "
-        f"averaged: rank 0 has {difference_between(found[0], found[others[0]])}. Build the same module on every rank; "
-        "what it is made of may not depend on the rank, its machine or its data."
+        f"Rank(s) {', '.join(map(str, others))} have a different model than rank 0: rank 0 has "
+        f"{difference_between(found[0], found[others[0]])}. Build the same module on every rank; it may not depend on "
+        "the rank, its machine or its data."
     )
 
 
-def take_from_first(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the values that rank 0 has, in place; a collective.
+def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
+    """Broadcast the values of rank 0 to all ranks, in place. A collective.
 
     Args:
-        tensors: alike on all ranks, in one order, on the device where collectives run.
+        tensors: of equal shapes, in the same order on all ranks, on the device where collectives run.
     """
     held = [tensor.detach() for tensor in tensors]
     if held and dist.get_world_size() > 1:
@@ -81,7 +81,7 @@ def take_from_first(tensors: Iterable[Tensor]) -> None:
 
 
 def varying_buffers(module: nn.Module) -> list[str]:
-    """Names of running statistics: what differs all the same, since it depends on the samples that a rank has seen."""
+    """Return the names of running means, which differ between ranks since they depend on the samples seen."""
     return [
         f"{name}.running_mean" if name else "running_mean"
         for name, part in module.named_modules()
@@ -91,9 +91,9 @@ def varying_buffers(module: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def average_buffers(module: nn.Module) -> None:
-    """Average floating-point buffers over all ranks and take others from the first; a collective.
+    """Average floating-point buffers over all ranks and broadcast others from rank 0. A collective.
 
-    What is the same on all ranks stays as it is, to the bit.
+    Buffers that are equal on all ranks stay bit-identical.
     """
     if dist.get_world_size() == 1:
         return
@@ -103,8 +103,8 @@ def average_buffers(module: nn.Module) -> None:
         first = buffer.clone()
         dist.broadcast(first, 0)
         if buffer.is_floating_point():
-            # Not the plain mean: that of three equal numbers may be another one. Nor infinity minus infinity.
-            apart = torch.where(buffer == first, 0.0, buffer - first)
-            dist.all_reduce(apart)
-            first += apart / dist.get_world_size()
+            # The plain mean of equal numbers may round differently; infinity minus infinity is NaN.
+            difference = torch.where(buffer == first, 0.0, buffer - first)
+            dist.all_reduce(difference)
+            first += difference / dist.get_world_size()
         buffer.copy_(first)

@@ -80,7 +80,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""
-        self._refuse_other_models()
+        self._refuse_different_models()
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         self._end_means()
@@ -92,8 +92,8 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self.averaging.set_up(plain_after_backward=False)
         agree = self.world_size > 1 and self.averaging.compression is None and self._ddp_comm_hook is None
         self.traits = replace(self.traits, gradients_agree=agree)
-        self.state.begin_from_weights()
-        self._know_frozen()
+        self.state.load_initial_weights()
+        self._record_frozen()
         if not self.lightning_module.automatic_optimization:
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(self._refuse_unused)
@@ -103,9 +103,9 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         super().configure_ddp()
 
-    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
+    def _include(self, thawed: Sequence[nn.Parameter]) -> None:
         """Wrap the module anew: torch's reducer knows those that were trained when it was made, and no others."""
-        super()._take_up(thawed)
+        super()._include(thawed)
         if self.averaging.compression is not None or not isinstance(self.model, DistributedDataParallel):
             return  # then gradients are averaged without it
         self._end_means()

@@ -45,4 +45,4 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         super().setup(trainer)
-        self.state.begin_from_weights()
+        self.state.load_initial_weights()

@@ -29,7 +29,7 @@ from trainwright.strategies.base.whole.strategy import Wholes
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Tables
-from trainwright.strategies.contract.same_model import take_from_first
+from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.shared import SharedOptimizers
 from trainwright.strategies.data.sharding.certified import CertifiedShards
@@ -169,7 +169,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self.model = self._layer_sync.apply(self.lightning_module)
         self.certificate.begin(self.lightning_module, fitting and self.world_size > 1)
         self._exchanges.release()
-        self._refuse_other_models()
+        self._refuse_different_models()
         if fitting:
             stage, words = self.stage, self._sharing.in_words
             refuse(gradient_problems(self.lightning_module, self._splits_gradient, stage, words))
@@ -192,9 +192,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         if fitting:
             self.averaging.set_up(plain_after_backward=True)
-            self._know_frozen()
+            self._record_frozen()
         self.certificate.set_up(self)
-        self.state.begin_from_weights()
+        self.state.load_initial_weights()
         self._wholes.show_in_hooks(trainer)
 
     def setup_precision_plugin(self) -> None:
@@ -245,7 +245,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         """Ranks may have built the module from different seeds: the weights of rank 0 count."""
-        take_from_first(t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor))
+        broadcast_from_first(t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor))
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -264,8 +264,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Have gradients averaged of what is trained now, and what was stepped given to all ranks."""
         self._exchanges.make(averages=not self.averaging.after_backward)
 
-    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
-        super()._take_up(thawed)
+    def _include(self, thawed: Sequence[nn.Parameter]) -> None:
+        super()._include(thawed)
         self._exchanges.thaw(thawed)
         self._sharing.exchange()
         self._make_exchanges()
@@ -439,8 +439,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _must_restore_late(self) -> bool:
-        return self.stage == 3 or super()._must_restore_late()
+    def _must_restore_after_setup(self) -> bool:
+        return self.stage == 3 or super()._must_restore_after_setup()
 
     def _as_optimized(self, parameter: nn.Parameter) -> Tensor:
         return self._exchanges.optimized(parameter)

@@ -1,18 +1,17 @@
-"""Expert parallelism: each rank holds some experts of every mixture-of-experts layer, and tokens travel to them.
+"""Expert parallelism: each rank holds some experts of every mixture-of-experts layer, and tokens are sent to them.
 
-One call of an experts module, on every rank of the group (GShard, arXiv:2006.16668, without capacities: no token is
-dropped and none is padded):
+One call of an experts module, on every rank of the group (GShard, arXiv:2006.16668, without capacities: no tokens are
+dropped or padded):
 
-1. every rank tells all others how many tokens it sends to whom and how many each expert gets (one all-gather of a few
-   integers; it is also what the statistics are made of),
-2. tokens, expert indices and routing weights travel to the ranks that hold the experts (two all-to-alls). A token goes
-   to a rank once, however many of its experts live there,
-3. the module's own forward computes them, one expert per row,
-4. the sums of a token's experts on each rank travel back and are added up (one all-to-all).
+1. all-gather of token counts by destination rank and by expert (a few integers, also used for statistics),
+2. two all-to-alls of tokens, expert indices and routing weights to the ranks of the experts; a token is sent to a rank
+   once, however many of its experts are there,
+3. the module's own forward, with one expert per row,
+4. one all-to-all of each token's sums over a rank's experts, which are added up.
 
-Backward runs the same way in reverse. The gradients of a rank's experts collect the losses of the whole group, whereas
-all other gradients are of one rank's loss; so that one rule (averaging over the ranks that hold the same parameter)
-fits all of them, experts' gradients are divided by the size of the group.
+Backward mirrors this. The gradients of experts sum over the losses of the whole group, all others are of one rank's
+loss. Experts' gradients are therefore divided by the group size, so that averaging over the ranks with the same
+parameter is right for all.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def validate_experts(module: nn.Module, plan: ModelPlan, size: int) -> list[str]:
-    """Problems of splitting the experts of ``module`` over ``size`` ranks; empty when it is possible.
+    """Return the problems of splitting the experts of ``module`` over ``size`` ranks.
 
-    Needs no process group and no memory: the module may be on the meta device.
+    Needs no process group; the module may be on the meta device.
 
     Args:
         module: the LightningModule.
-        plan: says which modules hold experts.
-        size: ranks of the expert axis; 1 is off and always possible.
+        plan: with the modules of experts.
+        size: of the expert axis; 1: off.
     """
     if size == 1:
         return []
@@ -70,23 +69,23 @@ def validate_experts(module: nn.Module, plan: ModelPlan, size: int) -> list[str]
 
 
 class ExpertParallel:
-    """Splits the experts of a module over the ranks of a group and lets tokens travel to them.
+    """Expert parallelism of a module over a process group.
 
-    Works with modules that are called as ``experts(tokens, index, weights)``: tokens ``(N, D)``, the experts of each
-    ``(N, K)`` (integers from 0), their weights ``(N, K)``, giving ``(N, D)`` in the dtype of the tokens. That is the
-    interface of Hugging Face transformers 5 and of the recipe ``moe``. The computation of a row may depend on nothing
-    but the row, its expert and its weight, and must be additive over the experts of a token.
+    Requires modules called as ``experts(tokens, index, weights)``: tokens ``(N, D)``, the experts of each ``(N, K)``
+    (integers from 0), their weights ``(N, K)``; returning ``(N, D)`` in the dtype of the tokens. This is the interface
+    of Hugging Face transformers 5 and of the recipe ``moe``. A row's result may depend only on the row, its expert and
+    its weight, and must be additive over the experts of a token.
 
-    Every rank of the group must call every layer equally often and in the same order; any number of tokens, zero
-    included, is fine. A rank whose experts got no token gives their parameters gradients of zero, as one process gives
-    to those of an expert in a stack; under ``listed`` this differs from one process, where an expert that nobody chose
-    has no gradient at all. Sums run in a fixed order only if torch is told to be deterministic (CUDA's ``index_add``).
+    Every rank of the group must call every layer equally often and in the same order, with any number of tokens, zero
+    included. Experts without tokens get zero gradients, as in a stack on one process; ``listed`` experts on one process
+    get none. Summation order is deterministic only under ``torch.use_deterministic_algorithms`` (CUDA's ``index_add``).
 
     Args:
-        module: the LightningModule, or any module that the plan's names refer to.
+        module: the LightningModule, or any module with the plan's names.
         plan: its ``experts`` name the modules. ``stacked``: every parameter has one row per expert, of which the
-            strategy keeps this rank's (see ``cuts``). ``listed``: a list of modules, of which this rank keeps some (see
-            ``dropped``); either the list itself or the module that holds it is called as above.
+        strategy
+            keeps this rank's (see ``cuts``). ``listed``: a list of modules, of which this rank keeps some (see
+            ``dropped``); either the list or its parent is called as above.
         group: ranks that share the experts, in the order of the experts.
 
     Raises:
@@ -112,18 +111,15 @@ class ExpertParallel:
         self._dispatchers: list[Dispatcher] = []
 
     def dropped(self) -> tuple[str, ...]:
-        """Names of parameters of ``listed`` experts that this rank does not hold; nothing will read them."""
+        """Return names of parameters of ``listed`` experts that this rank does not hold."""
         return tuple(self._dropped)
 
     def held(self) -> tuple[str, ...]:
-        """Names of all parameters of experts of which this rank holds a part that no other of the group holds.
-
-        Their gradients are to be averaged over the ranks that hold the same part only.
-        """
+        """Return names of this rank's expert parameters, whose gradients are averaged only over ranks with the same."""
         return (*self.cuts, *self._kept)
 
     def apply(self) -> None:
-        """Put the exchange of tokens before and after the forward of every experts module, once."""
+        """Wrap the forward of every experts module in an exchange of tokens; idempotent."""
         if self._dispatchers or dist.get_world_size(self._group) == 1:
             return
         for layer in self._layers:
@@ -132,26 +128,26 @@ class ExpertParallel:
             self._dispatchers.append(dispatcher)
 
     def remove(self) -> None:
-        """Give the experts modules their own forward back."""
+        """Restore the forward of the experts modules."""
         for dispatcher in self._dispatchers:
             dispatcher.layer.caller.forward = dispatcher.compute
         self._dispatchers.clear()
 
     @property
     def dispatchers(self) -> tuple[Dispatcher, ...]:
-        """The exchanges of all layers, while they are applied."""
+        """Dispatchers of all layers, while applied."""
         return tuple(self._dispatchers)
 
     def statistics(self) -> dict[str, float]:
-        """How evenly tokens were spread in training since the last call, over the whole group; empty without any.
+        """Return the load balance of the group's training steps since the last call; empty if there were none.
 
-        The same on every rank of the group, without a collective. Recomputed activations count twice, which changes no
-        ratio.
+        Equal on every rank of the group, without a collective. Recomputed activations count twice, which does not
+        affect ratios.
 
         Returns:
-            ``expert_imbalance``: tokens of the busiest expert over the mean, ``rank_imbalance``: the same of ranks (the
-            factor by which a step waits for the busiest), both the mean over layers and calls and 1 at best;
-            ``busiest_expert``: the largest share of a layer's tokens that one expert got.
+            ``expert_imbalance``: tokens of the busiest expert over the mean; ``rank_imbalance``: the same for ranks;
+            both averaged over layers and calls, 1 at best. ``busiest_expert``: the largest share of a layer's tokens
+            that one expert got.
         """
         seen = [found for d in self._dispatchers if (found := d.loads.take()) is not None]
         if not seen:
@@ -163,18 +159,18 @@ class ExpertParallel:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a layer looks like
+# Layers
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A module that computes experts.
+    """A module of experts.
 
     Args:
         caller: the module whose forward takes tokens, index and weights.
         is_stacked: whether parameters have one row per expert.
         experts: number of experts in the whole model.
-        parameters: fully qualified name -> the expert it belongs to (-1: stacked).
+        parameters: fully qualified name -> index of its expert (-1: stacked).
         counters: names of integer attributes of ``caller`` that hold the number of experts.
     """
 
@@ -205,7 +201,11 @@ def _describe_stack(holder: nn.Module, name: str) -> _Layer:
     if not rows or odd:
         raise ValueError(
             f"{name} cannot be split by expert: "
-            + (f"not a row for each of {experts} experts has {', '.join(odd)}" if odd else "it has no parameters")
+            + (
+                f"{', '.join(odd)} does not have one row for each of {experts} experts"
+                if odd
+                else "it has no parameters"
+            )
             + " (leave it out of plan.experts, or expert=1)"
         )
     _check_forward(holder, name)
@@ -216,7 +216,7 @@ def _describe_list(module: nn.Module, holder: nn.Module, name: str) -> _Layer:
     listed, list_name = _find_list(holder, name)
     caller, caller_name = holder, name
     if type(holder).forward is nn.ModuleList.forward:
-        # A bare list is not called itself; whoever holds it may be.
+        # A plain list is not called; its parent may be.
         caller_name = name.rpartition(".")[0]
         caller = module.get_submodule(caller_name)
     _check_forward(caller, caller_name or type(module).__name__)
@@ -242,7 +242,7 @@ def _find_list(holder: nn.Module, name: str) -> tuple[nn.ModuleList, str]:
 
 
 def _counters(holder: nn.Module) -> dict[str, int]:
-    """Integer attributes such as ``num_experts``."""
+    """Return integer attributes such as ``num_experts``."""
     return {
         key: value
         for key, value in vars(holder).items()
@@ -268,7 +268,7 @@ def _check_forward(caller: nn.Module, name: str) -> None:
 
 @dataclass
 class _Loads:
-    """Sums of one layer's loads, kept on the device so that counting waits for nothing."""
+    """Load statistics of one layer, kept on the device to avoid synchronization."""
 
     ranks: int
     calls: int = 0
@@ -277,7 +277,7 @@ class _Loads:
 
     @torch.no_grad()
     def add(self, tokens_E: Tensor) -> None:  # noqa: N803
-        """Count a call whose experts got ``tokens_E``."""
+        """Add a call with ``tokens_E`` tokens per expert."""
         total = tokens_E.sum().clamp(min=1).float()
         by_rank = tokens_E.view(self.ranks, -1).sum(1)
         peaks = torch.stack((tokens_E.max() * (len(tokens_E) / total), by_rank.max() * (self.ranks / total)))
@@ -286,7 +286,7 @@ class _Loads:
         self.calls += 1
 
     def take(self) -> Tensor | None:
-        """Mean imbalance of experts and of ranks and the share of the busiest expert; start anew."""
+        """Return mean imbalance of experts and of ranks and the share of the busiest expert, and reset."""
         if self.tokens is None or self.peaks is None:
             return None
         share = self.tokens.max() / self.tokens.sum().clamp(min=1)
@@ -297,14 +297,14 @@ class _Loads:
 
 @dataclass(frozen=True)
 class TokenRoutes:
-    """Which of this rank's tokens go where.
+    """Destinations of this rank's tokens.
 
     Args:
         token: index of the token of each row to send, ``(R,)``, ordered by destination.
-        destination: rank that each row goes to, ``(R,)``.
-        send: rows to each rank.
-        receive: rows from each rank.
-        unused: experts of this rank that got no token.
+        destination: rank of each row, ``(R,)``.
+        send: number of rows to each rank.
+        receive: number of rows from each rank.
+        unused: experts of this rank without tokens.
     """
 
     token: Tensor
@@ -316,19 +316,19 @@ class TokenRoutes:
 
 @dataclass
 class Dispatcher:
-    """The forward of an experts module whose experts are spread over ranks.
+    """Forward of an experts module whose experts are distributed over ranks.
 
-    What it asks of values is in :meth:`agree` and :meth:`places`, and may be asked of something else.
+    Only :meth:`agree` and :meth:`places` depend on values, and can be replaced through ``answers``.
 
     Args:
-        layer: what the module looks like.
+        layer: description of the module.
         group: ranks that share its experts.
 
     Attributes:
-        size: ranks of the group.
-        rank: this one's place among them.
-        per_rank: experts of each.
-        answers: what is asked where tokens go: itself, or whatever else has these two methods.
+        size: of the group.
+        rank: in the group.
+        per_rank: experts per rank.
+        answers: object whose ``agree`` and ``places`` are used; by default itself.
     """
 
     layer: _Layer
@@ -337,7 +337,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         forward = self.layer.caller.forward
-        # An engine of an earlier run that was not removed must not send tokens on once more.
+        # An earlier run's dispatcher that was not removed must not send tokens again.
         self.compute: Callable[..., Tensor] = forward.compute if isinstance(forward, Dispatcher) else forward
         self._signature = inspect.signature(self.compute)
         self.size = dist.get_world_size(self.group)
@@ -347,7 +347,7 @@ class Dispatcher:
         self.answers: Any = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
-        """That of a copied module computes with the copy's parameters; a process group cannot be copied."""
+        """Copy everything except the process group, so that a copied module uses its own parameters."""
         copied = memo[id(self)] = object.__new__(Dispatcher)
         for key, value in vars(self).items():
             setattr(copied, key, value if key == "group" else copy.deepcopy(value, memo))
@@ -355,24 +355,24 @@ class Dispatcher:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Send tokens to their experts, compute those that arrive here, and bring the results back."""
+        """Send tokens to their experts, compute the received ones, and return the results."""
         tokens, index, weights = self._arguments(args, kwargs)
         tokens_ND = tokens.reshape(-1, tokens.shape[-1])  # noqa: N806
         index_NK = index.reshape(-1, index.shape[-1])  # noqa: N806
         weights_NK = weights.reshape(-1, weights.shape[-1])  # noqa: N806
         routes: TokenRoutes = self.answers.agree(index_NK)
         exchange = (self.group, routes.send, routes.receive)
-        # The order of these two is that of their backwards on every rank: autograd runs what was made last first.
+        # Their order fixes that of their backwards on every rank: autograd runs the last created first.
         routing = all_to_all(self._pack(index_NK, weights_NK, routes), *exchange)
         arrived_MD = all_to_all(tokens_ND[routes.token], *exchange)  # noqa: N806
-        # Whatever lies between these factors gets the gradient of the group's mean loss.
+        # Between these two factors, gradients are those of the group's mean loss.
         results_MD = self._compute_arrived(  # noqa: N806
             _scale_gradient(arrived_MD, self.size), _scale_gradient(routing, self.size), weights.dtype, routes.unused
         )
         results_MD = _scale_gradient(results_MD.to(tokens.dtype), 1 / self.size)  # noqa: N806
         returned = all_to_all(results_MD, self.group, routes.receive, routes.send)
         out_ND = _sum_rows(returned, routes.token, len(tokens_ND))  # noqa: N806
-        # FSDP2 warns of modules that return a view.
+        # FSDP2 warns about modules that return a view.
         return out_ND if tokens.dim() == 2 else out_ND.view(tokens.shape)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -386,7 +386,7 @@ class Dispatcher:
         return tokens, index, weights
 
     def agree(self, index_NK: Tensor) -> TokenRoutes:  # noqa: N803
-        """Decide what goes where and tell all ranks.
+        """Compute routes and exchange their counts with all ranks.
 
         Args:
             index_NK: experts of each of this rank's tokens, ``(N, K)``.
@@ -402,7 +402,7 @@ class Dispatcher:
         if self.layer.caller.training:
             self.loads.add(tokens_E)
         mine = tokens_E[self.rank * self.per_rank :][: self.per_rank]
-        # The only wait for the device that the exchange needs: all counts at once.
+        # The only device synchronization of the exchange: all counts at once.
         counts = torch.cat((table[self.rank, : self.size], table[:, self.rank], mine)).tolist()
         destination, token = goes.T.nonzero(as_tuple=True)
         return TokenRoutes(
@@ -414,43 +414,42 @@ class Dispatcher:
         )
 
     def _pack(self, index_NK: Tensor, weights_NK: Tensor, routes: TokenRoutes) -> Tensor:  # noqa: N803
-        """Weights and local experts of each row to send, ``(R, 2K)``; an expert of another rank is -1."""
+        """Return weights and local experts of each row to send, ``(R, 2K)``; experts of other ranks are -1."""
         index_RK = index_NK[routes.token]  # noqa: N806
         is_there = index_RK // self.per_rank == routes.destination[:, None]
-        # In one tensor, because a collective costs more than these bytes; float32 is exact for indices up to 2^24.
+        # One tensor saves a collective; float32 is exact for indices up to 2^24.
         dtype = torch.promote_types(weights_NK.dtype, torch.float32)
         local_RK = (index_RK % self.per_rank).where(is_there, -1)  # noqa: N806
         weights_RK = weights_NK[routes.token].to(dtype).where(is_there, 0.0)  # noqa: N806
         return torch.cat((weights_RK, local_RK.to(dtype)), 1)
 
     def _compute_arrived(self, rows_MD: Tensor, routing: Tensor, dtype: torch.dtype, unused: list[int]) -> Tensor:  # noqa: N803
-        """The sum of this rank's experts for each row that arrived, ``(M, D)``."""
+        """Return the sum over this rank's experts for each received row, ``(M, D)``."""
         if not len(rows_MD):
-            # The parameters and the exchange before still need a gradient, or other ranks wait for it.
+            # Parameters and the exchange still need a gradient, or other ranks hang.
             return _connect(torch.zeros_like(rows_MD), (rows_MD, routing, *self._unused_parameters(unused)))
         weights_MK, local_MK = routing.chunk(2, 1)  # noqa: N806
         row, choice, index = self.answers.places(local_MK.detach())
         weights = weights_MK[row, choice].to(dtype)
-        once = len(row) == len(rows_MD)  # every row has one expert here, so the rows are what they are
+        once = len(row) == len(rows_MD)  # each row has one expert on this rank: no gather needed
         results = self._call_local(rows_MD if once else rows_MD[row], index[:, None], weights[:, None])
         results = results if once else _sum_rows(results, row, len(rows_MD))
         return _connect(results, tuple(self._unused_parameters(unused)))
 
     def places(self, local_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
-        """What is to be computed of the rows that arrived.
+        """Return the pairs of received rows and experts of this rank.
 
         Args:
-            local_MK: this rank's experts of each row, ``(M, K)``; -1 in place of those of other ranks.
+            local_MK: this rank's experts of each row, ``(M, K)``; -1 for those of other ranks.
 
         Returns:
-            For each pair of a row and an expert of this rank: the row, the place of the expert among the row's
-            choices, the expert (of this rank's, from 0).
+            For each pair: the row, the index of the expert among the row's choices, the local expert.
         """
         row, choice = (local_MK >= 0).nonzero(as_tuple=True)
         return row, choice, local_MK[row, choice].long()
 
     def _call_local(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The module's own forward, which for the moment knows of this rank's experts only."""
+        """Call the module's own forward with only this rank's experts."""
         caller = self.layer.caller
         if not self.layer.is_stacked:
             return self.compute(rows, index + self.rank * self.per_rank, weights)
@@ -464,16 +463,16 @@ class Dispatcher:
                 setattr(caller, key, value)
 
     def _unused_parameters(self, unused: list[int]) -> list[nn.Parameter]:
-        """Parameters that get no gradient from the computation of this call."""
+        """Return parameters that get no gradient in this call."""
         if self.layer.is_stacked:
-            # As long as one expert of a stack has a token, the whole stack has a gradient.
+            # A stack has a gradient if any of its experts has a token.
             return list(self.layer.caller.parameters()) if len(unused) == self.per_rank else []
         listed, _ = _find_list(self.layer.caller, "")
         return [parameter for i in unused for parameter in listed[i].parameters()]
 
 
 def _sum_rows(rows: Tensor, target: Tensor, count: int) -> Tensor:
-    """``(count, D)``: every row of ``rows`` added to row ``target`` of zeros, in float32 at least."""
+    """Add every row of ``rows`` to row ``target`` of zeros ``(count, D)``, in float32 at least."""
     dtype = torch.float32 if rows.dtype in _HALF else rows.dtype
     total = rows.new_zeros(count, rows.shape[1], dtype=dtype)
     return total.index_add(0, target, rows.to(dtype)).to(rows.dtype)
@@ -484,10 +483,10 @@ def _scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 def _connect(x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
-    """``x``; the others get a gradient of zero (a product with zero would turn an inf into NaN)."""
+    """Return ``x`` and give the others zero gradients (multiplying by zero would turn inf into NaN)."""
     if not any(other.requires_grad for other in others):
         return x
-    # Not the tensors: FSDP2 frees gathered parameters until backward, and only their form is needed.
+    # Not the tensors, since FSDP2 frees gathered parameters until backward.
     forms = [(other.shape, other.dtype, other.device) for other in others]
 
     def backward(gradient: Tensor) -> tuple[Tensor, ...]:

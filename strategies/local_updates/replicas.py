@@ -73,7 +73,7 @@ class LocalReplicas(Replicas):
             in DDP (post-local SGD, arXiv:1808.07217).
     """
 
-    are_apart = True
+    are_independent = True
     mesh_axes = ()  # the ranks of one replica
 
     def __init__(self, strategy: HybridStrategy, schedule: UpdateSchedule) -> None:

@@ -25,7 +25,7 @@ from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.core.lightning_internals import _init_dist_connection
 from trainwright.core.text.bounded import ContentError
 from trainwright.core.text.messages import run_token, seal, unseal
-from trainwright.strategies.contract.groups import leave_groups, wait_for_key
+from trainwright.strategies.contract.groups import destroy_groups, wait_for_key
 from trainwright.strategies.parameter_server.worker.rejoining import meet_alone
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Worlds(NamedTuple):
         if dist.is_initialized() and dist.get_world_size() == self.workers + self.servers:  # made by others
             store = default_store()
             own = dist.PrefixStore("parameter_server/workers", store)
-            leave_groups()
+            destroy_groups()
             if not serves:
                 dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.workers, timeout=timeout)
         if not serves:

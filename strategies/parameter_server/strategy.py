@@ -20,7 +20,7 @@ from trainwright.core.config.options import refuse
 from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.base.strategy import LayoutStrategy
-from trainwright.strategies.contract.same_model import take_from_first
+from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.own_ranks import ToldFit, Worlds
 from trainwright.strategies.parameter_server.peers import Servers, WorkerMeasures, Workers
@@ -182,8 +182,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._run_store = run_store()
         return self._run_store
 
-    def _must_restore_late(self) -> bool:
-        return self.traits.joins or super()._must_restore_late()
+    def _must_restore_after_setup(self) -> bool:
+        return self.traits.joins or super()._must_restore_after_setup()
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then the optimizer.
@@ -205,18 +205,18 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             return
         if self._fit is not None and self.is_global_zero:
             self._fit.prepare()
-        self._refuse_other_models()
+        self._refuse_different_models()
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        take_from_first([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
+        broadcast_from_first([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.state.begin_from_weights()
+        self.state.load_initial_weights()
         if fitting:
             warn_of_learning_rates(self.options, self.world_size, self.optimizers)
 

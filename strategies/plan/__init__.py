@@ -1,1 +1,1 @@
-"""Find out what a model allows: its blocks, and how each weight may be split."""
+"""Analysis of a model: its blocks, and how each weight may be split."""

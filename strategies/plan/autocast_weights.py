@@ -1,4 +1,4 @@
-"""Weights that autocast rounds to 16 bit wherever they are used, so that ranks may exchange them rounded."""
+"""Weights that autocast rounds to 16 bit at every use, so that ranks may communicate them in 16 bit."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ _PRODUCTS = {
         nn.ConvTranspose3d,
     )
 }
-# Their kernels for inference read weights of the layers within, all in one dtype, and autocast casts none of them.
+# Their fused inference kernels read weights of inner layers, all in one dtype, without autocast.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def exchanged_rounded(module: nn.Module, param_dtype: str | None) -> dict[str, nn.Parameter]:
-    """Return the fp32 parameters, by name, that ranks exchange in autocast's dtype.
+    """Return the fp32 parameters, by name, that ranks communicate in autocast's dtype.
 
-    By default the weights of linear layers and convolutions whose ``forward`` is torch's own: autocast rounds these
-    anyway. What else a module does with a parameter (norms, embeddings, routers, ``nn.Parameter`` of the user's) may
-    need all of its bits. A weight with a gradient hook is left out, which would see a rounded gradient.
+    By default the weights of linear layers and convolutions with torch's own ``forward``, which autocast rounds anyway.
+    Others (norms, embeddings, routers, custom parameters) may need full precision, and gradient hooks would see a
+    rounded gradient.
 
     Args:
         module: a block.
-        param_dtype: the option of that name: ``None`` as above, ``"fp32"`` none, any other all of two dimensions or
-            more.
+        param_dtype: the option of that name: ``None`` as above, ``"fp32"`` none, others all with at least two dims.
     """
     named = {name: p for name, p in module.named_parameters() if p.dim() > 1 and p.dtype is torch.float32}
     if param_dtype is not None:

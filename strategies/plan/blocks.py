@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, and what is done block by block: checkpointing of activations, compilation."""
+"""Repeated blocks of a model, and per-block activation checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from trainwright.strategies.plan.names import joined, matched, parent_of, within
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Blocks of ``module`` by fully qualified name, in the order of ``named_modules``; none lies inside another.
+    """Return blocks of ``module`` by fully qualified name, in the order of ``named_modules``, without nested ones.
 
-    Sources in order: ``patterns``; the class names in Hugging Face's ``_no_split_modules``, those of modules in lists
-    if any are; repeated modules, that is children with parameters of an ``nn.ModuleList``, or of one class in an
-    ``nn.Sequential``, or all of one class that has children of its own in an ``nn.ModuleDict`` (whose other uses are
-    heads, or parts of all kinds); two or more.
+    Sources in order: ``patterns``; classes in Hugging Face's ``_no_split_modules`` (those in lists, if any); two or
+    more repeated modules: children with parameters of an ``nn.ModuleList``, or of one class in an ``nn.Sequential``, or
+    all of one class with children in an ``nn.ModuleDict``.
 
     Args:
         module: the whole model.
-        patterns: shell-style patterns of fully qualified names, such as ``model.layers.*``; ``None`` is off.
+        patterns: shell-style patterns of fully qualified names, such as ``model.layers.*``; ``None``: off.
 
     Returns:
         The blocks; empty if ``patterns`` is ``None`` and nothing is repeated.
@@ -36,10 +35,7 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dic
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Count the numbers in the parameters of ``module``, tied ones once.
-
-    A module that packs a weight into fewer elements says how many these stand for: ``unpacked_numel``, by name.
-    """
+    """Count parameter elements of ``module``, tied ones once, packed ones by the module's ``unpacked_numel[name]``."""
     counts: dict[nn.Parameter, int] = {}
     for part in module.modules():
         unpacked = getattr(part, "unpacked_numel", {})
@@ -58,7 +54,7 @@ def _unsplittable(module: nn.Module) -> dict[str, nn.Module]:
     for submodule in module.modules():
         classes.update(getattr(submodule, "_no_split_modules", None) or ())
     found = {name: sub for name, sub in module.named_modules() if name and type(sub).__name__ in classes}
-    # They name embeddings, too, which are not repeated, and may be tied to a head outside of them.
+    # Some models list embeddings too, which are not repeated and may be tied to a head.
     listed = {
         n: sub
         for n, sub in found.items()
@@ -72,7 +68,7 @@ def _repeated(module: nn.Module) -> dict[str, nn.Module]:
     for name, container in module.named_modules():
         named = ((joined(name, n), child) for n, child in container.named_children())
         children = {n: child for n, child in named if next(child.parameters(), None) is not None}
-        # Lists of lists: what is called are the modules in the inner ones.
+        # Of nested lists, only the inner ones hold callable modules.
         has_forward = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children.values())
         if isinstance(container, nn.ModuleList) and len(children) > 1 and has_forward:
             found.update(children)
@@ -101,18 +97,16 @@ def checkpoint_activations(
 ) -> None:
     """Recompute activations in backward instead of keeping them.
 
-    The ``forward`` of each chosen module is replaced on the instance, so its class and the names of its parameters
-    stay as they are.
+    Replaces ``forward`` on the instances, so classes and parameter names do not change.
 
     Args:
         module: the whole model.
-        mode: ``"none"`` is off; ``"full"`` takes every block; ``"selective"`` takes the modules named by ``patterns``.
+        mode: ``"none"``: off; ``"full"``: every block; ``"selective"``: the modules matching ``patterns``.
         blocks: the blocks of the model.
         patterns: names for ``"selective"``, one star per level.
 
     Raises:
-        ValueError: if the mode is unknown, if ``"selective"`` has no patterns or another mode has some, or if there
-            is no block for ``"full"``.
+        ValueError: if a pattern matches no module, or ``"full"`` finds no blocks.
     """
     if mode == "none":
         return
@@ -127,25 +121,25 @@ def checkpoint_activations(
 
 
 class _Recomputed:
-    """A ``forward`` that keeps its inputs only and runs again in backward."""
+    """A ``forward`` that saves only its inputs and is recomputed in backward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The non-reentrant form works with keyword arguments, several backwards and sharded parameters.
+        # Non-reentrant: supports keyword arguments, repeated backward and sharded parameters.
         return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
 
 
 def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool | dict[str, Any]) -> None:
-    """Compile each block in place with ``torch.compile``; the whole module when it has no blocks.
+    """Compile each block in place with ``torch.compile``; the whole module if there are no blocks.
 
-    Compiling per block keeps compile time independent of depth and leaves hooks between blocks alone.
+    Per block, compile time is independent of depth, and hooks between blocks are not compiled.
 
     Args:
         module: the whole model.
         blocks: the blocks of the model.
-        options: ``False`` is off, ``True`` takes torch's defaults, a mapping is passed to ``torch.compile``.
+        options: ``False``: off; ``True``: torch's defaults; a mapping is passed to ``torch.compile``.
     """
     if options is False:
         return

@@ -1,6 +1,6 @@
-"""Initial weights of a model that was built without memory (``torch.device("meta")``).
+"""Initialization of a model built on the meta device.
 
-A module's own ``reset_parameters()`` gives them; within a Hugging Face model, that model's ``_init_weights``.
+Uses each module's ``reset_parameters()``, or ``_init_weights`` within a Hugging Face model.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.foreign.hugging_face import outermost_models
-from trainwright.strategies.plan.shell import Shell
+from trainwright.strategies.plan.meta_initializer import MetaInitializer
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``module`` still is on the meta device."""
+    """Return whether any parameter or buffer of ``module`` is on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A submodule whose meta tensors get their initial values together.
+    """A submodule whose meta tensors are initialized together.
 
     Args:
         name: fully qualified name of the submodule.
         module: the submodule.
         meta: names of its meta tensors, relative to it, in order.
-        shell: of the Hugging Face model that it is a part of, which initialises it; ``None``: it resets itself.
+        initializer: of the Hugging Face model around it; ``None``: it has ``reset_parameters()``.
     """
 
     name: str
     module: nn.Module
     meta: tuple[str, ...]
-    shell: Shell | None = None
+    initializer: MetaInitializer | None = None
 
     def overlaps(self, name: str) -> bool:
-        """Whether this piece lies within the module called ``name``, or that module within this piece."""
+        """Return whether this piece contains the module called ``name`` or lies within it."""
         return self.name == name or self.name.startswith(f"{name}.") or name.startswith(f"{self.name}.")
 
     def values(self, seed: int) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Whole initial values, on the CPU, as ``(owner, name of the tensor in its owner, value)``.
+        """Yield full initial values on the CPU as ``(owner, name of the tensor in its owner, value)``.
 
-        They depend on ``seed`` and the name of the piece alone, neither on the world size nor on other pieces.
+        They depend only on ``seed`` and the name of the piece, not on the world size or other pieces.
         """
         key = f"{seed}/{self.name}"
-        if self.shell is not None:
+        if self.initializer is not None:
             with _seeded(key):
-                values = self.shell.values(self.name, self.meta)
+                values = self.initializer.values(self.name, self.meta)
             yield from ((self.module, name, value) for name, value in values.items())
             return
         twin = _materialised(self.module, key)
@@ -61,30 +61,33 @@ class Piece:
 
 
 def deferred_pieces(module: nn.Module) -> list[Piece]:
-    """The pieces in which the meta tensors of ``module`` are initialised.
+    """Return the pieces in which the meta tensors of ``module`` are initialized.
 
-    A piece is a submodule that owns meta tensors directly; only one is whole in memory at a time. A piece with
-    children but no list of blocks (such as ``nn.MultiheadAttention``) takes its children along, since its reset may
-    set their values. Within a Hugging Face model it never does.
+    A piece is a submodule that owns meta tensors directly; only one is fully in memory at a time. A piece with children
+    but no list of blocks (such as ``nn.MultiheadAttention``) includes its children, whose values its reset may set;
+    except within a Hugging Face model.
 
     Raises:
         ValueError: if a submodule that owns meta tensors has no ``reset_parameters()`` and is in no Hugging Face model.
     """
     pieces: list[Piece] = []
     whole: list[str] = []
-    shells = [Shell(name, model) for name, model in outermost_models(module)]
+    initializers = [MetaInitializer(name, model) for name, model in outermost_models(module)]
     for name, sub in module.named_modules():
         own = tuple(n for n, tensor in _own_tensors(sub) if tensor.is_meta)
         if not own or any(name.startswith(f"{outer}.") for outer in whole):
             continue
-        shell = next((shell for shell in shells if shell.holds(name)), None)
-        if shell is None and _takes_children(sub):
+        initializer = next((each for each in initializers if each.holds(name)), None)
+        if initializer is None and _takes_children(sub):
             whole.append(name)
             named = (*sub.named_parameters(remove_duplicate=False), *sub.named_buffers(remove_duplicate=False))
             own = tuple(n for n, tensor in named if tensor.is_meta)
-        pieces.append(Piece(name, sub, own, shell))
-    alone = [piece for piece in pieces if piece.shell is None]
-    missing = [f"{piece.name} ({type(piece.module).__name__})" for piece in alone if _reset_of(piece.module) is None]
+        pieces.append(Piece(name, sub, own, initializer))
+    missing = [
+        f"{piece.name} ({type(piece.module).__name__})"
+        for piece in pieces
+        if piece.initializer is None and _reset_of(piece.module) is None
+    ]
     if missing:
         raise ValueError(
             f"The model was built on the meta device, but {', '.join(missing)} cannot be initialised: "
@@ -103,7 +106,7 @@ def _materialised(piece: nn.Module, key: str) -> nn.Module:
     twin = copy.deepcopy(piece) if _takes_children(piece) else _childless(piece)
     twin.to_empty(device="cpu")
     with _seeded(key):
-        for sub in reversed(list(twin.modules())):  # children first: the outer reset has the last word
+        for sub in reversed(list(twin.modules())):  # children first: an outer reset may override theirs
             reset = _reset_of(sub)
             if reset is not None:
                 reset()

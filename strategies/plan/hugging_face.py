@@ -1,8 +1,8 @@
-"""What a Hugging Face model says about itself. ``transformers`` is never imported: a model brings it along."""
+"""Tensor plans and caches of Hugging Face models, without importing ``transformers``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,8 +10,8 @@ from torch import nn
 from trainwright.checkpoint.foreign.hugging_face import outermost_models
 from trainwright.strategies.plan.names import matching, parent_of
 
-# Styles of transformers' tensor plans that mean the same here. Others split what is no linear layer or embedding, or
-# need a computation that our engine does not have.
+# Styles of transformers' tensor plans with an equivalent here. Others split modules other than linear layers and
+# embeddings, or need computations that the engine lacks.
 _STYLES = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -20,8 +20,8 @@ _STYLES = {
     "embedding_rowwise": "vocabulary",
     "packed_colwise": "packed_colwise:2",  # gate and up in one matrix
 }
-# Said about experts or about what is not split: the modules beside them keep their styles. Whose gradients have to be
-# summed (norms of heads) the tensor engine sees for itself.
+# Styles of experts or of replicated modules, which do not affect their siblings. The tensor engine finds by itself
+# whose gradients must be summed (norms of heads).
 _NOT_SPLIT = (
     "moe_tp_experts", "grouped_gemm", "ep_router", "replicate", "replicated", "all_reduce",
     "replicated_with_grad_allreduce",
@@ -29,16 +29,19 @@ _NOT_SPLIT = (
 
 
 def tensor_metadata(module: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Tensor styles of all Hugging Face models within ``module``.
+    """Return the tensor styles of all Hugging Face models within ``module``.
 
     Returns:
-        Name of a module -> style, and name of a module that stays whole -> why. A module one of whose children has a
-        style that cannot be had here stays whole with all of its children, since these only work together.
+        Name of a module -> style, and name of a module that is not split -> why. A module with a child of an
+        unsupported style is not split at all, since its children only work together.
     """
     styles: dict[str, str] = {}
     whole: dict[str, str] = {}
     for prefix, model in outermost_models(module):
-        for name, style in _expanded(model, _plan_of(model)):
+        names = [name for name, _ in model.named_modules() if name]
+        # A plan covers variants that this model may lack (dense layers of a mixture of experts).
+        pairs = ((name, style) for pattern, style in _plan_of(model).items() for name in matching(names, pattern))
+        for name, style in pairs:
             full = f"{prefix}.{name}" if prefix else name
             if style in _STYLES:
                 styles[full] = _STYLES[style]
@@ -49,7 +52,7 @@ def tensor_metadata(module: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _plan_of(model: nn.Module) -> Mapping[str, str]:
-    """The plan of the whole model: recent versions gather it on the instance, older ones leave it where it was said."""
+    """Return the plan of the whole model: recent versions merge it on the instance, older ones keep the config's."""
     gathered = dict(getattr(model, "_tp_plan", None) or {})
     base_name = getattr(model, "base_model_prefix", "")
     base_plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
@@ -57,21 +60,13 @@ def _plan_of(model: nn.Module) -> Mapping[str, str]:
     return {**{prefix + name: style for name, style in base_plan.items()}, **gathered}
 
 
-def _expanded(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern, style in plan.items():
-        # A model's plan covers variants that this one may not have (dense layers of a mixture of experts).
-        for name in matching(names, pattern):
-            yield name, style
-
-
 def layer_of(block: nn.Module) -> int | None:
-    """Return the index of a block in a cache of keys and values; ``None`` if nothing in it uses one."""
+    """Return the index of a block in the key-value cache; ``None`` if it uses none."""
     return next((index for sub in block.modules() if isinstance(index := getattr(sub, "layer_idx", None), int)), None)
 
 
 def caches_every_layer(cache: Any) -> bool:
-    """Return whether a cache has keys and values for each layer, and no other states (of linear attention)."""
+    """Return whether a cache has keys and values for each layer, and no other states (such as of linear attention)."""
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list) or not callable(getattr(cache, "update", None)):
         return False

@@ -1,7 +1,7 @@
-"""Which weights of a module may be split together over the tensor axis, by the order in which it calls them.
+"""Candidate tensor-parallel splits of a module, from the order in which it calls its projections.
 
-The pattern is that of Megatron-LM (arXiv:1909.08053): projections into heads or into the wide feed-forward space are
-split by columns, the projection back by rows. A guess is taken if its proof succeeds, whatever the names are.
+The pattern is that of Megatron-LM (arXiv:1909.08053): projections into heads or the wide feed-forward space are split
+by columns, the projection back by rows. A candidate is accepted if its proof succeeds, independent of names.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import nn
 from trainwright.strategies.plan import tensor_rules as rules
 from trainwright.strategies.plan.names import joined, parent_of
 
-# Projections that may share a projection back: queries, keys, values and a gate.
+# Column-wise projections per row-wise one: queries, keys, values and a gate.
 _MOST_COLUMNS = 4
-# Ways to divide attributes that are tried for one group.
+# Combinations of divided attributes tried per group.
 _MOST_HEADS = 16
 
 
 @dataclass(frozen=True)
 class Guess:
-    """One way to split some weights, which stands or falls as a whole.
+    """Candidate split of a group of weights.
 
     Args:
         styles: name of a module -> its style.
-        heads: name of a module -> attributes that count heads or features of what is split.
-        narrow: names of modules whose code takes the width of what is split from their input.
-        summed: names of whole parameters of whose gradient each rank then has a part of the sum.
+        heads: name of a module -> attributes that count split heads or features.
+        narrow: names of modules that read the width of split features from their input.
+        summed: names of replicated parameters whose gradients are summed over ranks.
     """
 
     styles: Mapping[str, str]
@@ -39,17 +39,16 @@ class Guess:
 
 
 def features_of(module: nn.Module | None) -> tuple[int, int] | None:
-    """``(inputs, outputs)`` of a linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``; ``None`` for others."""
+    """Return ``(inputs, outputs)`` of an ``nn.Linear`` or Hugging Face ``Conv1D``; ``None`` for other modules."""
     if module is None or not rules.is_projection(module) or not rules.is_splittable(module):
         return None
     return rules.features(module)
 
 
 def base_of(module: nn.Module) -> str | None:
-    """Name of the projection within ``module`` to which all others in it are adapters of low rank (LoRA).
+    """Return the name of the projection in ``module`` to which all others are low-rank (LoRA) adapters, else ``None``.
 
-    ``None`` if it is something else. Adapters come in pairs, from the projection's inputs to a few features and from
-    these to its outputs.
+    Adapters come in pairs: from the projection's inputs to a few features, and from these to its outputs.
     """
     inner = [(name, sub) for name, sub in module.named_modules() if name and rules.is_projection(sub)]
     if len(inner) < 3:
@@ -63,7 +62,7 @@ def base_of(module: nn.Module) -> str | None:
 
 
 def with_adapters(module: nn.Module, name: str, style: str) -> dict[str, str]:
-    """``name: style``; where ``name`` is a projection with adapters, the styles of what is in it."""
+    """Return ``{name: style}``, or the styles of a projection's base and adapters."""
     sub = module.get_submodule(name)
     base = base_of(sub) if not rules.is_projection(sub) else None
     if base is None:
@@ -74,12 +73,12 @@ def with_adapters(module: nn.Module, name: str, style: str) -> dict[str, str]:
     return {f"{name}.{n}": style for n, part in inner if n == base or rules.features(part)[side] == width}
 
 
-def owners(module: nn.Module, apart: Sequence[str]) -> list[str]:
-    """Names of the innermost modules that hold several projections, or are attentions; none within ``apart``."""
+def owners(module: nn.Module, excluded: Sequence[str]) -> list[str]:
+    """Return names of the innermost modules with several projections, and attentions; none within ``excluded``."""
     found: list[str] = []
 
     def visit(sub: nn.Module, name: str) -> bool:
-        if name in apart:
+        if name in excluded:
             return False
         if rules.is_attention(sub):
             found.append(name)
@@ -96,7 +95,7 @@ def owners(module: nn.Module, apart: Sequence[str]) -> list[str]:
 
 
 def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children of ``module``, and those of its lists."""
+    """Yield children of ``module`` and of its lists."""
     for name, child in module.named_children():
         yield name, child
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -106,13 +105,12 @@ def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def guesses(
     unit: nn.Module, calls: Sequence[tuple[str, object]], reads: Mapping[str, Mapping[str, int]], size: int
 ) -> Iterator[list[Guess]]:
-    """Ways to split each group of weights, likelier ones first; a caller that takes one skips groups that overlap.
+    """Yield candidates for each group of weights, likelier ones first; the caller skips groups that overlap.
 
     Args:
-        unit: what has been run.
-        calls: names of its projections and attentions in the order in which they were called, with what those have in
-            common that were given the same tensor.
-        reads: name of a submodule -> integers that it read.
+        unit: the module.
+        calls: names of its projections and attentions in the order of calls, each with an identifier of its input.
+        reads: name of a submodule -> integer attributes that it read.
         size: of the tensor axis.
     """
     called = outer_calls(unit, dict(calls))
@@ -129,7 +127,7 @@ def guesses(
 
 
 def attention_guess(unit: nn.Module, name: str, size: int) -> Iterator[Guess]:
-    """How torch's own attention is split, if it can be."""
+    """Yield the split of an ``nn.MultiheadAttention``, if supported."""
     part = unit.get_submodule(name)
     assert isinstance(part, nn.MultiheadAttention)
     if part._qkv_same_embed_dim and part.bias_k is None and not part.add_zero_attn and part.num_heads % size == 0:
@@ -138,7 +136,7 @@ def attention_guess(unit: nn.Module, name: str, size: int) -> Iterator[Guess]:
 
 
 def outer_calls(unit: nn.Module, calls: Mapping[str, object]) -> list[tuple[str, object]]:
-    """The calls, those of adapters left out."""
+    """Return the calls without those of adapters."""
     wrappers = {name: base for name, sub in unit.named_modules() if (base := base_of(sub)) is not None}
     found = []
     for name, given in calls.items():
@@ -177,14 +175,14 @@ def _pairs(
 
 
 def _styles(outputs: int, width: int, size: int) -> list[str]:
-    """Styles of a projection to ``outputs`` features before one that takes ``width`` of them."""
+    """Return candidate styles of a projection to ``outputs`` features, followed by one from ``width`` features."""
     if outputs % size:
         return []
     if outputs <= width:
         return ["colwise"] if width % outputs == 0 else []
-    if outputs % width == 0:  # several projections in one matrix, or those of each head together
+    if outputs % width == 0:  # several projections in one matrix, or interleaved by head
         return [f"packed_colwise:{outputs // width}", "colwise"]
-    rest = (outputs - width) // 2  # queries, and fewer keys and values
+    rest = (outputs - width) // 2  # grouped-query attention: fewer keys and values
     packed = rest > 0 and 2 * rest == outputs - width and rest % size == 0
     return [f"packed_colwise:{width},{rest},{rest}", "colwise"] if packed else ["colwise"]
 
@@ -192,7 +190,7 @@ def _styles(outputs: int, width: int, size: int) -> list[str]:
 def heads_of(
     owners: Mapping[str, object] | Sequence[str], reads: Mapping[str, Mapping[str, int]], widths: set[int], size: int
 ) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Which of the integers that ``owners`` read may count heads or features of what is split, likelier ones first."""
+    """Yield choices of attributes of ``owners`` that may count split heads or features, likelier ones first."""
     numbers = [
         (owner, name, value)
         for owner in owners

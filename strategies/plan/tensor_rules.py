@@ -1,7 +1,4 @@
-"""Which parameter of which kind of module is split where over the tensor axis, and whether it can be.
-
-Nothing here needs a process group, values of parameters or a device: shapes are enough.
-"""
+"""Rules for splitting parameters over the tensor axis, and their checks, from shapes alone."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from torch import nn
 
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import parent_of, starred
-from trainwright.strategies.plan.outside import tied_groups
+from trainwright.strategies.plan.stem_and_head import tied_groups
 
 STYLES = ("colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise")
-# Attributes by which attention modules of many libraries call the width of one head.
+# Names of attributes for the width of a head in common libraries.
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "dim_per_head", "d_kv")
-# Those by which modules call their number of heads.
+# Names of attributes for the number of heads.
 COUNTS_OF_HEADS = (
     "num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_q_heads", "n_q_heads",
     "num_query_heads", "kv_heads", "n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads", "n_local_heads",
@@ -30,61 +27,61 @@ _ATTENDS = re.compile(r"attn|attention", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class WeightSplit:
-    """How one parameter of a module is split: along ``dim``, in ``sections`` of their own (``None``: one)."""
+    """Split of one parameter: along ``dim``, within each of ``sections`` (``None``: one)."""
 
     dim: int
     sections: tuple[int, ...] | None = None
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether it is an ``nn.MultiheadAttention``."""
+    """Return whether it is an ``nn.MultiheadAttention``."""
     return isinstance(module, nn.MultiheadAttention)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is a Hugging Face ``Conv1D``, whose weight is ``(in, out)``."""
+    """Return whether it is a Hugging Face ``Conv1D``, whose weight is ``(in, out)``."""
     return any(base.__name__ == "Conv1D" and "pytorch_utils" in base.__module__ for base in type(module).__mro__)
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether it is an ``nn.Linear`` or a ``Conv1D``."""
+    """Return whether it is an ``nn.Linear`` or a ``Conv1D``."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def parse_style(style: str) -> tuple[str, tuple[int, ...]]:
-    """``"packed_colwise:64,32,32"`` to its name and numbers.
+    """Parse ``"packed_colwise:64,32,32"`` into its name and numbers.
 
     Raises:
-        ValueError: if the name is none of :data:`STYLES`, or the numbers are none.
+        ValueError: if the name is not in :data:`STYLES` or the numbers are invalid.
     """
     name, _, numbers = style.partition(":")
     if name not in STYLES or (numbers and name != "packed_colwise"):
         raise ValueError(f"tensor style {style!r} is unknown; allowed: {', '.join(STYLES[:-1])}, packed_colwise:3")
     if not re.fullmatch(r"(\d+(,\d+)*)?", numbers):
-        raise ValueError(f"tensor style {style!r}: after the colon stands a count (3) or section lengths (64,32,32)")
+        raise ValueError(f"tensor style {style!r}: the colon takes a count (3) or section lengths (64,32,32)")
     return name, tuple(int(number) for number in numbers.split(",") if number)
 
 
 def is_splittable(module: nn.Module) -> bool:
-    """Whether a projection has no other parameters than a weight and a bias, and computes them from no others."""
+    """Return whether a projection has only a weight and an optional bias, without parametrizations."""
     return not hasattr(module, "parametrizations") and {"weight"} <= module._parameters.keys() <= {"weight", "bias"}
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """``(in, out)`` of a whole projection."""
+    """Return ``(in, out)`` of an unsplit projection."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def splits(module: nn.Module, style: str) -> dict[str, WeightSplit]:
-    """Names of parameters, relative to ``module``, that ``style`` splits.
+    """Return the parameters, by name relative to ``module``, that ``style`` splits.
 
     Args:
-        module: whole; its parameters may be real, on the meta device, or plain attributes of the right shape.
-        style: one of a plan's.
+        module: unsplit; its parameters may be real, on the meta device, or plain attributes of the right shape.
+        style: of a plan.
 
     Raises:
-        ValueError: if the style is unknown or not for this kind of module.
+        ValueError: if the style is unknown or does not apply to this kind of module.
     """
     kind, numbers = parse_style(style)
     if is_attention(module) and kind in ("colwise", "packed_colwise"):
@@ -108,12 +105,12 @@ def splits(module: nn.Module, style: str) -> dict[str, WeightSplit]:
 
 
 def plan_splits(module: nn.Module, plan: ModelPlan) -> dict[str, WeightSplit]:
-    """Fully qualified names of all parameters that the plan splits, with how. See :func:`splits`."""
+    """Return all parameters that the plan splits, by fully qualified name. See :func:`splits`."""
     found: dict[str, WeightSplit] = {}
     attentions = {name for name in plan.tensor if is_attention(module.get_submodule(name))}
     for name, style in plan.tensor.items():
         if parent_of(name) in attentions:
-            continue  # the output projection goes with its attention
+            continue  # the attention includes its output projection
         found |= {f"{name}.{key}": split for key, split in splits(module.get_submodule(name), style).items()}
     return found
 
@@ -142,36 +139,28 @@ def _sections(length: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
     return numbers
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters that stay whole
-
-
 def site_name(module: nn.Module, name: str) -> str:
-    """The nearest module around ``name`` that is called itself: no ``ModuleList`` or ``ModuleDict``."""
+    """Return the nearest ancestor of ``name`` that is called: no ``ModuleList`` or ``ModuleDict``."""
     parent = parent_of(name)
     while parent and isinstance(module.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
         parent = parent_of(parent)
     return parent
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whether it can be done
-
-
 def validate_tensor(
     module: nn.Module, plan: ModelPlan, size: int, *, sequence_parallel: bool, loss_parallel: bool
 ) -> list[str]:
-    """What forbids splitting a whole module over ``size`` ranks; empty if nothing does.
+    """Return the problems of splitting a module over ``size`` ranks.
 
     Args:
-        module: whole, real or on the meta device. No process group is needed.
-        plan: what is split how.
+        module: unsplit, real or on the meta device. No process group is needed.
+        plan: of the module.
         size: of the tensor axis.
         sequence_parallel: whether activations between projections are split along the sequence.
         loss_parallel: whether logits stay split.
 
     Returns:
-        One sentence per problem; repeated blocks are named once, by a star.
+        One sentence per problem; repeated blocks are named once, with a star.
     """
     if size == 1:
         return []
@@ -228,7 +217,7 @@ def _length_problems(part: nn.Module, name: str, found: dict[str, WeightSplit], 
 
 
 def indivisible(module: nn.Module, plan: ModelPlan, size: int) -> list[str]:
-    """What of a plan does not divide by ``size``: lengths, else heads. Its styles must be those of its modules."""
+    """Return lengths, or else heads, that ``size`` does not divide. Styles must be valid for their modules."""
     parts = ((name, module.get_submodule(name), style) for name, style in plan.tensor.items())
     problems = [p for name, part, style in parts for p in _length_problems(part, name, splits(part, style), size)]
     return problems or list(_head_problems(module, plan, size))
@@ -254,7 +243,7 @@ def _module_problems(part: nn.Module, found: dict[str, WeightSplit], style: str)
 
 
 def has_own_forward(part: nn.Module) -> bool:
-    """Whether a subclass computes something else than the kind of module that it is."""
+    """Return whether a subclass overrides ``forward`` of its kind of module."""
     known = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
     if is_transposed(part):
         return False
@@ -278,7 +267,7 @@ def _head_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[st
 
 
 def _implied_heads(module: nn.Module, plan: ModelPlan) -> Iterator[tuple[tuple[str, str], int]]:
-    """Heads that nothing counts: a model may shape by the width of a head alone."""
+    """Yield numbers of heads without an attribute: a model may reshape by the width of a head alone."""
     for name, style in plan.tensor.items():
         part = module.get_submodule(name)
         if isinstance(part, nn.MultiheadAttention):
@@ -292,14 +281,14 @@ def _implied_heads(module: nn.Module, plan: ModelPlan) -> Iterator[tuple[tuple[s
 
 
 def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]]:
-    """Query heads and key/value heads of each attention that tells them, by the pattern of its name."""
+    """Return the numbers of query heads and key-value heads of each attention, by name pattern, where known."""
     counts: dict[str, set[int]] = {}
     for name, attributes in plan.heads.items():
         part = module.get_submodule(name)
         values = {getattr(part, attribute, None) for attribute in attributes if attribute in COUNTS_OF_HEADS}
         counts.setdefault(starred(name), set()).update(value for value in values if isinstance(value, int))
     for (name, attribute), count in _implied_heads(module, plan):
-        # A width of heads may stand in a block that has its feed-forward network beside its attention.
+        # A block with a head width may contain a feed-forward network as well.
         owner = name if attribute == "num_heads" else parent_of(name)
         if attribute == "num_heads" or _ATTENDS.search(owner.rpartition(".")[2]):
             counts.setdefault(owner, set()).add(count)

@@ -1,1 +1,1 @@
-"""From what a rank holds to a checkpoint, and back."""
+"""Conversion between a rank's shards and checkpoints."""

@@ -1,4 +1,4 @@
-"""From what the ranks of a layout hold to the state of the whole module, and back."""
+"""Conversion between the shards of a layout's ranks and the state of the whole module."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.strategies.contract.cuts import Cut
-from trainwright.strategies.state.wholes import register_taking, whole_on_device
+from trainwright.strategies.state.wholes import register_splitting, whole_on_device
 
 
 class StateOwners(Protocol):
-    """Of which parameters one rank has the optimizer state, and has it whole."""
+    """Parameters whose whole optimizer state is on one rank."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether the parameter ``name`` is one of them."""
+        """Return whether the parameter ``name`` is one of them."""
 
     def is_mine(self, name: str) -> bool:
-        """Whether this rank is its owner."""
+        """Return whether this rank owns it."""
 
     def united(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries by name of all ranks among which parameters are dealt. A collective of these."""
+        """Merge the entries, by name, of all owners. A collective of these."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """Where the parts of a module are, by fully qualified name.
+    """Locations of the parts of a module, by fully qualified name.
 
     Args:
         names: names of all parameters of the unmodified module, in its order.
         keys: keys of its ``state_dict``, in order.
-        cuts: how a parameter is cut along other axes than the data axes; without an entry it is not.
-        owners: index along the pipeline axis of a rank that holds a parameter or buffer; without an entry all do.
-        pipeline: the ranks of this rank's pipeline; ``None``: one stage.
+        cuts: how a parameter is split along axes other than the data axes; missing: not split.
+        owners: pipeline index of a stage that holds a parameter or buffer; missing: all do.
+        pipeline: group of this rank's pipeline; ``None``: one stage.
         device: where collectives run.
     """
 
@@ -53,13 +53,13 @@ class Assembly:
 
     @classmethod
     def of_whole(cls) -> Assembly:
-        """Of a module that every rank holds whole; without its names."""
+        """Return the assembly of a fully replicated module, without names."""
         return cls((), (), {}, {}, None, torch.device("cpu"))
 
-    # ---- parts to wholes ------------------------------------------------------------------------------------------
+    # ---- parts to whole -------------------------------------------------------------------------------------------
 
-    def whole_here(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of a parameter's tensor, from the ranks of this stage; on the CPU."""
+    def gather_in_stage(self, name: str, tensor: Tensor) -> Tensor:
+        """Gather a parameter's whole tensor from the ranks of this stage, on the CPU."""
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
             tensor = whole_on_device(tensor)
@@ -68,22 +68,22 @@ class Assembly:
         return tensor.to("cpu", copy=True)
 
     def wholes(self, held: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole of each of ``names`` that a rank of the pipeline holds; a collective of all ranks.
+        """Yield name and whole tensor of each of ``names`` that exists in the pipeline. A collective of all ranks.
 
         Args:
             held: this rank's parts by name.
-            names: which, in order; the same on all ranks.
+            names: in order, the same on all ranks.
         """
-        for name in self._held_by_owners(held, names):
-            part = self.whole_here(name, held[name]) if self.owns(name) else None
+        for name in self._available(held, names):
+            part = self.gather_in_stage(name, held[name]) if self.owns(name) else None
             yield name, self._from_owner(part, self.owners.get(name, 0))
 
     def owns(self, name: str) -> bool:
-        """Whether this rank's copy is the one that counts in its pipeline."""
+        """Return whether this rank's copy is authoritative in its pipeline."""
         return self.pipeline is None or dist.get_rank(self.pipeline) == self.owners.get(name, 0)
 
-    def _held_by_owners(self, held: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
-        """Those of ``names``, in order, that their owners hold; a collective of the pipeline."""
+    def _available(self, held: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` that their owners hold. A collective of the pipeline."""
         flags = torch.tensor([name in held and self.owns(name) for name in names], dtype=torch.int32)
         if self.pipeline is not None:
             flags = flags.to(self.device)
@@ -102,7 +102,7 @@ class Assembly:
         return buffer.cpu()
 
     def whole_state(self, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-        """The whole module's ``state_dict``; ``keep=False`` keeps no tensors (for ranks that do not write)."""
+        """Return the whole module's ``state_dict``; ``keep=False`` drops tensors (for ranks that do not write)."""
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         whole: dict[str, Any] = {key: state.get(key) for key in self.keys}
         for key, value in self.wholes(tensors, self.keys):
@@ -119,14 +119,14 @@ class Assembly:
         keep: bool,
         whole_states: StateOwners | None = None,
     ) -> dict[str, Any]:
-        """The ``state_dict`` that ``optimizer`` would have on one process.
+        """Return the ``state_dict`` that ``optimizer`` would have on one process.
 
         Args:
             optimizer: this rank's.
             state: its ``state_dict``, whose tensors may be parts.
-            name_of: name of a parameter as the optimizer holds it.
+            name_of: returns the name of an optimizer's parameter.
             keep: as in :meth:`whole_state`.
-            whole_states: parameters whose state is whole already, on every rank; ``None``: of none.
+            whole_states: parameters whose state is whole on every rank; ``None``: none.
         """
         groups = self.group_names(optimizer, name_of)
         mine = [name_of(p) for group in optimizer.param_groups for p in group["params"]]
@@ -152,15 +152,15 @@ class Assembly:
         owner = self.owners.get(name, 0)
         if not self.owns(name):
             value = None
-        elif value.dim() == 0 or is_whole:  # a step count is the same on all ranks
+        elif value.dim() == 0 or is_whole:  # step counts are equal on all ranks
             value = value.detach().cpu()
         else:
-            value = self.whole_here(name, value)
+            value = self.gather_in_stage(name, value)
         whole = self._from_owner(value, owner)
         return whole if keep else None
 
     def group_names(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> list[list[str]]:
-        """Names of the parameters of each group of ``optimizer`` on all stages together."""
+        """Return the parameter names of each group of ``optimizer``, merged over stages."""
         mine = [[name_of(p) for p in group["params"]] for group in optimizer.param_groups]
         stages = self.gathered(mine)
         if len(stages) == 1:
@@ -168,27 +168,27 @@ class Assembly:
         if len({len(groups) for groups in stages}) > 1:
             raise ValueError(
                 f"configure_optimizers made {[len(groups) for groups in stages]} parameter groups on the stages of the "
-                "pipeline, so they cannot be put together. Make the same groups on every stage; one may be empty."
+                "pipeline, so they cannot be merged. Make the same groups on every stage; one may be empty."
             )
         order = {name: index for index, name in enumerate(self.names)}
         return [sorted({n for stage in stages for n in stage[g]}, key=order.__getitem__) for g in range(len(mine))]
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank of the pipeline gives, in order; a collective of it."""
+        """Return the value of each rank of the pipeline, in order. A collective of the pipeline."""
         if self.pipeline is None:
             return [value]
         return of_all_ranks(value, self.pipeline, self.device)
 
-    # ---- wholes to parts ------------------------------------------------------------------------------------------
+    # ---- whole to parts -------------------------------------------------------------------------------------------
 
     def part(self, name: str, value: Any) -> Any:
-        """What this rank holds of a whole saved tensor, before it is split over data ranks."""
+        """Return this rank's part of a whole saved tensor, before it is sharded over data ranks."""
         if name not in self.cuts or not isinstance(value, Tensor) or value.dim() == 0:
             return value
         return self.cuts[name].part(value)
 
-    def take_parts_on_load(self, module: nn.Module) -> None:
-        """Let ``load_state_dict`` of the cut module, or of a copy of it, take a whole saved state."""
+    def split_on_load(self, module: nn.Module) -> None:
+        """Make ``load_state_dict`` of the split module, or of a copy, accept the whole state."""
         known = set(self.keys)
 
         def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -197,10 +197,10 @@ class Assembly:
                 name = key[len(prefix) :]
                 if name in known and name not in own:
                     state.pop(key)
-                elif name in self.cuts and own.get(name) != state[key].shape:  # else it is this rank's part already
+                elif name in self.cuts and own.get(name) != state[key].shape:  # otherwise already this rank's part
                     state[key] = self.part(name, state[key])
 
-        register_taking(module, take)
+        register_splitting(module, take)
 
     def optimizer_parts(
         self,
@@ -209,10 +209,7 @@ class Assembly:
         name_of: Callable[[Tensor], str],
         whole_states: StateOwners | None = None,
     ) -> dict[str, Any]:
-        """Of a whole optimizer ``state_dict``, what belongs to the parameters of this rank's ``optimizer``.
-
-        ``whole_states`` are left whole.
-        """
+        """Split a whole optimizer ``state_dict`` for this rank's ``optimizer``; ``whole_states`` are left whole."""
         groups = self.group_names(optimizer, name_of)
         saved = [index for group in state["param_groups"] for index in group["params"]]
         index_of = dict(zip((name for names in groups for name in names), saved, strict=True))
@@ -227,6 +224,6 @@ class Assembly:
 
 
 def numbered(groups: Iterable[Mapping[str, Any]], sizes: Iterable[int]) -> list[dict[str, Any]]:
-    """Parameter groups of a ``state_dict``, whose parameters are numbered one after the other."""
+    """Return parameter groups of a ``state_dict`` with consecutive parameter indices."""
     numbers = count()
     return [{**group, "params": list(islice(numbers, size))} for group, size in zip(groups, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""What every strategy can do with checkpoints: write the run state, read any, and begin from foreign weights."""
+"""Checkpoints of every strategy: saving and loading run states, and loading initial weights."""
 
 from __future__ import annotations
 
@@ -47,39 +47,39 @@ from trainwright.strategies.state.placement import Placement
 from trainwright.strategies.state.rank_state import BUFFERS, COMPRESSION, KeptBack
 from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS
 
-# Key of what this project adds to Lightning's dict of a run.
+# Key of this project's additions to Lightning's checkpoint dict.
 OF_RUN = "trainwright"
-# Read once: a package's metadata takes milliseconds, in which training would stand still at each save.
+# Cached, since reading package metadata takes milliseconds, in which training would stall at each save.
 _version = cache(version)
 
 
-class KeepsBack(Protocol):
-    """What of a strategy may keep back a part of what it sends, see :class:`KeptBack`."""
+class _Averaging(Protocol):
+    """Gradient averaging that may keep compression residuals, see :class:`KeptBack`."""
 
     def kept_back(self, complete: bool) -> KeptBack: ...
 
     def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None: ...
 
 
-class HasKey(Protocol):
-    """A certificate, which holds for the layout and the code that its key names; empty without one."""
+class _Certificate(Protocol):
+    """A certificate; its key identifies layout and code, and is empty without one."""
 
     key: str
 
 
-class Kept(Host, Protocol):
-    """What a strategy says of what its ranks hold, so that it can be kept."""
+class CheckpointedStrategy(Host, Protocol):
+    """A strategy as seen by :class:`RunStates`."""
 
     strategy_name: str
     saves_one_file: bool
 
     @property
-    def averaging(self) -> KeepsBack: ...
+    def averaging(self) -> _Averaging: ...
 
     ranks: Ranks
 
     @property
-    def certificate(self) -> HasKey: ...
+    def certificate(self) -> _Certificate: ...
 
     @property
     def placement(self) -> Placement: ...
@@ -104,59 +104,60 @@ class Kept(Host, Protocol):
 
 
 class RunStates:
-    """The part of a strategy that makes checkpoints which any layout writes and any other reads.
+    """Checkpoints of a strategy, independent of layout: any layout can load those of any other.
 
-    A checkpoint is a folder, see :mod:`trainwright.checkpoint`, or one file where every rank holds all
+    A checkpoint is a folder, see :mod:`trainwright.checkpoint`, or one file if every rank holds everything
     (``saves_one_file``).
 
     Args:
-        strategy: whose ranks hold what is kept.
-        init_from: weights to begin from when no checkpoint is given: a safetensors file, a folder of them (as Hugging
-            Face writes it) or a run state; each rank reads what it keeps. ``None`` is off.
+        strategy: to save and load.
+        init_from: initial weights if no checkpoint is given: a safetensors file, a folder of them (as written by
+        Hugging
+            Face) or a run state; each rank reads its shards. ``None``: off.
     """
 
-    def __init__(self, strategy: Kept, init_from: str | Path | None = None) -> None:
+    def __init__(self, strategy: CheckpointedStrategy, init_from: str | Path | None = None) -> None:
         self._strategy = strategy
         self.init_from = None if init_from is None else str(init_from)
-        # The module that has had its initial weights: what is trained since stays as it is.
-        self._begun: weakref.ref[nn.Module] | None = None
+        # The module whose initial weights were loaded; they are not loaded again.
+        self._initialized: weakref.ref[nn.Module] | None = None
         self._checkpoint_group = WorldGroup()
-        # What to put back when training begins, while that has not been done.
+        # Rank state to restore when training starts.
         self.pending: dict[str, Tensor] | None = None
-        self._trained_before: set[str] = set()
-        self.certified_before = ""  # what the certificate of the run that is resumed holds for
+        self._previously_trained: set[str] = set()
+        self.resumed_certificate = ""  # key of the resumed run's certificate
         self._pending_kept_back: tuple[RunState | HeldSource, Mapping[str, Any]] | None = None
 
     def group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks for saving alone; ``None`` where there is one rank. The first call is a collective.
+        """Return a gloo group of all ranks for checkpointing; ``None`` for one rank. The first call is a collective.
 
-        Saving in the background on a group that training uses mixes up their messages, and gloo aborts.
+        Background saving on a group used by training would interleave messages, on which gloo aborts.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         return self._checkpoint_group.get()
 
     def forget(self) -> None:
-        """Let go of the group, and of what is pending: the next run may meet anew."""
+        """Drop the group and pending state, for the next run."""
         self._checkpoint_group.forget()
         self.pending = self._pending_kept_back = None
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def content(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """What this rank contributes to a checkpoint: views of its tensors, no copies. A collective.
+        """Return this rank's contribution to a checkpoint: views of its tensors, no copies. A collective.
 
         Args:
-            checkpoint: Lightning's dict of the run, as ``dump_checkpoint`` of its connector gives it.
-            complete: also what another rank would write for all (buffers, tensors in the states of callbacks), as this
-                rank has it, so that it can go on from its own part alone: for
+            checkpoint: Lightning's checkpoint dict, from ``dump_checkpoint`` of its connector.
+            complete: include this rank's copies of what another rank would write for all (buffers, tensors in callback
+                states), so that it can resume from its own part alone: for
                 :class:`~trainwright.checkpoint.memory.held.HeldState`, not for files.
         """
         own = self._strategy
         collector = Collector(own.lightning_module, own.placement, own._name_of(), own._state_owners, complete)
         tree = collector.collect(checkpoint, self._strategy.optimizers)
         if OPTIMIZERS in checkpoint:
-            buffers = {} if complete else self._strategy._own_buffers()  # with the weights already
+            buffers = {} if complete else self._strategy._own_buffers()  # complete weights include them
             kept = self._strategy.averaging.kept_back(complete)
             collector.add_of_rank(
                 self._strategy._rank, {**random_state(self._strategy.root_device), **buffers, **kept.of_rank}
@@ -170,7 +171,7 @@ class RunStates:
         return Content(tree, collector.tensors, self._about(checkpoint))
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers that differ from those of the rank that writes them, such as running statistics. A collective."""
+        """Return buffers that differ from the writing rank's, such as running statistics. A collective."""
         buffers = rank_state.saved_buffers(self._strategy.lightning_module)
         if not self.any_rank(bool(buffers)):
             return {}
@@ -205,15 +206,15 @@ class RunStates:
         }
 
     def save(self, content: Content, filepath: Any, storage_options: Any) -> None:
-        """Write a run state to ``filepath``, a folder or a file; all ranks together.
+        """Write a run state to ``filepath``, a folder or a file. A collective.
 
         Raises:
-            CheckpointError: on every rank, if one failed; what was there before is untouched.
+            CheckpointError: on every rank, if one failed; an existing checkpoint stays intact.
         """
         if storage_options is not None:
             raise TypeError(
-                "storage_options are for a CheckpointIO plugin of your own; a run state takes none. Leave them out, or "
-                "give Trainer(plugins=[...]) the plugin that understands them."
+                "storage_options are for a custom CheckpointIO plugin; a run state takes none. Leave them out, or pass "
+                "the plugin that supports them as Trainer(plugins=[...])."
             )
         write_to = write_file if self._strategy.saves_one_file else write
         write_to(content, str(filepath), self.group())
@@ -221,37 +222,37 @@ class RunStates:
     # ---- loading ----------------------------------------------------------------------------------------------------
 
     def opened(self, state: RunState | HeldSource) -> dict[str, Any]:
-        """Lightning's dict of the run, its larger parts unread, as the whole of it may not fit or not be here."""
+        """Return Lightning's checkpoint dict; large parts stay unread, since they may not fit into memory."""
         checkpoint = dict(state.tree)
         of_run = checkpoint.pop(OF_RUN, None)
         if of_run is not None and self.is_fitting():
             own = self._strategy
             where = (own.layout, own._rank, own.ranks.data_rank, own.root_device)
             self.pending = rank_state.saved_rank_state(state, of_run, *where)
-            self._trained_before = set(of_run.get("trained", ()))
-            self.certified_before = str(of_run.get("certificate", ""))
+            self._previously_trained = set(of_run.get("trained", ()))
+            self.resumed_certificate = str(of_run.get("certificate", ""))
             self._pending_kept_back = (state, of_run)
             left = of_run.get("left_behind")
             if left is not None and not self._strategy._knows_left_behind(left["of"]):
                 rank_zero_warn(
-                    f"Going on from {state.path} with strategy={self._strategy.strategy_name}: {left['text']}."
+                    f"Resuming from {state.path} with strategy={self._strategy.strategy_name}: {left['text']}."
                 )
-        late = (OPTIMIZERS,) if self._somebody_edits() else (OPTIMIZERS, WEIGHTS)
-        return {key: value if key in late else materialised(value) for key, value in checkpoint.items()}
+        lazy = (OPTIMIZERS,) if self._has_load_hooks() else (OPTIMIZERS, WEIGHTS)
+        return {key: value if key in lazy else materialised(value) for key, value in checkpoint.items()}
 
     def open_held(self, held: HeldState) -> HeldSource:
-        """Open a state in memory; with what other ranks hold of its tensors where somebody wants to see whole ones."""
+        """Open an in-memory state, joined with other ranks' parts if a hook needs whole tensors."""
         state = HeldSource(held)
         if self._strategy.layout.world_size == self._strategy.layout.replicate:
             return state  # every rank holds everything
-        wants_wholes = self._somebody_edits() or any(
+        wants_wholes = self._has_load_hooks() or any(
             key.startswith(OF_CALLBACKS) and not state.is_whole(key)
             for key in state.keys()  # noqa: SIM118
         )
         return state.joined(self.of_all_ranks(state.parts())) if self.any_rank(wants_wholes) else state
 
     def open(self, path: str) -> RunState:
-        """Open and verify a run state; the ranks share the reading. A collective.
+        """Open a run state; ranks share the verification. A collective.
 
         Raises:
             CheckpointError: on every rank, as :meth:`RunState.open`.
@@ -264,7 +265,7 @@ class RunStates:
             problems = verify(path, manifest, part=part)
         except CheckpointError as failure:
             error = failure
-        # A rank that cannot read, on a node without the folder, must not leave the others waiting.
+        # If a rank cannot read the folder, all ranks must fail instead of waiting.
         text = None if error is None else str(error)
         found = problems_of_ranks((problems, text) if problems or error is not None else None, group)
         problems = list(dict.fromkeys(problem for problems, _ in found.values() for problem in problems))
@@ -279,37 +280,37 @@ class RunStates:
         return RunState(path, manifest)
 
     def of_all_ranks(self, value: Any) -> list[Any]:
-        """What every rank says, in order; a collective."""
+        """Return the values of all ranks, in order. A collective."""
         group = self.group()
         if group is None:
             return [value]
         return of_all_ranks(value, group)
 
     def any_rank(self, value: bool) -> bool:
-        """Whether it is so on any rank; a collective of one number."""
+        """Return whether ``value`` is true on any rank. A collective of one number."""
         return any_of_ranks(value, self.group())
 
     def is_fitting(self) -> bool:
         trainer = getattr(self._strategy.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.state.fn == TrainerFn.FITTING)
 
-    def _somebody_edits(self) -> bool:
-        """Whether the module or a callback has an ``on_load_checkpoint``, which may look at all tensors."""
+    def _has_load_hooks(self) -> bool:
+        """Return whether the module or a callback overrides ``on_load_checkpoint``, which may read all tensors."""
         module = self._strategy.lightning_module
         if module is None or module._trainer is None:
-            return True  # who opens it outside of a run
+            return True  # opened outside of a run
         if type(module).on_load_checkpoint is not CheckpointHooks.on_load_checkpoint:
             return True
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         return any(type(callback).on_load_checkpoint is not Callback.on_load_checkpoint for callback in callbacks)
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool, plainly: Callable[..., None]) -> None:
-        """Load the weights of a checkpoint, by name, into what this rank holds of them.
+        """Load the weights of a checkpoint, by name, into this rank's shards.
 
         Args:
-            checkpoint: Lightning's dict of the run.
-            strict: refuse other names.
-            plainly: does the same as Lightning does it, where whole tensors are at hand.
+            checkpoint: Lightning's checkpoint dict.
+            strict: refuse missing and unexpected names.
+            plainly: Lightning's loading, for whole tensors.
 
         Raises:
             CheckpointError: if names or shapes differ and ``strict`` is set.
@@ -317,7 +318,7 @@ class RunStates:
         state = checkpoint[WEIGHTS]
         module = self._strategy.lightning_module
         if isinstance(self._strategy.precision_plugin, DoublePrecision):
-            # Lightning does so after loading: parameters of 32 bits would cut off what was saved in 64.
+            # Lightning does this after loading, which would truncate saved 64-bit values to 32 bits.
             self._strategy.precision_plugin.convert_module(module)
         if not run_state.is_stored(state):
             names = [] if strict else self._strategy._whole_keys()
@@ -335,20 +336,20 @@ class RunStates:
         self._strategy._weights_changed()
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give every optimizer the part of the saved state that this rank holds.
+        """Load this rank's part of the saved state into every optimizer.
 
         Raises:
-            CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
+            CheckpointError: if the saved optimizers differ in number, kind, groups or parameters.
         """
         states = checkpoint[OPTIMIZERS]
         made = len(self._strategy.optimizers)
         if len(states) != made:
             raise CheckpointError(
                 f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {made}. Make "
-                "the same ones, or begin from the weights alone with init_from=<the checkpoint>."
+                "the same ones, or start from the weights alone with init_from=<the checkpoint>."
             )
         if not all(state.get("by_name") for state in states):
-            # An imported file knows parameters by their position.
+            # An imported file identifies parameters by position.
             self._strategy._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
             for optimizer in self._strategy.optimizers:
                 run_state.refuse_other_optimizer(optimizer, "the checkpoint")
@@ -363,42 +364,41 @@ class RunStates:
             run_state.refuse_other_optimizer(optimizer, "the checkpoint")
 
     def _refuse_state_of_other_shapes(self, checkpoint: Mapping[str, Any]) -> None:
-        """``strict=False`` passes over weights of another shape; the state of their optimizer cannot be passed over."""
+        """Refuse optimizer state of mismatched shapes, which cannot be skipped like weights under ``strict=False``."""
         weights = checkpoint.get(WEIGHTS, {})
         stepped = {name for state in checkpoint[OPTIMIZERS] for name in state["state"]}
         wrong = [
             f"{name}: saved {tuple(weights[name].shape)}, the module has {shape}"
             for name, shape in self._whole_shapes().items()
-            if name in stepped and _is_here(weights.get(name)) and tuple(weights[name].shape) != shape
+            if name in stepped and _is_readable(weights.get(name)) and tuple(weights[name].shape) != shape
         ]
         if wrong:
             report = run_state.mismatch((), (), wrong)
             raise CheckpointError(
-                f"The checkpoint holds the optimizer's state of {report} An optimizer cannot go on with it: begin from "
-                "the weights alone with init_from=<the checkpoint>."
+                f"The checkpoint holds the optimizer's state of {report} An optimizer cannot resume from it: start "
+                "from the weights alone with init_from=<the checkpoint>."
             )
 
-    # ---- weights from elsewhere -------------------------------------------------------------------------------------
+    # ---- initial weights --------------------------------------------------------------------------------------------
 
-    def begin_from_weights(self) -> None:
-        """Read the weights of ``init_from``, unless a checkpoint is to be loaded; at the end of a module's first setup.
+    def load_initial_weights(self) -> None:
+        """Load the weights of ``init_from`` at the end of a module's first setup, unless a checkpoint will be loaded.
 
-        Without ``init_from``, the attribute ``initial_weights`` of a module says where its weights are; it becomes
-        ``None`` once they are there. A method ``weights_as_held(source)`` of a module gives the tensors of a file,
-        a ``TensorSource``, in the form in which the module holds them.
+        Without ``init_from``, the module's attribute ``initial_weights`` gives the path; it is reset to ``None`` once
+        loaded. A module's method ``weights_as_held(source)`` converts a ``TensorSource`` to the module's own format.
         """
         module = self._strategy.lightning_module
         own = getattr(module, "initial_weights", None)
         if own is not None:
             self.init_from = self.init_from or str(own)
             module.initial_weights = None  # type: ignore[assignment]
-        is_first = self._begun is None or self._begun() is not module
-        self._begun = weakref.ref(module)
+        is_first = self._initialized is None or self._initialized() is not module
+        self._initialized = weakref.ref(module)
         if self.init_from is None or not is_first or module.trainer.ckpt_path is not None:
             return
         source: TensorSource
         if holds_run_state(self.init_from):
-            # By name as well: an imported one has the names of its origin.
+            # Matched by name too: an imported state has the names of its origin.
             source = SavedWeights(self.open(self.init_from))
         else:
             source = SafetensorsFolder(self.init_from)
@@ -407,16 +407,16 @@ class RunStates:
         self.load_weights(source, {}, strict=bool(module.strict_loading))
 
     def load_weights(self, source: TensorSource, names: Mapping[str, str], strict: bool = True) -> None:
-        """Read weights from ``source``; each rank what it holds.
+        """Load weights from ``source``; each rank reads its shards.
 
         Args:
-            source: where they are.
-            names: name in the module -> name in the source; empty: found by
+            source: of the tensors.
+            names: name in the module -> name in the source; empty: matched by
                 :func:`~trainwright.checkpoint.format.names.match_names`.
-            strict: refuse what is missing, unexpected or of another shape.
+            strict: refuse missing, unexpected and mismatched tensors.
 
         Raises:
-            CheckpointError: if the tensors do not fit.
+            CheckpointError: if the tensors do not match.
         """
         module = self._strategy.lightning_module
         where = str(self.init_from or "The source")
@@ -428,14 +428,14 @@ class RunStates:
             names = match_names(shapes, source, tied=tied, adapters=adapters, **options)
             if any(name not in names for name in adapters):
                 refuse_late_weights(module, where)
-            # What is left out was told; a module's extra state, which is no tensor, was not.
+            # match_names reports unmatched tensors; a module's extra state is no tensor.
             expected = [*names, *(key for key in expected if key not in shapes)]
         state = {name: StoredTensor(source, key) for name, key in names.items()}
         run_state.fill_weights(module, self._strategy.placement, state, expected, strict=strict, where=where)
         self._strategy._weights_changed()
 
     def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor of the whole module's ``state_dict``. A collective of stages."""
+        """Return the shapes of the whole module's ``state_dict``. A collective of stages."""
         held = self._strategy.lightning_module.state_dict()
         mine = {
             name: list(self._strategy.placement.boxes(name, value).shape)
@@ -444,10 +444,10 @@ class RunStates:
         }
         return {name: tuple(shape) for name, shape in self._strategy.placement.united(mine).items()}
 
-    # ---- what each rank has of its own ------------------------------------------------------------------------------
+    # ---- state of each rank -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Draw the numbers that the saved run would have drawn next."""
+        """Restore the rank state when training starts, and warn of frozen parameters."""
         self._warn_of_frozen()
         self.restore()
 
@@ -457,23 +457,21 @@ class RunStates:
         }
 
     def _warn_of_frozen(self) -> None:
-        """What unfreezes at the beginning of an epoch is not called again for epochs that had begun."""
-        here = {name for name, _ in self._strategy.lightning_module.named_parameters()}
-        frozen = sorted((self._trained_before & here) - self._trained())
-        self._trained_before = set()
+        """Warn of parameters that are no longer trained: unfreezing at the start of an epoch is not repeated."""
+        names = {name for name, _ in self._strategy.lightning_module.named_parameters()}
+        frozen = sorted((self._previously_trained & names) - self._trained())
+        self._previously_trained = set()
         if frozen:
             rank_zero_warn(
-                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: "
-                f"{run_state.listed(frozen)}. They keep the values of the checkpoint. If they are to be trained, "
-                "unfreeze them (requires_grad_(True)) when the module is built; a finetuning callback does so at the "
-                "beginning of an epoch only."
+                f"The saved run trained {len(frozen)} parameter(s) that are frozen now: {run_state.listed(frozen)}. "
+                "They keep the values of the checkpoint. To train them, unfreeze them (requires_grad_(True)) when the "
+                "module is built; a finetuning callback does so only at the start of an epoch."
             )
 
     def restore(self) -> None:
-        """Put random number generators and this rank's own buffers back to where the loaded checkpoint had them.
+        """Restore random number generators and this rank's buffers from the loaded checkpoint, if any.
 
-        Called when training begins, and again where beginning to read data in mid-epoch has drawn numbers that the
-        saved run had drawn before. Does nothing without a checkpoint.
+        Called when training starts, and again after resuming data mid-epoch, which draws random numbers.
         """
         if self._pending_kept_back is not None:
             pending, self._pending_kept_back = self._pending_kept_back, None
@@ -486,6 +484,6 @@ class RunStates:
                 self._strategy.lightning_module.get_buffer(key.removeprefix(BUFFERS)).copy_(value)
 
 
-def _is_here(value: Any) -> bool:
-    """Whether there is a tensor, and this rank can see it: not that of another stage in a state in memory."""
+def _is_readable(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that this rank can read, not another stage's in an in-memory state."""
     return value is not None and (not isinstance(value, StoredTensor) or value.key in value.source.keys())  # noqa: SIM118

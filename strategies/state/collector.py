@@ -1,8 +1,7 @@
-"""From what a rank holds to its contribution to a checkpoint.
+"""A rank's contribution to a checkpoint.
 
-A checkpoint is Lightning's dict of a run, with two changes: every tensor has a name, so that no position in a list
-depends on the layout, and of every tensor each rank gives the boxes that it holds. What is not a tensor comes from the
-first rank.
+A checkpoint is Lightning's checkpoint dict with two changes: tensors are identified by name instead of list position,
+which depends on the layout, and each rank contributes its boxes of every tensor. Other values come from the first rank.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from trainwright.strategies.state.assemble import StateOwners
 from trainwright.strategies.state.placement import Placement, boxes_of
 from trainwright.strategies.state.run_state import CURRENT_WEIGHTS, OPTIMIZERS, WEIGHTS
 
-# Of StochasticWeightAveraging: a state_dict of a copy of the module, of which this rank holds what it holds of that.
+# State of StochasticWeightAveraging: the state_dict of a copy of the module, sharded like the module.
 _CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "average_model_state"
 _SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
-# What a module was called with may be anything; training does not need it.
+# Hyper-parameters may be arbitrary objects; training does not need them.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-# Prefixes of keys: of what every rank has of its own, and of tensors in the states of callbacks.
+# Key prefixes of per-rank state and of tensors in callback states.
 OF_RANK, OF_CALLBACKS = directory.OF_RANK, f"tree/{_CALLBACKS}/"
 
 
 class Collector:
-    """Turns Lightning's dict of a run into a tree and tensors by key.
+    """Converter of Lightning's checkpoint dict into a tree and tensors by key.
 
     Args:
-        module: the user's module as this rank holds it.
-        placement: who holds what.
-        name_of: name of a parameter as an optimizer holds it.
-        owners: of optimizer states that are whole; ``None``: there are none.
-        complete: also give what another rank would write for all, as this rank has it.
+        module: the user's module on this rank.
+        placement: locations of shards.
+        name_of: returns the name of an optimizer's parameter.
+        owners: of unsharded optimizer states; ``None``: none.
+        complete: include this rank's copies of what another rank would write for all.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Collector:
         self._canonical = {name: first[id(parameter)] for name, parameter in self._parameters.items()}
 
     def collect(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """The tree of ``checkpoint``; its tensors are in :attr:`tensors` afterwards. A collective."""
+        """Return the tree of ``checkpoint`` and add its tensors to :attr:`tensors`. A collective."""
         tree: dict[str, Any] = {}
         for key, value in checkpoint.items():
             if key in _SECTIONS:
@@ -75,21 +74,21 @@ class Collector:
         return tree
 
     def add_of_rank(self, rank: int, state: Mapping[str, Tensor]) -> None:
-        """Tensors that every rank has of its own."""
+        """Add tensors of per-rank state."""
         self.tensors.update((f"{OF_RANK}{rank}/{name}", TensorParts.whole(value)) for name, value in state.items())
 
     def _writes(self, name: str, is_parameter: bool) -> bool:
         return self._complete or self._placement.writes(name, is_parameter)
 
     def _put(self, path: str, tensor: Tensor) -> str:
-        """A tensor that is no weight: the first rank's counts, unless it is split."""
+        """Add a tensor that is no weight: the first rank's, unless it is sharded."""
         key = f"tree/{path}"
         if isinstance(tensor, DTensor) or self._complete or self._placement.is_first:
             self.tensors[key] = boxes_of(tensor)
         return key
 
     def _put_whole(self, path: str, tensor: Tensor) -> str:
-        """A tensor that this rank alone has, of those that share its parameter."""
+        """Add an unsharded tensor that only this rank has."""
         self.tensors[path] = TensorParts.whole(tensor.detach())
         return path
 
@@ -119,7 +118,7 @@ class Collector:
         return tree
 
     def _canonical_name(self, name: str, value: Tensor, state: Mapping[str, Any]) -> str:
-        """The name under which a tied parameter is kept: its first, if ``state`` has the same tensor there."""
+        """Return the name under which a tied parameter is saved: its first, if ``state`` has the same tensor there."""
         first = self._canonical.get(name, name)
         other = state.get(first)
         if first == name or not isinstance(other, Tensor):
@@ -131,14 +130,14 @@ class Collector:
         tree, left_out = encode_what_can_be(values, self._put, section)
         if left_out:
             rank_zero_warn(
-                f"The hyper-parameters {', '.join(left_out)} are left out of checkpoints, which hold plain values. "
-                "Give them to load_from_checkpoint(path, name=value) again, or leave them out of the saved ones with "
+                f"The hyper-parameters {', '.join(left_out)} are left out of checkpoints, which hold plain values "
+                "only. Pass them to load_from_checkpoint(path, name=value) again, or exclude them with "
                 "self.save_hyperparameters(ignore=[...])."
             )
         return tree
 
     def _optimizer(self, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        if "param_groups" not in state:  # Lightning's stand-in where configure_optimizers gives None
+        if "param_groups" not in state:  # Lightning's placeholder if configure_optimizers returns None
             return dict(encode(state, self._put, f"optimizer/{index}"))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tree = {}

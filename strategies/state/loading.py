@@ -1,7 +1,7 @@
-"""Lightning's own door for checkpoints, ``LightningModule.load_from_checkpoint``, opened for run states.
+"""Support of run states in Lightning's ``load_from_checkpoint``.
 
-Lightning loads by one function that its modules import by name. It is exchanged in these modules: for a folder that
-holds a run state it reads that, and it never lets a file from a web server run code unless the caller says so.
+Patches Lightning's loading function in the modules that import it: run states are read, and files from a web server
+cannot execute code unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
 
-# Where Lightning keeps the function: for strategies with Lightning's own CheckpointIO, and for load_from_checkpoint.
+# Modules that import the function: for strategies with Lightning's CheckpointIO, and for load_from_checkpoint.
 _IO = "lightning.fabric.plugins.io.torch_io"
 _HOLDERS = (_IO, "lightning.pytorch.core.saving")
 _OPTIMIZERS = "optimizer_states"
 
 
-def teach_lightning() -> None:
-    """Let Lightning's ``load_from_checkpoint`` read run states; a second call changes nothing."""
+def patch_lightning() -> None:
+    """Make Lightning's ``load_from_checkpoint`` read run states; idempotent."""
     for name in _HOLDERS:
         module: Any = importlib.import_module(name)
         if not hasattr(module.pl_load, "without_run_states"):
@@ -34,18 +34,18 @@ def teach_lightning() -> None:
 
 
 def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
-    """A run state as Lightning's dict with whole tensors, verified first.
+    """Verify a run state and return it as Lightning's checkpoint dict with whole tensors.
 
     Args:
         path: its folder.
-        map_location: as in ``torch.load``; tensors of a run state are of no device, so ``None`` leaves them on the CPU.
+        map_location: as in ``torch.load``; ``None``: CPU.
 
     Returns:
-        The dict. States of optimizers, which would take twice the memory of the weights, are not read: a
-        ``StoredTensor`` stands for each tensor, and its ``whole()`` reads it.
+        The dict. Optimizer states, with twice the memory of the weights, are not read: each tensor is a
+        ``StoredTensor`` to be read with its ``whole()``.
 
     Raises:
-        CheckpointError: if the checkpoint cannot be used.
+        CheckpointError: if the checkpoint is invalid.
     """
     state = RunState.open(path)
     read: dict[str, Tensor] = {}
@@ -53,7 +53,7 @@ def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
     def placed(value: StoredTensor | Tensor) -> Tensor:
         if isinstance(value, Tensor):
             return _placed(value, map_location)
-        if value.key not in read:  # what is stored once is one tensor
+        if value.key not in read:  # tied tensors are stored once
             read[value.key] = _placed(value.whole(), map_location)
         return read[value.key]
 
@@ -69,11 +69,11 @@ def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..
             if holds_run_state(path):
                 if not resumes or os.path.isdir(path):
                     return load_whole(path, map_location)
-                RunState.open(path)  # verified; Lightning's own strategies take optimizers as torch has them
+                RunState.open(path)  # verify; Lightning's own strategies need torch's format of optimizer states
                 return original(path_or_url, map_location=map_location, weights_only=True)
             _refuse_folder(path)
             if path.startswith("http") and weights_only is None:
-                # Lightning's default for web addresses is False: whatever a server sends would run.
+                # Lightning's default for URLs is False, which would execute pickled code of the server.
                 weights_only = True
         return original(path_or_url, map_location=map_location, weights_only=weights_only)
 
@@ -84,13 +84,13 @@ def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..
 def _refuse_folder(path: str) -> None:
     if not path.startswith("http") and os.path.isdir(path):
         raise CheckpointError(
-            f"{path} is a folder without a manifest: it was not completely written, or is no checkpoint. It holds "
-            f"{', '.join(Folder(path).names()[:5]) or 'no file'}. Give another checkpoint, or a file of Lightning."
+            f"{path} is a folder without a manifest: it is incomplete, or not a checkpoint. It holds "
+            f"{', '.join(Folder(path).names()[:5]) or 'no file'}. Pass another checkpoint, or a file of Lightning."
         )
 
 
 def _placed(tensor: Tensor, map_location: Any) -> Tensor:
-    """The tensor where ``map_location`` wants what lies on the CPU."""
+    """Return a CPU tensor moved by ``map_location``."""
     if map_location is None:
         return tensor
     if isinstance(map_location, Mapping):

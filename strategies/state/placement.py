@@ -1,4 +1,4 @@
-"""Who holds what of a run state."""
+"""Locations of a run state's tensors on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.strategies.state.assemble import Assembly, StateOwners
 
 
 def boxes_of(tensor: Tensor) -> TensorParts:
-    """The box that this rank holds of a DTensor, or all of a plain tensor."""
+    """Return this rank's box of a DTensor, or a plain tensor as a whole."""
     if not isinstance(tensor, DTensor):
         return TensorParts.whole(tensor.detach())
     if any(not (placement.is_shard() or placement.is_replicate()) for placement in tensor.placements):
@@ -28,12 +28,12 @@ def boxes_of(tensor: Tensor) -> TensorParts:
 
 
 class Placement:
-    """How the ranks of a layout hold things.
+    """Where the ranks of a layout hold tensors, and which rank writes them.
 
     Args:
-        assembly: where the parts of the module are.
-        is_first: whether this is the first rank of all, which speaks for all where all have the same.
-        leads_stage: whether this is the first of the ranks that hold the same stage of the pipeline.
+        assembly: locations of the module's parts.
+        is_first: whether this is rank 0, which writes values that are equal on all ranks.
+        leads_stage: whether this is the first rank of its pipeline stage.
     """
 
     def __init__(self, assembly: Assembly, is_first: bool, leads_stage: bool) -> None:
@@ -42,28 +42,25 @@ class Placement:
         self._leads_stage = leads_stage
 
     def boxes(self, name: str, tensor: Tensor) -> TensorParts:
-        """Boxes of the whole that ``tensor`` holds, laid out like this rank's parameter or buffer ``name``."""
+        """Return boxes of the whole for ``tensor``, which is split like this rank's parameter or buffer ``name``."""
         held = boxes_of(tensor)
         cut = self._assembly.cuts.get(name)
         return held if cut is None or tensor.dim() == 0 else cut.in_whole(held)
 
     def writes(self, name: str, is_parameter: bool) -> bool:
-        """Whether this rank's copy of what is called ``name`` may be written.
-
-        Of what several stages hold, one writes; of buffers, which may differ, its first rank.
-        """
+        """Return whether this rank writes ``name``: one stage does, and buffers, which may differ, its first rank."""
         return self._assembly.owns(name) and (is_parameter or self._leads_stage)
 
     def united(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Entries of all stages, in the order of the unmodified module."""
+        """Merge the entries of all stages, in the order of the unmodified module."""
         found: dict[str, Any] = {}
-        for stage in reversed(self._assembly.gathered(mine)):  # of two stages, the earlier one speaks
+        for stage in reversed(self._assembly.gathered(mine)):  # earlier stages take precedence
             found.update(stage)
         order = {name: index for index, name in enumerate(dict.fromkeys((*self._assembly.keys, *self._assembly.names)))}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def group_names(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> list[list[str]]:
-        """Names of the parameters of each group of ``optimizer`` on all stages together."""
+        """Return the parameter names of each group of ``optimizer``, merged over stages."""
         return self._assembly.group_names(optimizer, name_of)
 
 
@@ -74,20 +71,20 @@ def trained_boxes(
     name_of: Callable[[Tensor], str],
     owners: StateOwners | None = None,
 ) -> dict[str, TensorParts]:
-    """Boxes of parameters and of the tensors in the states of optimizers, views of this rank's own; no collective.
+    """Return boxes of parameters and optimizer state, as views of this rank's tensors; no collective.
 
-    Ranks that hold the same box under the same key must have the same bytes in it.
+    Ranks with the same box under the same key must hold the same bytes.
 
     Args:
-        module: the user's module as this rank holds it.
+        module: the user's module on this rank.
         optimizers: of its parameters.
-        placement: who holds what.
-        name_of: name of a parameter as an optimizer holds it.
-        owners: of optimizer states that are whole; ``None``: there are none.
+        placement: locations of shards.
+        name_of: returns the name of an optimizer's parameter.
+        owners: of unsharded optimizer states; ``None``: none.
 
     Returns:
         ``weights/<parameter>`` and ``optimizer/<index>/<parameter>/<name of the value>`` -> boxes, in the order of the
-        module. Parameters that this rank holds nothing of are left out.
+        module, without empty ones.
     """
     found = {f"weights/{name}": placement.boxes(name, each.detach()) for name, each in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
@@ -101,7 +98,7 @@ def trained_boxes(
 
 
 def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """Parameter, name and tensor of each value that the optimizer keeps."""
+    """Yield parameter, name and tensor of each entry of the optimizer's state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for name, value in optimizer.state.get(parameter, {}).items():

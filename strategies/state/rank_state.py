@@ -1,4 +1,4 @@
-"""What each rank has of its own in a run state: generators, buffers, what compression keeps back."""
+"""Per-rank state in a run state: random number generators, buffers, compression residuals."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, seed_all, set_random_state
 
-# Key there of what compression remembers, and the prefix of what each replica has kept back.
+# Key of compression state, and key prefix of each replica's residuals.
 COMPRESSION, OF_REPLICA = "compression", "compression/"
-# Prefix of buffers among what a rank has of its own.
+# Key prefix of buffers in per-rank state.
 BUFFERS = "buffers/"
 
 
 @dataclass(frozen=True)
 class KeptBack:
-    """What compression keeps back of gradients, for a run state.
+    """Compression residuals of gradients, for a run state.
 
     Args:
-        tensors: by key, boxes of the whole, of this rank's replica.
-        of_rank: what this rank has of its own.
-        about: plain values, the same on all ranks.
+        tensors: key -> boxes of the whole, of this rank's replica.
+        of_rank: per-rank state.
+        about: plain values, equal on all ranks.
     """
 
     tensors: Mapping[str, TensorParts]
@@ -44,16 +44,16 @@ NOTHING_KEPT = KeptBack({}, {}, {})
 
 
 def drop_kept_back(of_run: Mapping[str, Any]) -> None:
-    """Say that what compression had kept back in a run that is resumed is dropped, where nothing compresses now."""
+    """Log that compression residuals of the resumed run are dropped, if compression is off now."""
     saved = of_run.get(COMPRESSION)
     if saved is not None and saved["kinds"]:
         rank_zero_info(
-            f"What compression={saved['name']} had kept back of gradients is dropped: nothing is compressed now."
+            f"The gradient residuals of compression={saved['name']} are dropped, since compression is off now."
         )
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a ``state_dict`` of ``module`` holds, by name."""
+    """Return persistent buffers of ``module``, by name."""
     kept = module.state_dict().keys()
     return {name: buffer.detach() for name, buffer in module.named_buffers() if name in kept}
 
@@ -66,11 +66,11 @@ def saved_rank_state(
     data_rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """What a rank goes on with: its own of before under the same layout, else the generators of its data rank.
+    """Return the state to resume a rank from: its own under the same layout, else the generators of its data rank.
 
     Args:
-        state: that is resumed.
-        of_run: what it says of its run.
+        state: to resume.
+        of_run: its facts about the saved run.
         layout, rank, data_rank, device: of this rank.
     """
     if isinstance(state, HeldSource):
@@ -88,23 +88,23 @@ def saved_rank_state(
 
 
 def of_rank(state: RunState | HeldSource, rank: int, prefix: str = "") -> dict[str, Tensor]:
-    """What a rank had of its own in a state, by what follows ``prefix`` of its name."""
+    """Return the per-rank state of a rank whose names start with ``prefix``, without the prefix."""
     prefix = f"{OF_RANK}{rank}/{prefix}"
     return {key.removeprefix(prefix): state.read(key) for key in state.keys_under(prefix)}
 
 
 def rank_of(state: HeldSource) -> int:
-    """The rank whose state it is, which may have another number by now."""
+    """Return the rank that took the snapshot, whose number may have changed."""
     return next(int(key.split("/")[1]) for key in state.keys_under(OF_RANK))
 
 
 def is_handed_over(state: HeldSource) -> bool:
-    """Whether another rank gave it to this one, which joins."""
+    """Return whether another rank sent the state to this one, which joins."""
     return bool(state.about.get(HANDED_OVER))
 
 
 def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:
-    """State of a data rank that the saved run had not: seeded by another's, so that it repeats nobody's numbers."""
+    """Return generator states for a new data rank, seeded from another's so that no numbers repeat."""
     before = random_state(device)
     set_random_state(state, device)
     seed = (int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63
@@ -115,5 +115,5 @@ def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A text that differs where bytes of tensors do."""
+    """Return a hash of a tensor's bytes."""
     return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""From a checkpoint to what a rank holds of it: weights and the states of optimizers, by name."""
+"""Loading of a checkpoint into a rank's shards: weights and optimizer states, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.parts import TensorParts
@@ -18,23 +17,21 @@ from trainwright.core.errors import CheckpointError
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import StateOwners, numbered
 from trainwright.strategies.state.placement import Placement
-from trainwright.strategies.state.wholes import only_takes_parts
+from trainwright.strategies.state.shards import spread_like
+from trainwright.strategies.state.wholes import only_splits
 
 WEIGHTS, CURRENT_WEIGHTS, OPTIMIZERS = "state_dict", "current_model_state", "optimizer_states"
-# Keys of an error message, per kind.
+# Maximum number of names in a message, per kind.
 _SHOWN = 8
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
 def is_stored(state: Mapping[str, Any]) -> bool:
-    """Whether tensors of ``state`` have yet to be read."""
+    """Return whether ``state`` has unread tensors."""
     return any(isinstance(value, StoredTensor) for value in state.values())
 
 
 def can_fill(module: nn.Module) -> bool:
-    """Whether weights may be read straight into ``module``: nobody in it wants to change them on the way."""
+    """Return whether weights may be read directly into ``module``: no loading hook in it changes them."""
     if getattr(module.load_state_dict, "__func__", None) is not nn.Module.load_state_dict:
         return False
     keys = list(module.state_dict())
@@ -49,9 +46,9 @@ def can_fill(module: nn.Module) -> bool:
 
 
 def _changes_nothing(hook: Any) -> bool:
-    """Whether a hook of ``load_state_dict`` is ours, or FSDP2's, which only wants its parameters split."""
+    """Return whether a hook of ``load_state_dict`` is this project's or FSDP2's, which only split tensors."""
     function = getattr(hook, "hook", hook)
-    return only_takes_parts(hook) or str(getattr(function, "__module__", "")).startswith("torch.distributed.")
+    return only_splits(hook) or str(getattr(function, "__module__", "")).startswith("torch.distributed.")
 
 
 def fill_weights(
@@ -63,19 +60,19 @@ def fill_weights(
     strict: bool,
     where: str,
 ) -> None:
-    """Read the weights of ``state`` into what this rank holds of them.
+    """Read the weights of ``state`` into this rank's shards.
 
     Args:
-        module: the module as this rank holds it.
-        placement: who holds what.
+        module: the module on this rank.
+        placement: locations of shards.
         state: name -> :class:`StoredTensor`, tensor or extra state, of the whole module.
-        expected: names of the whole module, on all ranks together.
-        strict: refuse missing and unexpected names and other shapes; else leave these as they are, with a warning,
-            unless nothing fits.
-        where: what the weights come from, for messages.
+        expected: names of the whole module, over all ranks.
+        strict: refuse missing and unexpected names and mismatched shapes; otherwise skip these with a warning, unless
+            nothing matches.
+        where: source of the weights, for messages.
 
     Raises:
-        CheckpointError: listing what does not fit.
+        CheckpointError: listing mismatches.
     """
     targets = {name: value for name, value in module.state_dict().items() if name in state}
     boxes = {name: placement.boxes(name, tensor) for name, tensor in targets.items() if isinstance(tensor, Tensor)}
@@ -103,23 +100,25 @@ def _key_of(value: Any) -> Any:
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies in memory: a tied one, under whatever name, lies in one place."""
+    """Return a tensor's memory location, equal for tied tensors."""
     part = local_tensor(tensor)
     return part.data_ptr(), part.numel()
 
 
 def misfit(where: str, report: str, *, some_fit: bool = True) -> CheckpointError:
-    """The error for weights that do not fit, with what to type."""
+    """Return the error for mismatched weights, with what to type."""
     if not some_fit:
-        return CheckpointError(f"{where} is of another module, no tensor fits: {report} Give one of this module.")
+        return CheckpointError(
+            f"{where} is of a different module, no tensor matches: {report} Pass one of this module."
+        )
     return CheckpointError(
         f"{where} does not fit this module: {report} Build the module as it was, or type strict=false (in Python: "
-        "self.strict_loading = False in the module) to load what fits and leave the rest as it is."
+        "self.strict_loading = False in the module) to load matching tensors only."
     )
 
 
 def mismatch(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
-    """What does not fit, at most a screenful; empty when all does."""
+    """Summarize mismatches; empty if there are none."""
     kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
     return "; ".join(f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in kinds if names) + (
         "." if missing or unexpected or wrong else ""
@@ -127,15 +126,15 @@ def mismatch(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message, the first few of them."""
-    between = "; " if any(":" in name for name in names) else ", "  # shapes have commas themselves
+    """List the first few names for a message."""
+    between = "; " if any(":" in name for name in names) else ", "  # shapes contain commas
     more = f"{between}... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return between.join(names[:_SHOWN]) + more
 
 
 @torch.no_grad()
 def read_into(boxes: Mapping[str, TensorParts], state: Mapping[str, Any]) -> None:
-    """Read what ``state`` holds under the same names into boxes, in place."""
+    """Read tensors of ``state`` into boxes of the same names, in place."""
     sources: dict[int, tuple[TensorSource, dict[str, list[TensorParts]]]] = {}
     for name, parts in boxes.items():
         value = state[name]
@@ -151,7 +150,7 @@ def read_into(boxes: Mapping[str, TensorParts], state: Mapping[str, Any]) -> Non
 
 
 def _fill_from(source: Any, wanted: Mapping[str, Sequence[TensorParts]]) -> None:
-    """Read from one source; tied tensors share a key."""
+    """Read tensors from one source; tied ones share a key."""
     if hasattr(source, "fill"):
         for turn in range(max(map(len, wanted.values()))):
             source.fill({key: several[turn] for key, several in wanted.items() if turn < len(several)})
@@ -170,22 +169,35 @@ def optimizer_parts(
     where: str,
     owners: StateOwners | None = None,
 ) -> dict[str, Any]:
-    """The ``state_dict`` for this rank's ``optimizer``, from what was saved by name under any layout.
+    """Return the ``state_dict`` for this rank's ``optimizer`` from a state saved by name under any layout.
 
     Raises:
-        CheckpointError: if the groups hold other parameters than the saved ones.
+        CheckpointError: if parameter groups differ from the saved ones.
     """
+    boxes: dict[str, TensorParts] = {}
+    stored: dict[str, StoredTensor] = {}
+
+    def allocated(name: str, parameter: Tensor, key: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and parameter.dim() == 0 and key != "step":  # of a scalar; steps are never sharded
+            return spread_like(parameter, value.to(parameter.device))
+        if not isinstance(value, StoredTensor):
+            return materialised(value)  # LBFGS keeps lists of tensors
+        if tuple(value.shape) != tuple(placement.boxes(name, parameter).shape):
+            return value.whole()
+        target = spread_like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=value.dtype))
+        boxes[value.key], stored[value.key] = placement.boxes(name, target), value
+        return target
+
     _refuse_other_groups(placement.group_names(optimizer, name_of), saved["param_groups"], where)
-    reader = _OptimizerReader(placement)
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         name = name_of(parameter)
         values = saved["state"].get(name)
         if values is not None and (owners is None or name not in owners):
-            state[index] = {k: reader.value(name, parameter, k, v) for k, v in values.items()}
+            state[index] = {k: allocated(name, parameter, k, v) for k, v in values.items()}
         elif values is not None and owners is not None and owners.is_mine(name):
             state[index] = materialised(values)
-    reader.read()
+    read_into(boxes, stored)
     rest = {k: materialised(v) for k, v in saved.items() if k not in ("by_name", "state", "param_groups")}
     sizes = (len(group["params"]) for group in optimizer.param_groups)
     groups = numbered((materialised(dict(group)) for group in saved["param_groups"]), sizes)
@@ -193,69 +205,36 @@ def optimizer_parts(
 
 
 def refuse_other_optimizer(optimizer: Optimizer, where: str) -> None:
-    """Refuse a state that another kind of optimizer saved, after it was loaded.
+    """Refuse a loaded state that a different kind of optimizer saved.
 
-    torch puts the saved groups in the place of the optimizer's own, and a newer version adds what an older one had not
-    saved. What its class needs and is not there then would fail in the first step, with the name of a key alone.
+    torch replaces the optimizer's groups by the saved ones. Missing options would otherwise fail in the first step with
+    a ``KeyError``.
 
     Raises:
-        CheckpointError: naming what is missing.
+        CheckpointError: naming missing options.
     """
-    # Loading adds this one to the defaults of any optimizer, also of those that have none in their groups.
+    # Loading adds "differentiable" to the defaults of any optimizer.
     needed = set(optimizer.defaults) - {"differentiable"}
     missing = sorted({key for group in optimizer.param_groups for key in needed - set(group)})
     if missing:
         raise CheckpointError(
             f"{where[0].upper()}{where[1:]} holds the state of another optimizer than {type(optimizer).__name__}: it "
-            f"has no {', '.join(missing)}. Make the same optimizer in configure_optimizers, or begin from the weights "
+            f"has no {', '.join(missing)}. Make the same optimizer in configure_optimizers, or start from the weights "
             "alone with init_from=<the checkpoint>."
         )
-
-
-class _OptimizerReader:
-    """Makes room for the saved values of parameters and reads them all at once."""
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._boxes: dict[str, TensorParts] = {}
-        self._stored: dict[str, StoredTensor] = {}
-
-    def value(self, name: str, parameter: Tensor, key: str, saved: Any) -> Any:
-        if isinstance(saved, Tensor) and parameter.dim() == 0 and key != "step":  # of a scalar; steps are never split
-            return spread_like(parameter, saved.to(parameter.device))
-        if not isinstance(saved, StoredTensor):
-            return materialised(saved)  # LBFGS keeps lists of tensors
-        whole = self._placement.boxes(name, parameter).shape
-        if tuple(saved.shape) != tuple(whole):
-            return saved.whole()
-        value = spread_like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=saved.dtype))
-        self._boxes[saved.key] = self._placement.boxes(name, value)
-        self._stored[saved.key] = saved
-        return value
-
-    def read(self) -> None:
-        read_into(self._boxes, self._stored)
-
-
-def spread_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """``part`` spread over ranks as ``parameter`` is."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _refuse_other_groups(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], where: str) -> None:
     if len(names) != len(saved):
         raise CheckpointError(
             f"{where} holds an optimizer of {len(saved)} parameter group(s), this one has {len(names)}. Make the same "
-            "groups in configure_optimizers, or begin from the weights alone with init_from=<the checkpoint>."
+            "groups in configure_optimizers, or start from the weights alone with init_from=<the checkpoint>."
         )
     for index, (own, group) in enumerate(zip(names, saved, strict=True)):
         missing, unexpected = sorted(set(own) - set(group["params"])), sorted(set(group["params"]) - set(own))
         if missing or unexpected:
             raise CheckpointError(
                 f"Parameter group {index} of the optimizer differs from that of {where}: "
-                f"{mismatch(missing, unexpected, ())} Make the same groups in configure_optimizers, or begin from the "
+                f"{mismatch(missing, unexpected, ())} Make the same groups in configure_optimizers, or start from the "
                 "weights alone with init_from=<the checkpoint>."
             )

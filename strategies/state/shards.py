@@ -1,9 +1,8 @@
-"""The part of each replicated parameter that one rank optimizes, and the flat buckets in which parts travel.
+"""Shards of replicated parameters for the optimizer, and the flat buckets in which they are communicated.
 
-ZeRO stages 1 and 2 keep every parameter whole on every rank, so the user's module runs as it is. What the optimizer
-sees instead is, for each parameter, a DTensor split along dim 0 whose local part is a *view* of this rank's rows of
-the whole parameter: stepping it steps those rows in place and costs no memory. The rows are the ones that FSDP2 would
-give the rank, so optimizer state has the same form under every stage.
+ZeRO stages 1 and 2 replicate parameters, so the user's module runs unmodified. The optimizer gets, for each parameter,
+a DTensor sharded along dim 0 whose local tensor is a *view* of this rank's rows: a step updates them in place, without
+extra memory. The rows are those of FSDP2, so optimizer state has the same format under every stage.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from trainwright.strategies.contract.gradients import local_tensor
 
 
 class ParameterShard:
-    """One parameter and the rows of it that this rank optimizes.
+    """A parameter and the rows of it that this rank optimizes.
 
     Args:
-        parameter: the whole parameter, the same on every rank (a scalar cannot be split and is optimized by all), or
-            one that is split already (a DTensor), whose local part is taken.
+        parameter: replicated (a scalar is optimized on all ranks), or a DTensor, whose local tensor is used.
         mesh: axes ``(replicate, shard)`` or ``(shard,)``.
-        offload: keep the optimized part (and so the optimizer state) on the CPU.
+        offload: keep the optimized part, hence the optimizer state, on the CPU.
     """
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool = False) -> None:
@@ -40,12 +38,12 @@ class ParameterShard:
         self.rows = rows_of(parameter, self.count, mesh.get_local_rank(mesh.ndim - 1)) if self.is_split else None
         self.is_offloaded = offload
         part = self.local_part.to("cpu", copy=True) if offload else self.local_part
-        # What the optimizer holds in place of the parameter.
+        # Replaces the parameter in the optimizer.
         self.optimized = nn.Parameter(self.distributed(part), requires_grad=parameter.requires_grad)
 
     @property
     def local_part(self) -> Tensor:
-        """View of this rank's rows of the whole parameter."""
+        """View of this rank's rows of the parameter."""
         if isinstance(self.parameter, DTensor):
             return local_tensor(self.parameter).detach()
         whole = self.parameter.detach()
@@ -53,19 +51,19 @@ class ParameterShard:
 
     @property
     def optimized_part(self) -> Tensor:
-        """This rank's rows as the optimizer holds them: the same memory unless offloaded."""
+        """This rank's rows in the optimizer: the same memory unless offloaded."""
         return local_tensor(self.optimized)
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Elements that each rank contributes to a bucket, padding included; a scalar has a place per rank."""
+        """Elements per rank in a bucket, with padding; a scalar has one per rank."""
         if not self.is_split:
             return self.count
         rows = -(-self.parameter.shape[0] // self.count)
         return rows * (self.parameter.numel() // max(self.parameter.shape[0], 1))
 
     def distributed(self, part: Tensor) -> DTensor:
-        """``part`` (this rank's rows) as a DTensor of the parameter's global shape."""
+        """Return ``part`` (this rank's rows) as a DTensor of the parameter's global shape."""
         return DTensor.from_local(
             part,
             self.mesh,
@@ -76,39 +74,51 @@ class ParameterShard:
         )
 
     def publish(self) -> None:
-        """Copy the rows that the optimizer stepped elsewhere (offloaded) back into the parameter."""
+        """Copy offloaded rows back into the parameter."""
         if self.is_offloaded:
             self.local_part.copy_(self.optimized_part, non_blocking=True)
 
     @property
     def whole_gradient(self) -> Tensor | None:
-        """The gradient that backward has left on the parameter, before it is averaged; ``None`` if there is none."""
+        """Gradient of backward, before averaging; ``None`` if there is none."""
         gradient = self.parameter.grad
         return None if isinstance(gradient, DTensor) else gradient
 
     def show_gradient(self) -> None:
-        """Let the parameter's ``grad`` be the one that the optimizer sees."""
-        if not self.is_offloaded:  # torch wants a gradient on the parameter's own device
+        """Set the parameter's ``grad`` to the optimizer's."""
+        if not self.is_offloaded:  # torch requires the gradient on the parameter's device
             self.parameter.grad = self.optimized.grad
 
     def forget_zeroed(self) -> None:
-        """Drop what the optimizer sees if ``zero_grad`` of a module has dropped what the parameter shows."""
+        """Drop the optimizer's gradient if ``zero_grad`` of a module dropped the parameter's."""
         if self.parameter.grad is None and not self.is_offloaded:
             self.optimized.grad = None
 
     def add_gradient(self, piece: Tensor) -> None:
-        """Add this rank's rows of a gradient, or the parts of a scalar's by rank, to what the optimizer will see."""
+        """Add this rank's rows of a gradient, or the per-rank parts of a scalar's, to the optimizer's gradient."""
         piece = piece.to(self.optimized_part)
         piece = piece if self.is_split else piece.sum()
         if self.optimized.grad is None:
-            # Laid out like the part itself; DTensor.from_local would work that out anew, at seven times the cost.
+            # Reuses the part's spec; DTensor.from_local would recompute it, at seven times the cost.
             self.optimized.grad = DTensor(piece, self.optimized._spec, requires_grad=False)  # type: ignore[attr-defined]
         else:
             local_tensor(self.optimized.grad).add_(piece)
 
 
+def dtensor_like(like: DTensor, part: Tensor) -> DTensor:
+    """Return ``part`` as a DTensor sharded like ``like``."""
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def spread_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return ``part`` sharded like ``parameter``, if that is a DTensor."""
+    return dtensor_like(parameter, part) if isinstance(parameter, DTensor) else part
+
+
 def rows_of(tensor: Tensor, count: int, index: int) -> tuple[int, int]:
-    """Rows ``[first, last)`` of dim 0 that part ``index`` of ``count`` holds: those of ``torch.chunk`` and of FSDP2."""
+    """Return rows ``[first, last)`` of dim 0 of shard ``index`` of ``count``, as in ``torch.chunk`` and FSDP2."""
     rows = -(-tensor.shape[0] // count)
     return min(index * rows, tensor.shape[0]), min((index + 1) * rows, tensor.shape[0])
 
@@ -116,13 +126,13 @@ def rows_of(tensor: Tensor, count: int, index: int) -> tuple[int, int]:
 def gradient_problems(
     module: nn.Module, is_split: Callable[[nn.Parameter], bool], stage: int, layout: str
 ) -> Iterator[str]:
-    """Why gradients of a module cannot be split over ranks, each with what to type.
+    """Yield reasons why gradients of a module cannot be sharded, each with what to type.
 
     Args:
-        module: whole.
-        is_split: whether the gradient of a parameter is to be.
-        stage: of ZeRO; FSDP2, which is stage 3, takes no complex parameters beside real ones.
-        layout: in words.
+        module: unsharded.
+        is_split: whether the gradient of a parameter will be sharded.
+        stage: of ZeRO; FSDP2 (stage 3) does not mix complex and real parameters.
+        layout: its description.
     """
     remedy = "Type strategy=ddp, or"
     for name, parameter in module.named_parameters():
@@ -141,11 +151,11 @@ def gradient_problems(
 
 
 class ShardBucket:
-    """Shards that travel together, as ``(count, numel)``: row r is what belongs to rank r of the shard axis.
+    """Shards communicated together, as ``(count, numel)``: row r belongs to rank r of the shard axis.
 
     Args:
         shards: of parameters of one dtype.
-        dtype: that they travel in; ``None``: as they are stored.
+        dtype: for communication; ``None``: that of the parameters.
     """
 
     def __init__(self, shards: list[ParameterShard], dtype: torch.dtype | None = None) -> None:
@@ -156,7 +166,7 @@ class ShardBucket:
         self.is_offloaded = shards[0].is_offloaded
 
     def pack_whole(self, tensors: Iterable[Tensor | None]) -> Tensor:
-        """Whole tensors, one per shard and ``None`` for zeros, as one buffer ``(count, numel)``."""
+        """Pack whole tensors, one per shard and ``None`` for zeros, into a buffer ``(count, numel)``."""
         buffer = torch.zeros(self.count, self.numel, dtype=self.dtype, device=self.shards[0].parameter.device)
         offset = 0
         for shard, tensor in zip(self.shards, tensors, strict=True):
@@ -164,20 +174,20 @@ class ShardBucket:
             if tensor is not None and shard.is_split:
                 _scatter_rows(part, tensor)
             elif tensor is not None:
-                # A place of its own for each rank's: added up after the exchange, the sum has the same bits everywhere.
+                # One element per rank: summed after the exchange, so that all ranks get identical bits.
                 part[:, shard.mesh.get_local_rank(shard.mesh.ndim - 1)] = tensor
             offset += shard.chunk_numel
         return buffer
 
     def pack_own(self) -> Tensor:
-        """This rank's rows of all shards as one buffer ``(numel,)``."""
+        """Pack this rank's rows of all shards into a buffer ``(numel,)``."""
         buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.shards[0].parameter.device)
         for shard, piece in self.pieces(buffer):
             piece.copy_(shard.optimized_part)
         return buffer
 
     def pieces(self, row: Tensor) -> Iterator[tuple[ParameterShard, Tensor]]:
-        """Views of ``row`` (``(numel,)``, this rank's) in the shape of each shard's local part, a scalar's by rank."""
+        """Yield views of ``row`` (``(numel,)``, this rank's) in the shape of each shard; of a scalar, ``(count,)``."""
         offset = 0
         for shard in self.shards:
             shape = shard.optimized_part.shape if shard.is_split else torch.Size([shard.count])
@@ -186,7 +196,7 @@ class ShardBucket:
 
     @torch.no_grad()
     def unpack_whole(self, buffer: Tensor) -> None:
-        """Write a buffer ``(count, numel)`` of all ranks' rows into the whole parameters."""
+        """Write a buffer ``(count, numel)`` of all ranks' rows into the parameters."""
         offset = 0
         for shard in self.shards:
             part = buffer[:, offset : offset + shard.chunk_numel]
@@ -198,7 +208,7 @@ class ShardBucket:
 
 
 def _scatter_rows(target: Tensor, tensor: Tensor) -> None:
-    """Copy ``tensor`` into ``target`` ``(count, chunk)``, chunk by chunk."""
+    """Copy ``tensor`` into ``target`` ``(count, chunk)`` by chunks."""
     flat = tensor.reshape(-1)
     full, rest = divmod(flat.numel(), target.shape[1])
     target[:full].copy_(flat[: full * target.shape[1]].view(full, -1))
@@ -207,7 +217,7 @@ def _scatter_rows(target: Tensor, tensor: Tensor) -> None:
 
 
 def _gather_rows(parameter: Tensor, source: Tensor) -> None:
-    """Copy ``source`` ``(count, chunk)`` into ``parameter``, the reverse of :func:`_scatter_rows`."""
+    """Copy ``source`` ``(count, chunk)`` into ``parameter``; inverse of :func:`_scatter_rows`."""
     flat = parameter.detach().view(-1)
     full, rest = divmod(flat.numel(), source.shape[1])
     flat[: full * source.shape[1]].view(full, -1).copy_(source[:full])
@@ -218,9 +228,9 @@ def _gather_rows(parameter: Tensor, source: Tensor) -> None:
 def make_buckets(
     shards: Iterable[ParameterShard], bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> list[ShardBucket]:
-    """Group shards, in the order given, into buckets of at most ``bucket_bytes`` (one shard at least) and one dtype.
+    """Group shards in order into buckets of at most ``bucket_bytes`` (at least one shard) and of one dtype and device.
 
-    ``dtype`` is what they travel in, as :class:`ShardBucket` takes it.
+    ``dtype`` is that of communication, see :class:`ShardBucket`.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[ParameterShard]] = defaultdict(list)
     filled: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)

@@ -1,11 +1,10 @@
-"""Tensor, sequence and loss parallelism of a module that was written for one device.
+"""Tensor, sequence and loss parallelism of a module written for one device.
 
-A rank computes with its part of each split weight, as plain tensors, and with explicit collectives between
-(Megatron-LM, arXiv:1909.08053; its sequence parallelism, arXiv:2205.05198). The user's modules keep their classes;
-``forward`` is exchanged on the instance. Parameters are read when a forward runs, so whoever owns them may exchange
-them at any time.
+A rank computes with its parts of split weights, as plain tensors, and explicit collectives (Megatron-LM,
+arXiv:1909.08053; its sequence parallelism, arXiv:2205.05198). Modules keep their classes; ``forward`` is replaced on
+the instance. Parameters are read when a forward runs, so they may be replaced at any time.
 
-What travels, per pair of a colwise and a rowwise projection, with activations of ``n`` elements:
+Communication per pair of a colwise and a rowwise projection, for activations of ``n`` elements:
 
 ===================  ==========================================  ==========================================
                      forward                                     backward
@@ -40,30 +39,30 @@ from trainwright.strategies.tensor.split_attention import attend
 __all__ = ["TensorParallel", "validate_tensor"]
 
 _Forward = Callable[..., Any]
-# The dimension along which sequence parallelism slices hidden states. With batch_first=False it is the batch, which is
-# as good: nothing between the projections mixes positions or samples.
+# Dim along which sequence parallelism slices hidden states. With batch_first=False it is the batch, which is fine too:
+# nothing between projections mixes positions or samples.
 _SEQUENCE = 1
 
 
 class TensorParallel:
-    """Splits the projections of a module over the ranks of a group.
+    """Tensor parallelism of a module over a process group.
 
     Args:
-        module: the whole module, as :func:`validate_tensor` accepted it. Parameters may be real, on the meta device, or
-            plain attributes of the right shape.
-        plan: which module is split how, see :class:`ModelPlan`.
+        module: unsplit, accepted by :func:`validate_tensor`. Parameters may be real, on the meta device, or plain
+            attributes of the right shape.
+        plan: splits of modules, see :class:`ModelPlan`.
         group: ranks of the tensor axis. Outside of split modules all compute the same.
-        sequence_parallel: keep the activations between split modules of the blocks split along the sequence, in
-            training (while ``module.training``). Off: every rank holds them whole.
-        loss_parallel: heads (``colwise_gather``) return :class:`ShardedLogits` where gradients are recorded, so that
+        sequence_parallel: slice activations between split modules of the blocks along the sequence, in training (while
+            ``module.training``). Off: every rank holds them whole.
+        loss_parallel: heads (``colwise_gather``) return :class:`ShardedLogits` when gradients are recorded, so that
             ``F.cross_entropy`` works on split classes. Off: whole logits.
 
     Attributes:
-        cuts: fully qualified name of a parameter -> how it is split, for every parameter that is.
-        random: the generators of split regions.
-        splitting: the part of the module that draws on this rank's own generator at present.
-        summed: fully qualified names of whole parameters whose gradient is a part of a sum over the tensor ranks: those
-            that work on slices of the sequence, or beside heads that are split (a norm of each head's queries).
+        cuts: fully qualified name of each split parameter -> its split.
+        random: generators of split regions.
+        splitting: the module that currently draws from this rank's own generator.
+        summed: fully qualified names of replicated parameters whose gradients must be summed over tensor ranks: those
+            applied to slices of the sequence or to split heads (a norm of each head's queries).
     """
 
     def __init__(
@@ -90,18 +89,18 @@ class TensorParallel:
 
     @property
     def slices_sequence(self) -> bool:
-        """Whether hidden states between the blocks are slices of the sequence at present: in training only."""
+        """True if hidden states between blocks are slices of the sequence, which is only so in training."""
         return self._sequence and self._module.training and self._group.size() > 1
 
     def apply(self, first_block: nn.Module | None, last_block: nn.Module | None) -> None:
-        """Exchange the forwards and divide the attributes that count heads.
+        """Replace forwards and divide attributes that count heads; to be called once.
 
-        Call once. The parameters in :attr:`cuts` are exchanged for their parts by the caller, before or after.
+        The caller replaces the parameters in :attr:`cuts` by their parts, before or after.
 
         Args:
-            first_block: where sequence parallelism begins to slice; ``None``: what arrives at this rank is sliced.
-            last_block: whose output is made whole again; ``None``: what leaves this rank stays sliced. Both are unused
-                without ``sequence_parallel``.
+            first_block: whose input sequence parallelism slices; ``None``: this rank receives slices.
+            last_block: whose output is gathered; ``None``: this rank sends slices. Both are unused without
+                ``sequence_parallel``.
         """
         if self._group.size() == 1:
             return
@@ -112,13 +111,15 @@ class TensorParallel:
                 self._patch_attention(part, name)
             elif not isinstance(self._parent(name), nn.MultiheadAttention):
                 self._patch(part, name, style)
-        self._open_sites()
+        for name, site in self._sites.items():
+            if name:  # the root may be called through any method
+                _replace_forward(site.module, site.around(site.module.forward))
         self._disable_fused_paths()
         if self._sequence:
             self._patch_region(first_block, last_block)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What is where
+    # Structure
 
     def _find_summed(self) -> frozenset[str]:
         if self._sequence:
@@ -140,7 +141,7 @@ class TensorParallel:
                 setattr(part, attribute, value // size)
 
     def _site(self, name: str) -> _Site:
-        """The place where the projection ``name`` shares its input with others."""
+        """Return the site in which the projection ``name`` shares its input with others."""
         key = rules.site_name(self._module, name)
         if key not in self._sites:
             parts = self._group.size() if key in self._plan.narrow else 1
@@ -155,42 +156,40 @@ class TensorParallel:
         makers: dict[str, Callable[[Any, str], _Forward]] = {
             "vocabulary": self._vocabulary, "rowwise": self._rowwise, "colwise_gather": self._head
         }  # fmt: skip
-        _exchange(part, makers.get(kind, self._colwise)(part, name))
-
-    def _takes_slices(self, name: str) -> bool:
-        """Whether the input of a projection is sliced under sequence parallelism."""
-        return inside_any(name, self._plan.blocks) and not inside_any(name, self._plan.whole_inputs)
+        _replace_forward(part, makers.get(kind, self._colwise)(part, name))
 
     def _colwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part)
         site = self._site(name)
-        in_blocks, takes_slices = inside_any(name, self._plan.blocks), self._takes_slices(name)
+        in_blocks = inside_any(name, self._plan.blocks)
+        takes_slices = in_blocks and not inside_any(name, self._plan.whole_inputs)
 
         def forward(x: Tensor) -> Tensor:
-            x = site.given(x)
+            x = site.unnarrowed(x)
             if in_blocks and self.slices_sequence:
                 if takes_slices:
                     x = site.share(x, self._gather_input)
             else:
                 x = site.share(x, self._copy)
-            site.begin(x.device)
+            site.enter_split(x.device)
             y: Tensor = project(x)
             return y
 
         return forward
 
     def _copy(self, x: Tensor) -> Tensor:
-        return collectives.copy_to(_as_multiplied(x), self._group)
+        return collectives.copy_to(_autocast_input(x), self._group)
 
     def _gather_input(self, x: Tensor) -> Tensor:
-        return self._gather(_as_multiplied(x))
+        return self._gather(_autocast_input(x))
 
     def _rowwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part, with_bias=False)
         in_blocks = inside_any(name, self._plan.blocks)
 
         def forward(x: Tensor) -> Tensor:
-            self._end_split()
+            if self.splitting is not None:  # random numbers are common again, unless the whole block is sliced
+                self.splitting.leave_split()
             y = self._reduce(project(x), in_blocks)
             bias = cast(Tensor | None, getattr(part, "bias", None))
             return y if bias is None else y + bias.to(y.dtype)
@@ -229,14 +228,14 @@ class TensorParallel:
         return forward
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Attention of torch
+    # nn.MultiheadAttention
 
     def _patch_attention(self, part: nn.MultiheadAttention, name: str) -> None:
         in_blocks = inside_any(name, self._plan.blocks)
         takes_whole = inside_any(parent_of(name), self._plan.whole_inputs)
 
         def enter(*inputs: Tensor) -> tuple[Tensor, ...]:
-            """Queries, keys and values as the projections need them; a tensor given thrice is entered once."""
+            """Prepare queries, keys and values for the projections; repeated tensors are prepared once."""
             sliced = in_blocks and self.slices_sequence
             entered: dict[int, Tensor] = {}
             for i, x in enumerate(inputs):
@@ -246,7 +245,7 @@ class TensorParallel:
                     entered[id(x)] = self._copy(x)
                 elif takes_whole:
                     entered[id(x)] = x
-                else:  # a memory of another length is not sliced: the region slices one sequence
+                else:  # a memory of a different length is not sliced
                     is_slice = i == 0 or x.shape[_SEQUENCE] == inputs[0].shape[_SEQUENCE]
                     entered[id(x)] = self._gather_input(x) if is_slice else self._copy(x)
             return tuple(entered[id(x)] for x in inputs)
@@ -274,10 +273,10 @@ class TensorParallel:
             y = self._reduce(F.linear(mixed, out.weight), in_blocks)
             return (y if out.bias is None else y + out.bias.to(y.dtype)), weights
 
-        _exchange(part, forward)
+        _replace_forward(part, forward)
 
     def _disable_fused_paths(self) -> None:
-        """Keep torch's encoder from reading split weights itself in evaluation."""
+        """Disable fused paths of torch's encoder, which read split weights directly in evaluation."""
         split = tuple(self._plan.tensor)
         for name, part in self._module.named_modules():
             if not any(inside_any(other, (name,)) for other in split) and name:
@@ -285,37 +284,27 @@ class TensorParallel:
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False
             elif isinstance(part, nn.TransformerEncoderLayer):
-                part.dropout1.register_forward_pre_hook(_nothing)  # with any hook inside, the layer takes its own code
+                part.dropout1.register_forward_pre_hook(lambda *_: None)  # any hook disables the fused path
 
     # -----------------------------------------------------------------------------------------------------------------
     # Regions
-
-    def _open_sites(self) -> None:
-        for name, site in self._sites.items():
-            if name:  # the root's own forward is the user's; who calls which part of it is not known
-                _exchange(site.module, site.around(site.module.forward))
-
-    def _end_split(self) -> None:
-        """Draw as all tensor ranks do again, unless the whole block is sliced."""
-        if self.splitting is not None:
-            self.splitting.end()
 
     def _patch_region(self, first: nn.Module | None, last: nn.Module | None) -> None:
         for name in self._plan.whole_inputs:
             part = self._module.get_submodule(name)
             if not isinstance(part, nn.MultiheadAttention) and inside_any(name, self._plan.blocks):
-                _exchange(part, self._changing(part.forward, self._gather, name))
+                _replace_forward(part, self._changing(part.forward, self._gather, name))
         for name in self._plan.blocks:
             block = self._module.get_submodule(name)
             if draws_randomly(block):
-                _exchange(block, self._with_own_randomness(block.forward))
+                _replace_forward(block, self._with_own_randomness(block.forward))
         if first is not None:
-            _exchange(first, self._changing(first.forward, self._slice, "the first block"))
+            _replace_forward(first, self._changing(first.forward, self._slice, "the first block"))
         if last is not None:
-            _exchange(last, self._joining(last.forward))
+            _replace_forward(last, self._joining(last.forward))
 
     def _changing(self, forward: _Forward, change: Callable[[Tensor], Tensor], where: str) -> _Forward:
-        """``forward``, given its first tensor changed where the sequence is sliced."""
+        """Return ``forward`` with its first tensor changed while the sequence is sliced."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.slices_sequence:
@@ -368,13 +357,13 @@ class TensorParallel:
 
 
 class _Site:
-    """One module in whose forward several colwise projections share an input, and split activations live.
+    """A module in whose forward colwise projections share an input and activations are split.
 
     Args:
-        engine: whose projections they are.
+        engine: of its projections.
         module: the module.
-        parts: into how many parts the features of its first input are cut for its own code, which takes the width of
-            what is split from there. Projections are given all of them.
+        parts: factor by which the features of its first input are narrowed for code that reads their width; projections
+            get all features.
     """
 
     def __init__(self, engine: TensorParallel, module: nn.Module, parts: int = 1) -> None:
@@ -385,34 +374,34 @@ class _Site:
         self._random = engine.random
         self._draws = draws_randomly(module)
         self._is_open = False
-        self._began = False
+        self._is_split = False
         self._given: tuple[Tensor, int] | None = None
         self._shared: Tensor | None = None
 
-    def given(self, x: Tensor) -> Tensor:
-        """What was given to the module, where its code hands on the part that it was shown."""
+    def unnarrowed(self, x: Tensor) -> Tensor:
+        """Return the module's full input if ``x`` is its narrowed one."""
         return self._narrowed[1] if self._narrowed is not None and x is self._narrowed[0] else x
 
     def share(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """``change(x)``, once for all projections that are given the same tensor: one collective for all of them."""
+        """Return ``change(x)``, computed once (one collective) for all projections of the same tensor."""
         if not self._is_open:
             return change(x)
-        # A compiler cannot trace versions: there, nothing may change the input in place between two projections.
+        # Versions cannot be traced: compiled code must not modify the input between two projections.
         version = 0 if torch.compiler.is_compiling() else x._version
         if self._given is None or self._shared is None or self._given[0] is not x or self._given[1] != version:
             self._given, self._shared = (x, version), change(x)
         return self._shared
 
-    def begin(self, device: torch.device) -> None:
-        """From here on activations are split: random numbers differ between the ranks."""
-        if self._is_open and self._draws and self.module.training and not self._began:
-            self._began = self._random.enter(device)
-            self._engine.splitting = self if self._began else None
+    def enter_split(self, device: torch.device) -> None:
+        """Use per-rank random numbers, since activations are split from now on."""
+        if self._is_open and self._draws and self.module.training and not self._is_split:
+            self._is_split = self._random.enter(device)
+            self._engine.splitting = self if self._is_split else None
 
-    def end(self) -> None:
-        """From here on activations are whole again."""
-        if self._began:
-            self._began, self._engine.splitting = False, None
+    def leave_split(self) -> None:
+        """Use common random numbers, since activations are whole again."""
+        if self._is_split:
+            self._is_split, self._engine.splitting = False, None
             self._random.leave()
 
     def _narrow(self, x: Tensor) -> Tensor:
@@ -421,10 +410,10 @@ class _Site:
         return part
 
     def around(self, forward: _Forward) -> _Forward:
-        """``forward`` as one use of the site."""
+        """Return ``forward`` as one use of the site."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._is_open:  # called by itself
+            if self._is_open:  # recursive call
                 return forward(*args, **kwargs)
             self._is_open = True
             try:
@@ -433,18 +422,18 @@ class _Site:
                 return forward(*args, **kwargs)
             finally:
                 self._is_open, self._given, self._shared, self._narrowed = False, None, None, None
-                self.end()
+                self.leave_split()
 
         return run
 
 
-def _exchange(part: nn.Module, forward: _Forward) -> None:
-    """Set ``forward`` on the instance; whoever asks for its signature gets that of the one before."""
+def _replace_forward(part: nn.Module, forward: _Forward) -> None:
+    """Set ``forward`` on the instance, with the signature of the original."""
     part.forward = functools.wraps(part.forward)(forward)
 
 
 def _projection(part: nn.Module, with_bias: bool = True) -> _Forward:
-    """What a projection computes, from the parameters that it holds when it runs."""
+    """Return the function of a projection, which reads its current parameters."""
     if rules.is_transposed(part):
         return functools.partial(_transposed_projection, part, with_bias)
     if with_bias or rules.has_own_forward(part):
@@ -457,8 +446,8 @@ def _transposed_projection(part: nn.Module, with_bias: bool, x: Tensor) -> Tenso
     return F.linear(x, weight.t(), cast(Tensor, part.bias) if with_bias else None)
 
 
-def _as_multiplied(x: Tensor) -> Tensor:
-    """The input of a projection in the dtype that autocast gives it, so that it and its gradient travel in that."""
+def _autocast_input(x: Tensor) -> Tensor:
+    """Cast the input of a projection to autocast's dtype, so that it and its gradient are communicated in it."""
     kind = x.device.type
     autocast = x.is_floating_point() and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if autocast else x
@@ -467,18 +456,13 @@ def _as_multiplied(x: Tensor) -> Tensor:
 def _look_up(part: nn.Embedding, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
     rows = part.weight.shape[0]
     padding = None if part.padding_idx is None else part.padding_idx - group.rank() * rows
-    # Only the rank that holds the padding row keeps gradients from it. Where row 0 stands in for a missing one, its
-    # gradient is zero anyway.
+    # Only the rank with the padding row masks its gradient. Row 0 as a substitute of missing rows has zero gradient.
     return F.embedding(ids, part.weight, padding if padding is not None and 0 <= padding < rows else None)
-
-
-def _nothing(*_: Any) -> None:
-    """A hook that does nothing."""
 
 
 def _change_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], where: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given = arguments(args, kwargs)
-    place = first_tensor(given, f"{where} was called without a tensor, and tensor parallelism splits what it is given.")
+    place = first_tensor(given, f"{where} was called without a tensor, but tensor parallelism splits its first tensor.")
     return call_of({**given, place: change(given[place])})

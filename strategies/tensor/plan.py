@@ -1,4 +1,4 @@
-"""The tensor part of a plan: styles from all sources, proven where modules can be run, and made consistent."""
+"""Tensor part of a plan: styles from all sources, proven by running modules, and made consistent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainwright.strategies.plan import structure
 from trainwright.strategies.plan.hugging_face import tensor_metadata
 from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig, base_style
 from trainwright.strategies.plan.names import folded, joined, matched, matching, parent_of, starred, within
-from trainwright.strategies.plan.outside import tied_groups, used_functionally
 from trainwright.strategies.plan.proof.proof import UNIT, Proof, Split
 from trainwright.strategies.plan.proof.trace import Trace, calls_for, kinds_of
+from trainwright.strategies.plan.stem_and_head import tied_groups, used_functionally
 from trainwright.strategies.plan.structure import Guess
 from trainwright.strategies.plan.tensor_rules import COUNTS_OF_HEADS
 from trainwright.strategies.tensor.engine import TensorParallel
@@ -27,32 +27,31 @@ _COLUMNS = ("colwise", "packed_colwise")
 
 
 class TensorDraft:
-    """Puts the tensor styles of a model together, and proves them where its modules can be run.
+    """Collection of the tensor styles of a model, proven where its modules can be run.
 
     Args:
         module: the whole model.
-        said: the user's configuration.
-        own: what the model's ``parallel_plan()`` says.
-        blocks: names of all blocks, of whatever list: nothing is paired beyond one, no outputs are gathered in one.
-        experts: names of the modules that hold experts.
-        size: size of the tensor axis, or ``None`` if it is not known.
-        trace: how the model calls its blocks.
+        config: the user's configuration.
+        own: from the model's ``parallel_plan()``.
+        blocks: names of all blocks of all lists: pairs stay within a block, and no outputs are gathered in one.
+        experts: names of modules of experts.
+        size: of the tensor axis, or ``None`` if unknown.
+        trace: calls of blocks.
 
     Attributes:
-        heads: name of a module -> attributes that count heads or features of what is split.
-        narrow: names of the modules whose code takes the width of what is split from their input.
-        summed: names of whole parameters of whose gradient each rank has a part of the sum.
+        heads: name of a module -> attributes that count split heads or features.
+        narrow: names of modules that read the width of split features from their input.
+        summed: names of replicated parameters whose gradients are summed over ranks.
         proofs: names of modules of one kind, their proof, and the plan of one of them as a unit.
 
     Raises:
-        ValueError: if the configuration names what does not exist, splits columns without the rows that follow, or
-            splits what then computes something else.
+        ValueError: if the configuration names missing modules, splits columns without rows, or changes results.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        said: PlanConfig,
+        config: PlanConfig,
         own: PlanConfig,
         blocks: tuple[str, ...],
         experts: tuple[str, ...],
@@ -75,10 +74,10 @@ class TensorDraft:
         self.proofs: list[tuple[list[str], Proof, ModelPlan]] = []
         self._take_metadata()
         self._take_patterns(own.tensor, "parallel_plan()", "parallel_plan() tensor")
-        self._take_patterns(said.tensor, "configuration", "plan.tensor")
-        self._said_heads = {
+        self._take_patterns(config.tensor, "configuration", "plan.tensor")
+        self._configured_heads = {
             name: tuple(attributes)
-            for heads in (own.heads, said.heads)
+            for heads in (own.heads, config.heads)
             for pattern, attributes in heads.items()
             for name in matching(self._names, pattern)
         }
@@ -87,15 +86,15 @@ class TensorDraft:
         if size != 1:
             self._prove()
         self._take_vocabulary()
-        self._leave_whole()
+        self._drop_unsplittable()
         self._follow_ties()
 
     def styles(self) -> dict[str, str]:
-        """Name of a module -> style, in the order of ``named_modules``."""
+        """Return name of a module -> style, in the order of ``named_modules``."""
         return {n: self._styles[n] for n in self._names if self._styles.get(n, "none") != "none"}
 
     def source(self) -> str:
-        """Where the styles came from, what stays whole, why, and what that costs."""
+        """Describe where the styles come from, which modules are not split, why, and at what cost."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self._whole.items():
             reasons.setdefault(reason, []).append(name)
@@ -103,7 +102,7 @@ class TensorDraft:
         return "; left whole: ".join([", ".join(self._sources) or "not found", *left])
 
     def _cost(self, names: Iterable[str]) -> str:
-        """What a rank holds more of ``names`` since they are whole."""
+        """Describe the additional memory per rank for the unsplit ``names``."""
         found = {id(p): p.numel() * p.element_size() for n in names for p in self._of(n).parameters()}
         more = sum(found.values()) * (1 - 1 / (self._size or 2))
         return f" ({more / 2**20:.1f} MiB more per rank)" if more >= 2**16 else ""
@@ -118,7 +117,7 @@ class TensorDraft:
         adapted = (structure.with_adapters(self._module, name, style) for name, style in styles.items())
         for name, style in [pair for each in adapted for pair in each.items()]:
             if structure.features_of(self._of(name)) is None and style != "vocabulary":
-                continue  # said of stacked experts, or more than a projection
+                continue  # stacked experts, or more than a projection
             if style == "colwise_gather" and self._block_of(name):
                 self._whole[parent_of(name)] = "outputs are gathered within a block"
             else:
@@ -139,7 +138,7 @@ class TensorDraft:
     # ---- proof ----------------------------------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        """Keep what computes the same when it is split, and add what else can be, once for each kind of block."""
+        """Keep proven splits and add further ones, once for each kind of block."""
         units = [name for name in self._blocks if structure.owners(self._of(name), [])]
         units += structure.owners(self._module, [*units, *self._routed])
         while units:
@@ -159,12 +158,12 @@ class TensorDraft:
             return None
         traced = [self._trace.calls[name]] if name in self._trace.calls else []
         for call in (*traced, *calls_for(sub, self._ranks)):
-            with suppress(Exception):  # it wants something else
+            with suppress(Exception):  # the call does not fit
                 return Proof(sub, call, self._ranks)
         return None
 
     def _without_proof(self, name: str) -> list[str]:
-        """What may run by itself within a unit that does not; torch's own attention is certain by its class."""
+        """Return the inner units of a unit that cannot run alone; ``nn.MultiheadAttention`` needs no proof."""
         sub, holder = self._of(name), parent_of(name)
         if isinstance(sub, nn.MultiheadAttention):
             if name not in self._styles:
@@ -178,9 +177,9 @@ class TensorDraft:
 
     def _prove_kind(self, kind: list[str], proof: Proof) -> None:
         unit, prefix = self._of(kind[0]), f"{kind[0]}." if kind[0] else ""
-        said = {n[len(prefix) :]: s for n, s in self._styles.items() if n.startswith(prefix)}
+        given = {n[len(prefix) :]: s for n, s in self._styles.items() if n.startswith(prefix)}
         accepted: list[Guess] = []
-        for styles in _groups({n: s for n, s in said.items() if s != "none"}):
+        for styles in _groups({n: s for n, s in given.items() if s != "none"}):
             holders, widths = dict.fromkeys(map(parent_of, styles)), self._widths(unit, styles)
             heads = structure.heads_of(holders, proof.reads, widths, self._ranks)
             found = self._first_proven(proof, prefix, accepted, [Guess(styles, chosen) for chosen in heads])
@@ -195,9 +194,9 @@ class TensorDraft:
                     "(none), name the attributes that count heads in plan.heads, or use tensor=1."
                 )
             self._drop(joined(name, n) for name in kind for n in styles)
-            said = {n: s for n, s in said.items() if n not in styles}
+            given = {n: s for n, s in given.items() if n not in styles}
             self._whole |= dict.fromkeys(names, found)
-        self._add_structure(kind, proof, accepted, set(said))
+        self._add_structure(kind, proof, accepted, set(given))
         for guess in accepted:
             self._accept(guess, kind)
         self.proofs.append((kind, proof, _plan_of(accepted)))
@@ -225,26 +224,26 @@ class TensorDraft:
                     self._whole.setdefault(prefix + name, found)
 
     def _indivisible(self, proof: Proof, styles: Mapping[str, str]) -> Guess | None:
-        """A split into more parts than there are heads: validation refuses it, with the sizes that are possible."""
+        """Return a split into more parts than heads, which validation refuses with the possible sizes."""
         owned = {owner: proof.reads.get(owner, {}) for owner in dict.fromkeys(map(parent_of, styles))}
         heads = {owner: {n: v for n, v in reads.items() if n in COUNTS_OF_HEADS} for owner, reads in owned.items()}
         bad = {owner: tuple(counts) for owner, counts in heads.items() if any(v % self._ranks for v in counts.values())}
         return Guess(styles, bad) if bad else None
 
     def _first_proven(self, proof: Proof, prefix: str, accepted: list[Guess], ways: list[Guess]) -> Guess | str:
-        """The first of ``ways`` that computes the same, together with what was accepted; else what is wrong with it."""
+        """Return the first of ``ways`` that is proven together with the accepted ones, else its problem."""
         problem = "nothing to split"
         for way in ways:
-            way = self._with_said_heads(way, prefix)
+            way = self._with_configured_heads(way, prefix)
             verdict = proof.of(_splitting(_plan_of([*accepted, way])))
             if verdict.problem is None:
                 return replace(way, summed=verdict.summed)
             problem = verdict.problem if way is ways[0] or problem == "nothing to split" else problem
         return problem
 
-    def _with_said_heads(self, way: Guess, prefix: str) -> Guess:
-        said = {n[len(prefix) :]: heads for n, heads in self._said_heads.items() if n.startswith(prefix)}
-        mine = {n: heads for n, heads in said.items() if any(within(other, n) for other in way.styles)}
+    def _with_configured_heads(self, way: Guess, prefix: str) -> Guess:
+        given = {n[len(prefix) :]: heads for n, heads in self._configured_heads.items() if n.startswith(prefix)}
+        mine = {n: heads for n, heads in given.items() if any(within(other, n) for other in way.styles)}
         return replace(way, heads={**way.heads, **mine})
 
     def _accept(self, guess: Guess, kind: list[str]) -> None:
@@ -270,7 +269,7 @@ class TensorDraft:
         return {width for shape in filter(None, shapes) for width in shape}
 
     def _take_vocabulary(self) -> None:
-        """An embedding and the output head of the same vocabulary, if both are there and nobody spoke of them."""
+        """Split an embedding and the output head of the same vocabulary, if neither has a style."""
         if not any(base_style(style) in _COLUMNS for style in self._styles.values()):
             return
         free = [n for n in self._names if n not in self._styles and not self._block_of(n)]
@@ -293,7 +292,7 @@ class TensorDraft:
             self._styles.pop(name, None)
 
     def _check_pairs(self) -> None:
-        """Columns need rows and rows need columns in the same module, or in the next one around both."""
+        """Check that columns have rows, and rows have columns, in the same module or its parent."""
         unpaired = self._unpaired()
         configured = [name for name in unpaired if name in self._explicit]
         beside = [n for n in unpaired if any(self._block_of(n) == self._block_of(e) for e in self._explicit)]
@@ -323,7 +322,7 @@ class TensorDraft:
         kinds = {base_style(self._styles[name]) == "rowwise" for name in names}
         return len(kinds) == 2
 
-    def _leave_whole(self) -> None:
+    def _drop_unsplittable(self) -> None:
         for name, style in list(self._styles.items()):
             reason = self._reason_against(name, style)
             if reason and name not in self._explicit:
@@ -347,20 +346,20 @@ class TensorDraft:
         return None
 
     def _follow_ties(self) -> None:
-        """Names of one parameter are cut all or not at all; one that is left whole may be tied to the next."""
-        while loose := {name for group in tied_groups(self._module) for name in self._loose(group)}:
-            self._drop(loose)
-            self._whole.update(dict.fromkeys(loose, "it shares a parameter with what stays whole"))
+        """Drop the styles of tied parameters that are not all split, transitively."""
+        while inconsistent := {name for group in tied_groups(self._module) for name in self._partly_split(group)}:
+            self._drop(inconsistent)
+            self._whole.update(dict.fromkeys(inconsistent, "it shares a parameter with what stays whole"))
 
-    def _loose(self, group: Collection[str]) -> list[str]:
-        # A module that is registered in several places has one name here.
+    def _partly_split(self, group: Collection[str]) -> list[str]:
+        # A module registered several times counts once.
         owners = list(dict.fromkeys(self._canonical.get(id(self._of(parent_of(n))), "") for n in group))
         cut = [name for name in owners if self._styles.get(name, "none") != "none"]
         return [name for name in cut if name not in self._explicit] if len(cut) < len(owners) else []
 
 
 def sequence_problems(draft: TensorDraft, whole_inputs: Collection[str], blocks: Collection[str]) -> list[str]:
-    """What of the ``blocks`` computes something else on a slice of the sequence, under sequence parallelism."""
+    """Return the ``blocks`` that compute something different on a slice of the sequence, as problems."""
     problems = []
     for (first, *_), proof, plan in draft.proofs:
         if first not in blocks:
@@ -377,7 +376,7 @@ def sequence_problems(draft: TensorDraft, whole_inputs: Collection[str], blocks:
 
 
 def _splitting(plan: ModelPlan, *, sequence_parallel: bool = False) -> Split:
-    """Split what is proven as :class:`TensorParallel` does."""
+    """Return a split of a proof's unit by :class:`TensorParallel`."""
 
     def split(module: nn.Module, group: dist.ProcessGroup) -> Mapping[str, Cut]:
         engine = TensorParallel(module, plan, group, sequence_parallel=sequence_parallel)
@@ -395,7 +394,7 @@ def _splitting(plan: ModelPlan, *, sequence_parallel: bool = False) -> Split:
 
 
 def _groups(styles: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Styles that can only be split together: of one module, where it has columns and rows; else all others."""
+    """Yield styles that belong together: those of a module with columns and rows, then all others."""
     holders: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
         holders.setdefault(parent_of(name), {})[name] = style

@@ -1,8 +1,8 @@
-"""Logits of which each tensor rank holds some classes, and the cross-entropy of them.
+"""Logits split by class over tensor ranks, and their cross-entropy.
 
-The whole logits of a training step never exist on a rank: three numbers a sample are summed over the ranks instead of
-all classes being gathered (the vocabulary-parallel loss of Megatron-LM, arXiv:1909.08053, section 3). The user's code
-calls ``F.cross_entropy`` or ``nn.CrossEntropyLoss`` as ever and gets a plain tensor.
+Logits are never gathered in training: only three numbers per sample are reduced (the vocabulary-parallel loss of
+Megatron-LM, arXiv:1909.08053, section 3). User code calls ``F.cross_entropy`` or ``nn.CrossEntropyLoss`` as usual and
+gets a plain tensor.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _Call = Callable[..., Any]
 
 
 class ShardedLogits(Tensor):
-    """Stands for logits ``(..., classes)`` of which this rank holds ``(..., classes / ranks)``.
+    """Logits ``(..., classes)`` of which this rank holds ``(..., classes / ranks)``.
 
-    Shape, dtype and device are those of the whole. What works on it:
+    Shape, dtype and device are those of the whole. Supported:
 
     - ``F.cross_entropy`` with class indices, along any class dimension,
     - ``argmax(-1)``,
-    - what treats every class alike or moves other dimensions: casts, reshapes that keep the classes last, indexing of
-      the other dimensions, ``transpose`` / ``permute``, products with a number, ``tanh``.
+    - functions that are uniform over classes: casts, reshapes that keep the classes last, indexing of the other
+      dimensions, ``transpose`` / ``permute``, products with a number, ``tanh``.
 
-    Anything else raises a ``RuntimeError`` that says to set ``loss_parallel=false``.
+    Anything else raises a ``RuntimeError``.
     """
 
     _part: Tensor
@@ -39,7 +39,7 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def wrap(part: Tensor, group: dist.ProcessGroup, class_dim: int = -1) -> ShardedLogits:
-        """Logits from this rank's ``part``, whose dimension ``class_dim`` is split over ``group``."""
+        """Return logits for this rank's ``part``, whose dimension ``class_dim`` is split over ``group``."""
         shape = list(part.shape)
         shape[class_dim] *= group.size()
         made = Tensor._make_wrapper_subclass(
@@ -50,7 +50,7 @@ class ShardedLogits(Tensor):
 
     @property
     def is_last(self) -> bool:
-        """Whether the classes are the last dimension."""
+        """True if the classes are the last dimension."""
         return self._class_dim == self.dim() - 1
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -62,12 +62,12 @@ class ShardedLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse: everything that is allowed was handled before it came here."""
+        """Refuse everything that :meth:`__torch_function__` does not handle."""
         raise _refusal(str(func))
 
     @classmethod
     def __torch_function__(cls, func: _Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what the class's text lists on this rank's part."""
+        """Run a supported function on this rank's part."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
@@ -81,21 +81,11 @@ class ShardedLogits(Tensor):
         return handler(func, *args, **kwargs)
 
 
-# Questions about the whole that need no values.
+# Metadata of the whole.
 _ABOUT = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "stride", "__len__"}
 _ABOUT |= {"get_device", "element_size", "is_contiguous", "__hash__"}
-_ATTRIBUTES: tuple[str, ...] = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "requires_grad",
-    "is_cuda",
-    "layout",
-    "itemsize",
-    "is_leaf",
-)
-_ATTRIBUTES += ("is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_cpu", "is_mkldnn", "names")
+_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "itemsize", "is_leaf"}
+_ATTRIBUTES |= {"is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_cpu", "is_mkldnn", "names"}
 
 
 def _refusal(what: str) -> RuntimeError:
@@ -118,17 +108,17 @@ def _attribute(func: _Call, logits: ShardedLogits) -> Any:
 
 
 def _same(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
-    """A function that changes neither shape nor order."""
+    """Apply a function that changes neither shape nor order."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dim() > 0]
     if tensors:
         raise _refusal(f"{getattr(func, '__name__', func)} with a tensor of shape {tuple(tensors[0].shape)}")
-    # Each rank's classes give a part of the gradient of a trained number (a temperature), so the parts are summed.
+    # The gradient of a trained scalar (a temperature) is summed over the ranks' classes.
     args = tuple(copy_to(a, logits._group) if isinstance(a, Tensor) and a.requires_grad else a for a in args)
     return ShardedLogits.wrap(func(logits._part, *args, **kwargs), logits._group, logits._class_dim)
 
 
 def _reshape(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
-    """A reshape, tried on a whole without memory first, that must keep the classes last."""
+    """Apply a reshape, tried on the meta device first, that must keep the classes last."""
     if func in (Tensor.view,) and args and isinstance(args[0], torch.dtype):
         raise _refusal("a view as another dtype")
     whole = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
@@ -139,7 +129,7 @@ def _reshape(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> S
 
 
 def _move(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
-    """A change of the order of dimensions; where the classes go, a tensor of distinct lengths tells."""
+    """Permute dimensions; a meta tensor of distinct lengths locates the classes."""
     lengths = tuple(range(2, 2 + logits.dim()))
     moved = func(torch.empty(lengths, device="meta"), *args, **kwargs).shape
     return ShardedLogits.wrap(
@@ -148,7 +138,7 @@ def _move(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> Shar
 
 
 def _index(func: _Call, logits: ShardedLogits, index: Any) -> ShardedLogits:
-    """Indexing that leaves the classes, as the last dimension, alone."""
+    """Index dimensions other than the classes, which must be last."""
     entries = index if isinstance(index, tuple) else (index,)
     has_ellipsis = any(entry is Ellipsis for entry in entries)
     used = sum(
@@ -163,7 +153,7 @@ def _index(func: _Call, logits: ShardedLogits, index: Any) -> ShardedLogits:
 
 
 def _argmax(func: _Call, logits: ShardedLogits, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The index of the largest logit: the largest of every rank is gathered, two numbers a sample."""
+    """Return the index of the largest logit; gathers two numbers per sample and rank."""
     if dim is None or dim % logits.dim() != logits._class_dim:
         raise _refusal(f"argmax(dim={dim})")
     group, part = logits._group, logits._part.detach()
@@ -229,34 +219,34 @@ def _reduced(
 
 
 class _SampleLoss(Function):
-    """Negative log-likelihood of each sample in fp32, from split logits; ``(..., part)`` to ``(...)``."""
+    """Negative log-likelihood of each sample in fp32, from split logits: ``(..., part)`` to ``(...)``."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, group: dist.ProcessGroup, smoothing: float) -> Tensor:
         logits = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
         local = target - group.rank() * part.shape[-1]
-        here = (local >= 0) & (local < part.shape[-1])
-        local = local.masked_fill(~here, 0)
+        is_local = (local >= 0) & (local < part.shape[-1])
+        local = local.masked_fill(~is_local, 0)
         largest = logits.amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        likely = logits.gather(-1, local[..., None])[..., 0].masked_fill(~here, 0)
+        likely = logits.gather(-1, local[..., None])[..., 0].masked_fill(~is_local, 0)
         sums = [(logits - largest[..., None]).exp_().sum(-1), likely] + ([logits.sum(-1)] if smoothing else [])
         packed = torch.stack(sums)
         dist.all_reduce(packed, group=group)
         normalizer = packed[0].log() + largest
-        ctx.save_for_backward(part, normalizer, local, here)
+        ctx.save_for_backward(part, normalizer, local, is_local)
         ctx.smoothing, ctx.classes = smoothing, part.shape[-1] * group.size()
         loss = normalizer - packed[1]
         return torch.lerp(loss, normalizer - packed[2] / ctx.classes, smoothing) if smoothing else loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        part, normalizer, local, here = ctx.saved_tensors
+        part, normalizer, local, is_local = ctx.saved_tensors
         logits = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
         by_logit = (logits - normalizer[..., None]).exp_()
         if ctx.smoothing:
             by_logit -= ctx.smoothing / ctx.classes
-        hit = here.to(by_logit.dtype) * (1 - ctx.smoothing)
+        hit = is_local.to(by_logit.dtype) * (1 - ctx.smoothing)
         by_logit.scatter_add_(-1, local[..., None], -hit[..., None])
         return (by_logit * gradient[..., None]).to(part.dtype), None, None, None
 

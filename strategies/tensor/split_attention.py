@@ -1,7 +1,7 @@
-"""``nn.MultiheadAttention`` on some of its heads.
+"""``nn.MultiheadAttention`` with split heads.
 
-``F.multi_head_attention_forward`` asserts that the output of its projections is as wide as its input, which does not
-hold for a rank with some of the heads. This computes the same from local weights, up to the output projection.
+``F.multi_head_attention_forward`` asserts that projections are as wide as the input, which does not hold for a subset
+of heads. This computes the same from local weights, up to the output projection.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def attend(
     need_weights: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """This rank's heads.
+    """Compute attention of this rank's heads.
 
     Args:
-        part: holds this rank's part of the input projections.
+        part: with this rank's part of the input projections.
         group: ranks of the tensor axis, in the order of the heads.
-        query: as ``part.forward`` takes it: ``(L, E)``, ``(L, N, E)`` or with ``batch_first`` ``(N, L, E)``.
-        key: likewise, of ``S`` positions.
+        query: ``(L, E)``, ``(L, N, E)`` or with ``batch_first`` ``(N, L, E)``.
+        key: likewise, with ``S`` positions.
         value: likewise.
         key_padding_mask: ``(N, S)`` or ``(S,)``; boolean (``True``: ignored) or added.
         attn_mask: ``(L, S)`` or ``(N x all heads, L, S)``; boolean (``True``: ignored) or added.
@@ -54,7 +54,7 @@ def attend(
     elif not part.batch_first:
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
     q, k, v = (x.unflatten(-1, (-1, part.head_dim)).transpose(1, 2) for x in _project(part, query, key, value))
-    # The hint spares the mask, where nothing else is to be masked.
+    # Without other masks, the hint avoids materializing the causal mask.
     use_hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if use_hint else _merged(attn_mask, key_padding_mask, q, group)
     dropout = part.dropout if part.training else 0.0
@@ -85,7 +85,7 @@ def _project(part: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Ten
 
 
 def _merged(attn: Tensor | None, padding: Tensor | None, q: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """One mask ``(N or 1, heads or 1, L or 1, S)`` to add, or ``None``."""
+    """Return one additive mask ``(N or 1, heads or 1, L or 1, S)``, or ``None``."""
     batch, heads = q.shape[:2]
     masks = []
     if attn is not None:

@@ -133,7 +133,7 @@ BY_A_RANK: dict[tuple[str, ...], str] = {
     ("module._target_=builtins.dict",): "module._target_=builtins.dict: gives a dict",
     ("module.hidden=abc",): "module: my_module.MyModule cannot be built",
     ("ckpt_path=../other.ckpt",): "../other.ckpt holds a state that does not fit this run",
-    ("ckpt_path=../other.ckpt", "strict=false"): "no tensor fits",
+    ("ckpt_path=../other.ckpt", "strict=false"): "no tensor matches",
     ("init_from=../other.safetensors", "strict=false"): "No tensor fits",
     ("run_dir=../begun", "ckpt_path=last", "max_steps=1"): "max_steps=1, but the checkpoint",
     ("devices=2", "strategy=zero2", "checkpoint.last.keep_last=0", "launch.max_restarts=3"): "keep_last=0 (allowed",

@@ -1,1 +1,1 @@
-"""Proof, before the first optimizer step, that a layout computes what the module as written computes."""
+"""Check, before the first optimizer step, that a layout computes the same as the module as written."""

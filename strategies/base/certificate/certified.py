@@ -1,4 +1,4 @@
-"""What the certificate asks of a strategy: what is split, who holds which part, what to type where numbers differ."""
+"""A strategy's facts for the certificate: whether and how the module is split, and remedies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.strategies.state.assemble import Assembly
 
 
 class Certified:
-    """A module that every rank holds whole, so that there is nothing to certify.
+    """Facts about a module that is replicated on every rank, so that there is nothing to certify.
 
     Args:
         strategy: that trains it.
@@ -22,32 +22,29 @@ class Certified:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks that step together hold parts of the module."""
+        """True if the module is split over ranks."""
         return False
 
     def remedy(self, module: str) -> str:
-        """Return what to type where the layout computes other numbers than the module as written.
+        """Return what to type if the layout's results differ from those of the module as written.
 
         Args:
-            module: name of the first module or parameter that differs; empty: it is not known.
+            module: name of the first module or parameter that differs; empty: unknown.
         """
         return "Use strategy=ddp."
 
     def held(self, name: str) -> Tensor | None:
-        """Return this rank's part of a parameter between two steps; ``None``: another rank holds it."""
+        """Return this rank's part of a parameter, between two steps; ``None``: another rank holds it."""
         found: Tensor | None = dict(self._strategy.lightning_module.named_parameters()).get(name)
         return found
 
     def shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return the parts of a batch whose losses the user has said to be weighed one by one, and their weights.
+        """Return parts of a batch with their weights, for a loss that is a weighted mean over them.
 
-        The certificate compares with their weighted mean, else with the loss of the whole batch.
+        By default the whole batch.
         """
         return [(batch, 1.0)]
 
     def parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
-        """Return where parts of parameters are, and the ranks that share this rank's samples.
-
-        ``None``: parameters are whole; there are no others.
-        """
+        """Return the locations of parts (``None``: replicated) and the group that shares samples (or ``None``)."""
         return None, None

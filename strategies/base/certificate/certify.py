@@ -1,16 +1,15 @@
-"""The certificate: the first batch, trained by the layout and by the module as written, gives the same numbers.
+"""Comparison of the layout with the module as written, on the first batch.
 
-Three parties take part, before the first optimizer step, and no weight changes:
+Before the first optimizer step, and without changing weights:
 
-1. All ranks run the step of the layout on the batch, forward and backward, and sketch the gradients that the optimizer
-   would see (``sketch.py``).
-2. Of each group of ranks that share samples, the first runs ``training_step`` of the module as written on the same
-   batch: every forward, hook and class is the user's (``written.py``), parameters are whole, one block at a time
-   (``stream.py``), blocks are recomputed in backward. The others only send their parts.
-3. Losses, logged values and gradients are compared. Gradients of the written module are averaged over the data ranks by
-   their sketches.
+1. All ranks run the layout's forward and backward on the batch, and sketch the gradients of the optimizer
+   (``sketch.py``).
+2. In each group of ranks that share samples, the first runs ``training_step`` of the module as written on the same
+   batch, with the user's forwards, hooks and classes (``written.py``). Parameters are gathered one block at a time
+   (``stream.py``), and blocks are recomputed in backward. The other ranks only send their parts.
+3. Losses, logged values and gradient sketches, averaged over data ranks, are compared.
 
-Both runs draw the same random numbers and none for dropout (``determinism.py``). Afterwards the module is as before
+Both runs draw the same random numbers, without dropout (``determinism.py``). The module is restored afterwards
 (``state.py``).
 """
 
@@ -31,9 +30,9 @@ from torch import Tensor, nn
 
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.core.torch_internals import _disable_current_modes
-from trainwright.strategies.base.certificate.changes import StateBefore, first_other
+from trainwright.strategies.base.certificate.changes import StateBefore, first_difference
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
-from trainwright.strategies.base.certificate.determinism import Deterministic, held_randomness
+from trainwright.strategies.base.certificate.determinism import Deterministic, fixed_seed
 from trainwright.strategies.base.certificate.outputs import Outputs, first_that_differs
 from trainwright.strategies.base.certificate.sketch import WIDTH, sketch_of_part, sketch_of_whole
 from trainwright.strategies.base.certificate.state import WrittenWeights, untouched
@@ -44,45 +43,45 @@ from trainwright.strategies.base.certificate.trial import (
     WatchedTensors,
     arguments,
     captured,
-    ending,
     loss_of,
     quiet,
+    stopped_at_step,
 )
 from trainwright.strategies.base.certificate.written import AsWritten, WrittenParameter
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import Assembly
 
-# Parts of a batch, and their weights.
+# Parts of a batch and their weights.
 _Parts = Sequence[tuple[Any, float]]
 
 
 def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) -> Comparison:
-    """Compare the layout's numbers for one batch with those of the module as written. A collective of all ranks.
+    """Compare the layout's results for one batch with those of the module as written. A collective of all ranks.
 
     Args:
-        strategy: set up, between two steps, with gradients that nobody needs any more.
+        strategy: set up, between two steps; gradients are discarded.
         written: of its module.
-        batch: of this rank, on its device; it is copied.
+        batch: of this rank, on its device; copied.
         batch_idx: index of the batch in the epoch.
 
     Returns:
         The same comparison on every rank.
 
     Raises:
-        RuntimeError: if the module as written cannot run on the batch that the layout has run on.
+        RuntimeError: if the module as written fails on a batch on which the layout succeeds.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     module = strategy.lightning_module
     tolerance = tolerance_of(strategy.precision_plugin, module)
     parts = strategy.certified.shares(batch)
-    with quiet(strategy), _disable_current_modes():  # of callbacks that count operators
+    with quiet(strategy), _disable_current_modes():  # callbacks may count operators
         layout = _run_layout(strategy, written, arguments(module, batch, batch_idx))
         plain = _run_written(strategy, written, parts, batch_idx)
-        changed = _other_state(strategy, layout, plain, tolerance) if len(parts) == 1 else None
-        changed = _raise_together(plain, changed, strategy.root_device)
-        found = _agree(strategy, written.parameters, layout, plain)
+        changed = _different_state(strategy, layout, plain, tolerance) if len(parts) == 1 else None
+        changed = _raise_on_all(plain, changed, strategy.root_device)
+        found = _gather_results(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
-        outcome = compare(names, found, tolerance, seconds=time.perf_counter() - began)
+        outcome = compare(names, found, tolerance, seconds=time.perf_counter() - start)
         outcome = replace(outcome, state=changed)
         if outcome.holds:
             return outcome
@@ -92,17 +91,16 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
 def _first_module(
     strategy: Compared, written: AsWritten, batch: Any, parts: _Parts, batch_idx: int, outcome: Comparison
 ) -> str:
-    """Name of the first module whose output differs; of the parameter nearest to the loss, where only gradients do.
+    """Repeat both runs with hooks and return the name of the first module whose output differs.
 
-    Both runs are made once more, with an ear on every module.
+    If only gradients differ, return the parameter nearest to the loss.
     """
     module = strategy.lightning_module
     names = [name for name, _ in module.named_modules()]
     assembly, _ = strategy.certified.parts()
-    heard = [name for name in names if _is_computed_here(assembly, name)]
-    places = {id(module.get_submodule(name)): names.index(name) for name in names if name}
-    here = {id(module.get_submodule(name)): names.index(name) for name in heard if name}
-    layout, plain = Outputs(here, len(names)), Outputs(places, len(names))
+    places = {id(module.get_submodule(name)): place for place, name in enumerate(names) if name}
+    on_rank = {key: place for key, place in places.items() if _is_on_rank(assembly, names[place])}
+    layout, plain = Outputs(on_rank, len(names)), Outputs(places, len(names))
     with layout.listening():
         _run_layout(strategy, written, arguments(module, batch, batch_idx))
     with plain.listening():
@@ -113,8 +111,8 @@ def _first_module(
     return outcome.wrong[-1][0] if outcome.wrong else outcome.state or ""
 
 
-def _is_computed_here(assembly: Assembly | None, name: str) -> bool:
-    """Whether what a module returns on this rank is a part of its output; stages run what they do not hold on zeros."""
+def _is_on_rank(assembly: Assembly | None, name: str) -> bool:
+    """Return whether this rank computes a module's output; pipeline stages run other stages' modules on zeros."""
     if assembly is None or assembly.pipeline is None:
         return True
     held = [owner for key, owner in assembly.owners.items() if key.startswith(f"{name}.")]
@@ -132,9 +130,13 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
     assembly, _ = strategy.certified.parts()
     shapes = {each.name: each.shape for each in written.parameters}
     try:
-        with untouched(module), held_randomness(strategy.root_device), captured(module, trial):
+        with untouched(module), fixed_seed(strategy.root_device), captured(module, trial):
             before = StateBefore(module)
-            with Deterministic(), WatchedTensors(lambda _, written: weights.before(written)), ending(strategy, trial):
+            with (
+                Deterministic(),
+                WatchedTensors(lambda _, written: weights.before(written)),
+                stopped_at_step(strategy, trial),
+            ):
                 output = strategy.training_step(*arguments)
                 loss = loss_of(output)
                 if loss is not None and module.automatic_optimization:
@@ -161,7 +163,7 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised ``error``: then it says what to type."""
+    """Return whether this package raised ``error``, whose message then has a remedy."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("trainwright.")
 
@@ -170,7 +172,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_idx: int) -> Trial | None:
-    """What the module as written gives, or raises; ``None`` on a rank that only sends its parts."""
+    """Run the module as written; returns ``None`` on a rank that only sends its parts."""
     module = strategy.lightning_module
     assembly, group = strategy.certified.parts()
     dtypes = {each.name: getattr(*each.slots[0]).dtype for each in written.parameters}
@@ -193,15 +195,15 @@ def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_id
         with ExitStack() as stack:
             stack.enter_context(_threads_of(1 if group is None else group.size()))
             stack.enter_context(untouched(module))
-            stack.enter_context(held_randomness(strategy.root_device))
-            stack.enter_context(strategy.ranks.among_data_ranks())  # one rank of each group is here
+            stack.enter_context(fixed_seed(strategy.root_device))
+            stack.enter_context(strategy.ranks.among_data_ranks())  # runs on one rank per group
             stack.enter_context(written.shown(streamed.parameters))
             stack.enter_context(captured(module, trial, backward=module.backward))
             streamed.pin(0)
             stack.enter_context(streamed.around(blocks, randomness))
             stack.enter_context(randomness)
             stack.enter_context(WatchedTensors(streamed.before))
-            stack.enter_context(ending(strategy, trial))
+            stack.enter_context(stopped_at_step(strategy, trial))
             losses, before = [], StateBefore(module)
             for part, trial.share in parts:
                 with strategy.precision_plugin.train_step_context():
@@ -223,10 +225,7 @@ def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_id
 
 @contextmanager
 def _threads_of(ranks: int) -> Iterator[None]:
-    """Compute with the threads of as many ranks, of which all but this one wait.
-
-    No more than this machine has for the groups of ranks on it: threads that share a core spin.
-    """
+    """Use the threads of ``ranks`` ranks, of which all but this one are idle, without oversubscribing the machine."""
     own, local = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     fair = (os.cpu_count() or 1) // max(1, local // ranks)
     torch.set_num_threads(max(own, min(own * ranks, fair)))
@@ -236,33 +235,33 @@ def _threads_of(ranks: int) -> Iterator[None]:
         torch.set_num_threads(own)
 
 
-def _other_state(strategy: Compared, layout: Trial, plain: Trial | None, tolerance: Tolerance) -> str | None:
-    """A buffer, counter or parameter that the layout changes otherwise on this rank. A collective."""
+def _different_state(strategy: Compared, layout: Trial, plain: Trial | None, tolerance: Tolerance) -> str | None:
+    """Return a buffer, counter or parameter that the layout changes differently on this rank. A collective."""
     assembly, group = strategy.certified.parts()
-    told = None if plain is None or plain.error is not None else (plain.state, plain.written)
+    changes = None if plain is None or plain.error is not None else (plain.state, plain.written)
     if group is not None:
-        told = from_rank(told, 0, group, strategy.root_device)
-    if told is None:
+        changes = from_rank(changes, 0, group, strategy.root_device)
+    if changes is None:
         return None
-    state, written = told
+    state, written = changes
     wrong = next((n for n in sorted(layout.written ^ written) if strategy.certified.held(n) is not None), None)
     if wrong is not None:
         return str(wrong)
 
     def is_known(path: str) -> bool:
-        """What is outside of the blocks is the same on all ranks after a step."""
+        # Modules outside of the blocks are equal on all ranks after a step.
         block = next((name for name in strategy.block_names if f"{path}.".startswith(f"{name}.")), None)
-        return block is None or _is_computed_here(assembly, block)
+        return block is None or _is_on_rank(assembly, block)
 
-    return first_other(layout.state, state, is_known, tolerance.logged)
+    return first_difference(layout.state, state, is_known, tolerance.logged)
 
 
-def _raise_together(plain: Trial | None, changed: str | None, device: torch.device) -> str | None:
-    """Raise on every rank if the module as written raised on one; else what any rank has ``changed``. A collective."""
+def _raise_on_all(plain: Trial | None, changed: str | None, device: torch.device) -> str | None:
+    """Raise on every rank if the module as written raised on one; else return any rank's ``changed``. A collective."""
     error = None if plain is None else plain.error
     own = (None if error is None else f"{type(error).__name__}: {error}", changed)
-    told = of_all_ranks(own, device=device)
-    raised, changed = (next(filter(None, each), None) for each in zip(*told, strict=True))
+    found = of_all_ranks(own, device=device)
+    raised, changed = (next(filter(None, each), None) for each in zip(*found, strict=True))
     if raised is not None:
         raise RuntimeError(
             "The certificate of this layout could not be made: training_step of the module as written raised on a "
@@ -273,18 +272,18 @@ def _raise_together(plain: Trial | None, changed: str | None, device: torch.devi
 
 
 def _trained(strategy: Compared, written: AsWritten) -> dict[str, bool]:
-    """Which parameters are trained, by the ranks that hold them: ``configure_optimizers`` may have frozen some."""
-    here = {each.name: strategy.certified.held(each.name) for each in written.parameters}
-    own = {name: held.requires_grad for name, held in here.items() if held is not None}
-    told = of_all_ranks(own, device=strategy.root_device) if dist.is_initialized() else [own]
+    """Return whether each parameter is trained, from its holders: ``configure_optimizers`` may freeze some."""
+    held = {each.name: strategy.certified.held(each.name) for each in written.parameters}
+    own = {name: part.requires_grad for name, part in held.items() if part is not None}
+    found = of_all_ranks(own, device=strategy.root_device) if dist.is_initialized() else [own]
     return {
-        each.name: next((h[each.name] for h in told if each.name in h), each.requires_grad)
+        each.name: next((ranks[each.name] for ranks in found if each.name in ranks), each.requires_grad)
         for each in written.parameters
     }
 
 
 def _units(written: AsWritten, blocks: Sequence[str]) -> list[list[str]]:
-    """Names of parameters outside of the blocks or of several, then those of each block."""
+    """Return names of parameters outside of the blocks or in several, then those of each block."""
     inside: dict[str, int] = {}
     for each in written.parameters:
         places = {_block_of(owner, key, written, blocks) for owner, key in each.slots}
@@ -297,14 +296,16 @@ def _block_of(owner: nn.Module, key: str, written: AsWritten, blocks: Sequence[s
     return next((i for i, block in enumerate(blocks, 1) if name == block or name.startswith(f"{block}.")), 0)
 
 
-# ---- what ranks tell each other --------------------------------------------------------------------------------------
+# ---- results of all ranks --------------------------------------------------------------------------------------------
 
-# Losses of manual optimization that are compared, from the first on.
+# Number of compared losses in manual optimization.
 _LOSSES = 4
 
 
-def _agree(strategy: Compared, parameters: Sequence[WrittenParameter], layout: Trial, plain: Trial | None) -> Found:
-    """Bring together what ranks found, on every rank; one all-reduce."""
+def _gather_results(
+    strategy: Compared, parameters: Sequence[WrittenParameter], layout: Trial, plain: Trial | None
+) -> Found:
+    """Gather the results of all ranks by one all-reduce."""
     ranks, logged = strategy.ranks.num_data_ranks, sorted(layout.logged)
     losses = torch.zeros(ranks, _LOSSES, 2, dtype=torch.float64)
     values = torch.zeros(ranks, len(logged), 2, dtype=torch.float64)
@@ -320,7 +321,7 @@ def _agree(strategy: Compared, parameters: Sequence[WrittenParameter], layout: T
             table[row, :WIDTH] = layout.gradients[each.name]
         if plain is not None and each.name in plain.gradients:
             table[row, WIDTH : 2 * WIDTH] = plain.gradients[each.name] / ranks
-        # By hand, gradients are complete where an optimizer steps with them, and not before.
+        # In manual optimization, gradients are complete only for the optimizer that steps.
         table[row, -1] = each.name in layout.stepped if layout.stepped is not None else layout.is_automatic
     sizes = [losses.numel(), values.numel(), table.numel()]
     sent = torch.cat([losses.flatten(), values.flatten(), table.flatten()]).to(strategy.root_device)

@@ -1,4 +1,4 @@
-"""What the numbers of a layout and of the module as written have in common, and how to say it."""
+"""Comparison of the results of a layout and of the module as written, and its messages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from trainwright.strategies.base.certificate.sketch import PROJECTIONS
 
-# Beyond this many, names of parameters are only counted.
+# Maximum number of parameter names in a message.
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Differences that rounding explains.
+    """Differences explained by rounding.
 
     Args:
         loss: relative, of losses.
         gradient: of a parameter's gradient, relative to its norm.
-        noise: of a parameter's gradient, relative to the largest norm among all parameters: a gradient that is zero
-            but for rounding has no size of its own.
+        noise: of a parameter's gradient, relative to the largest norm of all parameters, for gradients that are zero
+            except for rounding.
         logged: relative, of logged values.
     """
 
@@ -34,7 +34,7 @@ class Tolerance:
     logged: float
 
 
-# By the precision in which products are computed; several hundred to several thousand roundings of it.
+# By the dtype of matrix products; several hundred to several thousand times its rounding error.
 _TOLERANCES = {
     torch.float64: Tolerance(1e-9, 1e-7, 1e-11, 1e-7),
     torch.float32: Tolerance(2e-5, 3e-4, 5e-7, 1e-4),
@@ -44,7 +44,7 @@ _TOLERANCES = {
 
 
 def tolerance_of(precision: Any, module: nn.Module) -> Tolerance:
-    """The tolerance for what a precision plugin and the parameters of ``module`` compute in."""
+    """Return the tolerance for a precision plugin and the dtypes of ``module``."""
     named = str(getattr(precision, "precision", "32"))
     used = {p.dtype for p in module.parameters() if p.is_floating_point()} or {torch.float32}
     if "bf16" in named or "transformer-engine" in named:
@@ -59,19 +59,19 @@ def tolerance_of(precision: Any, module: nn.Module) -> Tolerance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of a certificate.
+    """Outcome of a certificate.
 
     Args:
-        parameters: how many were compared.
-        losses: the pair that differs most: of the layout, of the module as written; ``None``: there was no loss.
+        parameters: number of compared parameters.
+        losses: the pair with the largest difference: layout, module as written; ``None``: no loss.
         loss_difference: its relative difference.
         largest: name and relative difference of the gradient that differs most; ``None``: none was compared.
-        wrong: names of the parameters whose gradients differ by more than rounding, with the relative difference.
+        wrong: names and relative differences of gradients that differ by more than rounding.
         logged: name and both values of a logged value that differs by more than rounding; ``None``: none does.
-        tolerance: what rounding explains.
-        seconds: that it took.
-        state: name of a buffer or counter that a step changes otherwise; ``None``: none.
-        module: name of the first module, or parameter, that differs; empty: none, or it is not known.
+        tolerance: differences explained by rounding.
+        seconds: duration.
+        state: name of a buffer or counter that a step changes differently; ``None``: none.
+        module: name of the first module or parameter that differs; empty: none or unknown.
     """
 
     parameters: int
@@ -87,12 +87,12 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing differs by more than rounding."""
+        """True if nothing differs by more than rounding."""
         differs = self.wrong or self.logged is not None or self.state is not None
         return not differs and self.loss_difference <= self.tolerance.loss
 
     def problem(self) -> str:
-        """What differs, for a message."""
+        """Describe the differences for a message."""
         parts = []
         if self.losses is not None and self.loss_difference > self.tolerance.loss:
             parts.append(f"the loss is {self.losses[0]:.7g} instead of {self.losses[1]:.7g}")
@@ -107,19 +107,19 @@ class Comparison:
                 f"rounding explains {self.tolerance.gradient:.0e})"
             )
         if self.state is not None:
-            parts.append(f"a step changes {self.state} otherwise")
+            parts.append(f"a step changes {self.state} differently")
         if self.module:
             parts.append(f"the first to differ is {self.module}")
         return "; ".join(parts)
 
     def summary(self) -> str:
-        """One line on what was certified."""
+        """Summarize a successful certificate in one line."""
         largest = "" if self.largest is None else f", largest difference {self.largest[1]:.1e} ({self.largest[0]})"
         loss = "" if self.losses is None else f"loss {self.losses[0]:.6g} (difference {self.loss_difference:.1e}), "
         return f"{loss}gradients of {self.parameters} parameters{largest}; {self.seconds:.1f} s"
 
     def record(self) -> dict[str, Any]:
-        """Plain values for files."""
+        """Return plain values for files."""
         return {
             "holds": self.holds,
             "parameters": self.parameters,
@@ -138,15 +138,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Found:
-    """What all ranks found, the same on every rank.
+    """Results of all ranks, equal on every rank.
 
     Args:
-        losses: ``(n, 2)``: of the layout, of the module as written; zeros where there was none.
-        logged: per data rank the logged value that differs most: name, value of the layout, of the module as written.
+        losses: ``(n, 2)``: layout, module as written; zeros if there was none.
+        logged: logged values of each data rank: name, value of the layout, of the module as written.
         layout: sketches of the layout's gradients, summed over all ranks, ``(parameters, 9)``.
-        plain: mean over data ranks of those of the module as written, ``(parameters, 9)``.
+        plain: sketches of the module as written, averaged over data ranks, ``(parameters, 9)``.
         sizes: number of elements of each parameter.
-        compared: whether each takes part.
+        compared: whether to compare each parameter.
     """
 
     losses: Tensor
@@ -158,7 +158,7 @@ class Found:
 
 
 def compare(names: Sequence[str], found: Found, tolerance: Tolerance, seconds: float) -> Comparison:
-    """Judge what was found."""
+    """Compare the results of both runs."""
     pairs = [(one, other) for one, other in found.losses.tolist() if one or other]
     losses = max(pairs, key=lambda pair: relative_difference(*pair), default=None)
     differences = _differences(names, found, tolerance)
@@ -180,13 +180,13 @@ def compare(names: Sequence[str], found: Found, tolerance: Tolerance, seconds: f
 
 
 def _differences(names: Sequence[str], found: Found, tolerance: Tolerance) -> list[tuple[str, float, float]]:
-    """Name, relative difference and that in units of what is allowed, of every gradient that one side has."""
+    """Return name, relative difference and its ratio to the allowed one, of every gradient that either side has."""
     copies = found.layout[:, -1] / torch.tensor(found.sizes, dtype=torch.float64).clamp(min=1)
     layout = found.layout[:, :PROJECTIONS] / copies.clamp(min=1e-9)[:, None]
     plain = found.plain[:, :PROJECTIONS]
     norms = plain.square().mean(1).sqrt()
     distances = (layout - plain).square().mean(1).sqrt()
-    # Sums of numbers that overflow are infinite or nan, by their order.
+    # Overflowing sums are infinite or NaN, depending on their order.
     distances[~layout.isfinite().all(1) & ~plain.isfinite().all(1)] = 0.0
     finite = norms[norms.isfinite()]
     scale = float(finite.max()) if len(finite) else 0.0
@@ -203,7 +203,7 @@ def _differences(names: Sequence[str], found: Found, tolerance: Tolerance) -> li
 
 
 def relative_difference(one: float, other: float) -> float:
-    """``|one - other|`` relative to ``other``; infinite where only one of them is a number."""
+    """Return ``|one - other|`` relative to ``other``; infinite if only one of them is finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return 0.0 if (math.isnan(one) and math.isnan(other)) or one == other else math.inf
     return abs(one - other) / max(abs(other), 1e-3)

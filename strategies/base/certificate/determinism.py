@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on how a batch, or the work on it, is divided."""
+"""Random numbers that do not depend on how a batch or a computation is split."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from trainwright.strategies.contract.randomness.state import random_state, set_r
 
 _SEED = 20_260_101
 _IDENTITY = {torch.ops.aten.native_dropout, torch.ops.aten._fused_dropout}
-# Operators with a dropout inside: name of its argument -> the value that turns it off.
+# Names of dropout arguments of fused operators.
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
 
 class Deterministic(TorchDispatchMode):
-    """Turns dropout off and gives every sample the same random numbers, as long as it is entered.
+    """Dispatch mode that disables dropout and draws the same random numbers for every sample.
 
-    A pipeline draws per micro-batch what one process draws per batch, and ranks that split activations draw masks of
-    their own, so runs that shall be compared cannot draw as they would. Here a Bernoulli draw gives its probability
-    (which makes every form of dropout the identity); any other draw is made for one sample and repeated along dim 0,
-    from a seed that depends on the operator, the shape of a sample and how many such draws were made before.
-    Generators of torch, Python and NumPy are as before once it is left.
+    A pipeline draws per micro-batch, and ranks that split activations draw their own masks, so compared runs cannot use
+    regular random numbers. Here a Bernoulli draw returns its probability, which makes dropout the identity. Any other
+    draw is made for one sample and repeated along dim 0, with a seed from the operator, the shape of a sample and the
+    number of earlier such draws.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class Deterministic(TorchDispatchMode):
         self._drawn: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run ``func``, or what stands for it where it draws."""
+        """Run ``func``, or its replacement if it draws random numbers."""
         kwargs = dict(kwargs or {})
         name = func._schema.name.removeprefix("aten::")
         if func.overloadpacket in _IDENTITY:
@@ -50,7 +49,7 @@ class Deterministic(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _drawn_once(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if "generator" in kwargs:  # one of the user's own would go on
+        if "generator" in kwargs:  # a user's generator would advance
             kwargs["generator"] = None
         target = args[0] if args else None
         if isinstance(target, Tensor) and name.endswith("_"):
@@ -75,12 +74,12 @@ class Deterministic(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def drawn(self) -> Counter[tuple[str, tuple[int, ...]]]:
-        """How often was drawn so far."""
+        """Return the counts of draws so far."""
         return self._drawn.copy()
 
     @contextmanager
-    def going_on_from(self, drawn: Counter[tuple[str, tuple[int, ...]]]) -> Iterator[None]:
-        """Draw as after ``drawn``: what backward recomputes draws again what forward drew."""
+    def replaying_from(self, drawn: Counter[tuple[str, tuple[int, ...]]]) -> Iterator[None]:
+        """Continue after ``drawn``, so that recomputation in backward repeats the draws of forward."""
         later = self._drawn
         self._drawn = drawn.copy()
         try:
@@ -98,7 +97,7 @@ class Deterministic(TorchDispatchMode):
 
 
 def _probability(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """What a Bernoulli draw gives on average."""
+    """Return the mean of a Bernoulli draw."""
     target: Tensor = args[0]
     given = next((v for v in (*args[1:], kwargs.get("p")) if isinstance(v, float | int | Tensor)), None)
     if func._schema.name.endswith("_"):
@@ -111,7 +110,7 @@ def _probability(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of an operator (attention, a recurrent layer) that has a dropout inside, with probability 0."""
+    """Return the arguments of a fused operator (attention, a recurrent layer) with dropout 0."""
     args = list(args)
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in _DROPOUT_ARGUMENTS and isinstance(argument.default_value, float | type(None)):
@@ -130,8 +129,8 @@ def _size_argument(func: Any, args: Any) -> int | None:
 
 
 @contextmanager
-def held_randomness(device: torch.device) -> Iterator[None]:
-    """Leave generators of torch, Python and NumPy as they were; inside, they begin from one seed."""
+def fixed_seed(device: torch.device) -> Iterator[None]:
+    """Seed the generators of torch, Python and NumPy, and restore them afterwards."""
     before = random_state(device)
     try:
         torch.manual_seed(_SEED)

@@ -1,7 +1,6 @@
-"""Mean and mean square of what each module returns, by which the first module that computes otherwise is found.
+"""Mean and mean square of each module's output, to find the first module that differs.
 
-They are the same whether a rank computes a module's whole output or ranks compute parts of it: sums over parts, over
-micro-batches and over slices of a sequence add up.
+They are sums over parts, micro-batches and slices of a sequence, hence independent of the split.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ _SUM, _SQUARES, _COUNT, _ORDER = range(4)
 
 
 class Outputs:
-    """Listens to modules for as long as :meth:`listening` is entered.
+    """Output statistics of modules, recorded within :meth:`listening`.
 
     Args:
-        places: id of a module -> its place in :attr:`table`; others are not listened to.
-        count: number of places.
+        places: id of a module -> its row in :attr:`table`; others are ignored.
+        count: number of rows.
 
     Attributes:
-        table: sum, sum of squares and number of elements of all outputs of each module, and the place of its first
-            call in the order of calls, from 1, ``(count, 4)``.
+        table: sum, sum of squares, number of elements of each module's outputs, and the 1-based index of its first
+            call, ``(count, 4)``.
     """
 
     def __init__(self, places: Mapping[int, int], count: int) -> None:
@@ -39,16 +38,16 @@ class Outputs:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen."""
-        handle = register_module_forward_hook(self._hear)
+        """Record outputs in a ``with`` block."""
+        handle = register_module_forward_hook(self._record)
         try:
             yield
         finally:
             handle.remove()
 
-    def _hear(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _record(self, module: nn.Module, _: Any, output: Any) -> None:
         place = self._places.get(id(module))
-        if place is None or torch._C._current_graph_task_id() != -1:  # backward recomputes it
+        if place is None or torch._C._current_graph_task_id() != -1:  # recomputation in backward
             return
         row = self.table[place]
         self._calls += 1
@@ -62,16 +61,13 @@ class Outputs:
 
 
 def first_that_differs(layout: Outputs, plain: Outputs, allowed: float, device: torch.device) -> int | None:
-    """Place of the first module, in the order of the module as written, whose outputs differ. A collective.
+    """Return the row of the first module, in call order, whose outputs differ; ``None``: none. A collective.
 
     Args:
         layout: of every rank.
         plain: of ranks that ran the module as written; empty on others.
-        allowed: relative difference that rounding explains.
+        allowed: relative difference explained by rounding.
         device: for the collective.
-
-    Returns:
-        ``None`` if no output differs.
     """
     order = plain.table[:, _ORDER].clone() if dist.get_rank() == 0 else torch.zeros(len(plain.table))
     sent = torch.cat([layout.table[:, :3], plain.table[:, :3], order.double()[:, None]], 1).to(device)

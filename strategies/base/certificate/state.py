@@ -1,4 +1,4 @@
-"""The state of a module beside its parameters, kept so that a trial leaves no trace in it."""
+"""Saving and restoring a module's state around a trial run."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.certificate.written import _Looks, _put
 from trainwright.strategies.contract.gradients import local_tensor
 
-# Exactly these: a subclass may refuse to be cleared.
+# Exact types, since subclasses may not support clearing.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-# Instances of classes from here are shared with the trainer, or cannot be looked into.
+# Packages whose instances are shared with the trainer or opaque.
 _FOREIGN = ("builtins", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "trainwright", "numpy")
-# A trial looks into so many objects at most; what lies deeper is not a module's state but data that it refers to.
+# Maximum number of visited objects; more are data rather than state.
 _MOST_OBJECTS = 100_000
 
 
 class KeptObjects:
-    """What containers and plain objects hold, with all that they refer to.
+    """Contents of containers and plain objects, recursively.
 
     Args:
-        values: where to begin; modules are passed over.
-        tensors: whether to keep the values of tensors as well, and not only which they are.
+        values: roots; modules are skipped.
+        tensors: whether to save the values of tensors too.
     """
 
     def __init__(self, values: Iterable[Any], *, tensors: bool = False) -> None:
         self._tensors: list[tuple[Tensor, Tensor]] = []
-        self._begun = WeakIdKeyDictionary()
+        self._versions = WeakIdKeyDictionary()
         self._containers: list[tuple[Any, Any]] = []
         self._objects: list[tuple[Any, dict[str, Any]]] = []
         self._seen: set[int] = set()
@@ -48,7 +48,7 @@ class KeptObjects:
             self._seen.add(id(value))
             if self._copies_tensors and _has_own_memory(value):
                 self._tensors.append((value, value.detach().clone()))
-                self._begun[value] = value._version
+                self._versions[value] = value._version
         elif type(value) in _CONTAINERS:
             self._seen.add(id(value))
             self._containers.append((value, value.copy()))
@@ -64,12 +64,14 @@ class KeptObjects:
                 self._keep(item)
 
     def forget_unchanged(self) -> None:
-        """Drop the values of tensors that nobody has written to since."""
-        self._tensors = [(tensor, value) for tensor, value in self._tensors if tensor._version != self._begun[tensor]]
+        """Drop saved values of tensors that were not modified since."""
+        self._tensors = [
+            (tensor, value) for tensor, value in self._tensors if tensor._version != self._versions[tensor]
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all contents."""
         for tensor, value in self._tensors:
             if tensor.shape != value.shape:
                 tensor.set_(value.clone())  # type: ignore[call-overload]
@@ -84,9 +86,9 @@ class KeptObjects:
 
 
 class KeptState:
-    """Copies of all that a step may change in a module: buffers, attributes, containers, plain objects within them.
+    """Copy of the state of a module that a step may change: buffers, attributes, containers, plain objects within them.
 
-    What user code changes elsewhere (files, global variables) is not kept.
+    Changes elsewhere (files, global variables) are not covered.
 
     Args:
         module: the whole module.
@@ -100,11 +102,11 @@ class KeptState:
         self._objects = KeptObjects(values, tensors=True)
 
     def forget_unchanged(self) -> None:
-        """Drop the values of tensors that nobody has written to since."""
+        """Drop saved values of tensors that were not modified since."""
         self._objects.forget_unchanged()
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the module."""
         for sub, looks in self._modules:
             _put(sub, looks, vars(sub))
         self._objects.restore()
@@ -114,7 +116,7 @@ class KeptState:
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a plain one of which each element can be written."""
+    """Return whether ``tensor`` is a plain tensor with writable elements."""
     if type(tensor) is not Tensor or not tensor.is_leaf or tensor.is_meta or tensor.layout is not torch.strided:
         return False
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -130,7 +132,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator writes to, as this rank holds them."""
+    """Yield the tensors that an operator writes to, local shards of DTensors."""
     if not func._schema.is_mutable:
         return
     for place, argument in enumerate(func._schema.arguments):
@@ -140,10 +142,10 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 class WrittenWeights:
-    """Undoes what user code writes into parameters during a trial (an average of weights, say).
+    """Parameters that user code modifies during a trial (e.g. by weight averaging), to be restored.
 
     Args:
-        tensors: parameters as this rank holds them, by name.
+        tensors: this rank's parameters, by name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -160,12 +162,12 @@ class WrittenWeights:
                 self._saved[name] = held, held.detach().clone()
 
     def changed(self) -> set[str]:
-        """Names of those that have other values since they were written to."""
+        """Return names of parameters whose values have changed."""
         return {name for name, (held, value) in self._saved.items() if not torch.equal(held, value)}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back the parameters that were written to."""
+        """Restore modified parameters."""
         for tensor, value in self._saved.values():
             tensor.detach().copy_(value)
         self._saved.clear()
@@ -173,7 +175,7 @@ class WrittenWeights:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Leave ``module`` as it was, but for its parameters' values."""
+    """Restore ``module`` afterwards, except for its parameters' values."""
     kept = KeptState(module)
     try:
         yield

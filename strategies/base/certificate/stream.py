@@ -1,4 +1,4 @@
-"""Whole parameters of a module of which ranks hold parts, one block at a time."""
+"""Gathering of a split module's parameters, one block at a time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _END = -1
 
 
 class Supply:
-    """Gives whole values of parameters, unit by unit, to the first rank of each group of ranks that share samples.
+    """Source of whole parameters, unit by unit, for the first rank of each group that shares samples.
 
     Args:
         parameters: of the module as written.
         units: names of the parameters of each unit.
-        held: this rank's part of a parameter by name, between two steps; ``None``: another stage holds it.
+        held: returns this rank's part of a parameter; ``None``: another stage holds it.
         dtypes: of the parameters by name.
-        assembly: where parts are; ``None``: every rank holds wholes, or DTensors.
-        group: ranks that share samples, the one that asks first; ``None``: this rank alone.
+        assembly: locations of parts; ``None``: ranks hold whole parameters or DTensors.
+        group: ranks that share samples, the requesting one first; ``None``: this rank alone.
         device: of the values.
     """
 
@@ -52,11 +52,11 @@ class Supply:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank asks, rather than answers."""
+        """True if this rank requests parameters."""
         return self._group is None or dist.get_rank(self._group) == 0
 
     def ask(self, unit: int) -> Iterator[tuple[str, Tensor]]:
-        """On a rank that leads: name and whole value of each parameter of ``unit``; iterate to the end."""
+        """Yield name and whole value of each parameter of ``unit`` on the leading rank; to be iterated to the end."""
         self._announce(unit)
         for name in self.units[unit]:
             whole = self._gather(name)
@@ -64,11 +64,11 @@ class Supply:
             yield name, whole
 
     def end(self) -> None:
-        """On a rank that leads: let the others go."""
+        """End :meth:`serve` of the other ranks, on the leading rank."""
         self._announce(_END)
 
     def serve(self) -> None:
-        """On a rank that does not lead: answer until the one that leads has ended."""
+        """Answer requests until the leading rank ends."""
         while (unit := self._announce(_END)) != _END:
             for name in self.units[unit]:
                 self._gather(name)
@@ -76,21 +76,24 @@ class Supply:
     def _announce(self, unit: int) -> int:
         if self._group is None:
             return unit
-        said = torch.tensor([unit], device=self._device)
-        dist.broadcast(said, group=self._group, group_src=0)
-        return int(said.item())
+        request = torch.tensor([unit], device=self._device)
+        dist.broadcast(request, group=self._group, group_src=0)
+        return int(request.item())
 
     @torch.no_grad()
     def _gather(self, name: str) -> Tensor | None:
-        """The whole of a parameter, on the rank that leads at least."""
+        """Gather a parameter, at least on the leading rank."""
         assembly = self._assembly
         if assembly is None:
-            return self._whole_here(name)
-        whole = self._cut_whole(name) if assembly.owns(name) else None
+            return self._gather_shards(name)
+        whole = None
+        if assembly.owns(name):
+            part, cut = self._gather_shards(name), assembly.cuts.get(name)
+            whole = part if cut is None else cut.whole(part)
         owner = assembly.owners.get(name, 0)
         if assembly.pipeline is None or owner == 0 or not self._is_with_leader(assembly.pipeline):
             return whole
-        # The rank that leads is on the first stage.
+        # The leading rank is on the first stage.
         if whole is not None:
             dist.send(whole.contiguous(), group=assembly.pipeline, group_dst=0)
         elif self.leads:
@@ -99,35 +102,30 @@ class Supply:
         return whole
 
     def _is_with_leader(self, pipeline: dist.ProcessGroup) -> bool:
-        """Whether a rank of this rank's pipeline leads; others share its samples along other axes."""
+        """Return whether the leading rank is in this rank's pipeline."""
         assert self._group is not None
         return dist.get_global_rank(pipeline, 0) == dist.get_global_rank(self._group, 0)
 
-    def _whole_here(self, name: str) -> Tensor:
+    def _gather_shards(self, name: str) -> Tensor:
         held = self._held(name)
         assert held is not None
         whole = whole_on_device(held) if isinstance(held, DTensor) else held
         return whole.detach().to(self._device)
 
-    def _cut_whole(self, name: str) -> Tensor:
-        assert self._assembly is not None
-        part, cut = self._whole_here(name), self._assembly.cuts.get(name)
-        return part if cut is None else cut.whole(part)
-
 
 class Streamed:
-    """Parameters that stand for those of the module as written and have memory only while they are needed.
+    """Parameters of the module as written that are in memory only while needed.
 
-    Those outside of the blocks are there all the time. A block's are fetched before its forward, dropped after it, and
-    fetched again when backward recomputes the block. What user code reads of a block elsewhere stays until the end.
+    Those outside of the blocks are always in memory. A block's are fetched before its forward, dropped after it, and
+    fetched again for recomputation in backward. Those that user code reads elsewhere stay until the end.
 
     Args:
-        supply: where values come from; unit 0 is what is outside of the blocks.
+        supply: of values; unit 0 is outside of the blocks.
         parameters: of the module as written.
         trained: whether a parameter is trained, by name.
         dtypes: of the parameters by name.
         device: of the values.
-        take: called with the name and the gradient of a parameter, or a part of the sum that the gradient is.
+        take: called with the name of a parameter and its gradient or a summand of it.
     """
 
     def __init__(
@@ -168,12 +166,12 @@ class Streamed:
         return take
 
     def fill(self, unit: int) -> None:
-        """Give the parameters of ``unit`` memory and values, and drop those of other units that are not pinned."""
+        """Fetch the parameters of ``unit``, and drop those of other units that are not pinned."""
         if unit in self._filled:
             return
         for other in self._filled - self._pinned:
             self.release(other)
-        with _disable_current_modes():  # these are no writes of the user's
+        with _disable_current_modes():  # not writes of user code
             for name, value in self._supply.ask(unit):
                 parameter = self.parameters[name]
                 storage = parameter.untyped_storage()
@@ -190,7 +188,7 @@ class Streamed:
         self._filled.discard(unit)
 
     def close(self) -> None:
-        """Give all memory back; Python's collector does not see through hooks on tensors."""
+        """Free all memory explicitly, since tensor hooks hide references from the garbage collector."""
         self._pinned.clear()
         for unit in list(self._filled):
             self.release(unit)
@@ -204,7 +202,7 @@ class Streamed:
         self._pinned.add(unit)
 
     def before(self, arguments: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """Pin the units of all arguments of an operator that have no memory at present, and of what it writes to."""
+        """Pin the units of an operator's arguments that are not in memory, and of tensors it writes to."""
         for tensor in arguments:
             if tensor.numel() and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0:
                 unit, _ = self._places.get(tensor.untyped_storage()._cdata, (None, ""))
@@ -217,12 +215,12 @@ class Streamed:
                 self._before_writes[name] = self.parameters[name].detach().clone()
 
     def changed(self) -> set[str]:
-        """Names of the parameters that have other values since user code wrote to them."""
+        """Return names of parameters whose values user code has changed."""
         return {name for name, value in self._before_writes.items() if not torch.equal(self.parameters[name], value)}
 
     @contextmanager
     def around(self, blocks: Sequence[nn.Module], randomness: Deterministic) -> Iterator[None]:
-        """Fetch the parameters of each block, which are units 1, 2, ... in order, around its forward."""
+        """Fetch the parameters of each block (units 1, 2, ... in order) around its forward, in a ``with`` block."""
         before = [block.__dict__.get("forward") for block in blocks]
         for unit, block in enumerate(blocks, 1):
             block.forward = self._streaming(unit, block, randomness)
@@ -237,13 +235,13 @@ class Streamed:
     def _streaming(self, unit: int, block: nn.Module, randomness: Deterministic) -> Callable[..., Any]:
         forward = block.forward
 
-        def run(before: _Before, *args: Any, **kwargs: Any) -> Any:
+        def run(before: _BlockInputs, *args: Any, **kwargs: Any) -> Any:
             self.fill(unit)
-            with before.again(), randomness.going_on_from(before.drawn):
+            with before.restored(), randomness.replaying_from(before.drawn):
                 return forward(*args, **kwargs)
 
         def streamed(*args: Any, **kwargs: Any) -> Any:
-            before = _Before(randomness, block, (args, kwargs))
+            before = _BlockInputs(randomness, block, (args, kwargs))
             try:
                 if not torch.is_grad_enabled():
                     return run(before, *args, **kwargs)
@@ -262,14 +260,8 @@ class Streamed:
         return streamed
 
 
-class _Before:
-    """What was there before a block ran: backward runs it once more, and caches and buffers have changed since.
-
-    Args:
-        randomness: of the run.
-        block: that runs.
-        arguments: of it.
-    """
+class _BlockInputs:
+    """State and arguments of a block before its forward, restored for recomputation in backward."""
 
     def __init__(self, randomness: Deterministic, block: nn.Module, arguments: Any) -> None:
         self.drawn = randomness.drawn()
@@ -277,8 +269,8 @@ class _Before:
         self._kept: tuple[KeptState, KeptObjects] | None = None
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Nothing to do around the first run; around later ones, state and arguments are as before it."""
+    def restored(self) -> Iterator[None]:
+        """Record state and arguments around the first run; restore them for later runs."""
         now = KeptState(self._block), KeptObjects(self._arguments)
         if self._kept is None:
             yield

@@ -1,4 +1,4 @@
-"""One run of the first batch: what it needs of a strategy, what surrounds it, and what it gave."""
+"""A trial run of the first batch: its contexts and results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainwright.strategies.contract.collectives.ranks import Ranks
 
 
 class Compared(Protocol):
-    """What a strategy shows of itself to be compared with the module as written."""
+    """A strategy as seen by the certificate."""
 
     lightning_module: LightningModule
     precision_plugin: Any
@@ -44,29 +44,29 @@ class Compared(Protocol):
     averaging: Averaging
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The layout's own step."""
+        """Run the layout's step."""
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """The layout's own backward."""
+        """Run the layout's backward."""
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Gradients as this rank holds them."""
+        """Yield this rank's gradients."""
 
 
 @dataclass
 class Trial:
-    """What one run of the first batch gave on this rank.
+    """Results of one run of the first batch on this rank.
 
     Args:
         losses: of ``training_step``, or of each ``manual_backward``.
         logged: name -> value.
         gradients: name -> sketch.
-        stepped: names of the parameters of the optimizer whose step ended it; ``None``: none has ended it.
-        is_automatic: whether the Trainer runs backward, not the module by hand.
-        share: weight of the part of the batch that is run at present.
-        error: what ``training_step`` raised.
-        state: what it changed in buffers and counters.
-        written: names of the parameters that it wrote other values to.
+        stepped: names of the parameters of the optimizer whose step ended the run; ``None``: none did.
+        is_automatic: whether optimization is automatic.
+        share: weight of the current part of the batch.
+        error: raised by ``training_step``.
+        state: changes of buffers and counters.
+        written: names of modified parameters.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Trial:
 
 
 class _Stepped(BaseException):
-    """Raised where user code steps an optimizer: what it would step with is all that is compared."""
+    """Raised where user code steps an optimizer, to end the trial."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
@@ -89,14 +89,14 @@ class _Stepped(BaseException):
 
 
 class WatchedTensors(TorchDispatchMode):
-    """Shows all tensors among its arguments, and those that it writes to, to ``look`` before each operator runs."""
+    """Dispatch mode that passes an operator's tensor arguments, and those it writes to, to ``look`` before it runs."""
 
     def __init__(self, look: Callable[[Iterable[Tensor], Iterable[Tensor]], None]) -> None:
         super().__init__()
         self._look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look, then run ``func``."""
+        """Call ``look``, then run ``func``."""
         kwargs = kwargs or {}
         tensors = (leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if type(leaf) in _PLAIN)
         self._look(tensors, written_by(func, args, kwargs))
@@ -107,7 +107,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def arguments(module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """What ``training_step`` is given; a copy, since it may change its batch."""
+    """Return the arguments of ``training_step``, with a copy of the batch, which it may modify."""
     batch = _copied(batch)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if takes_index else (batch,)
@@ -116,24 +116,24 @@ def arguments(module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any,
 def _copied(batch: Any) -> Any:
     try:
         return copy.deepcopy(batch)
-    except RuntimeError:  # a tensor with a graph: a hook has computed it
+    except RuntimeError:  # a non-leaf tensor, computed by a hook
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss of what ``training_step`` gave; ``None``: it gave none."""
+    """Return the loss in the output of ``training_step``; ``None`` if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
 
 
 @contextmanager
 def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor], None] | None = None) -> Iterator[None]:
-    """Keep what the module logs, and the losses of manual optimization.
+    """Record logged values and the losses of manual optimization.
 
     Args:
-        module: whose ``log`` and ``manual_backward`` are exchanged.
-        trial: where to.
-        backward: runs backward of a loss in place of the strategy; ``None``: the strategy does.
+        module: whose ``log`` and ``manual_backward`` are patched.
+        trial: to record to.
+        backward: replaces the strategy's backward; ``None``: keep it.
     """
     run_backward = module.manual_backward if backward is None else backward
 
@@ -147,13 +147,12 @@ def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor],
         trial.losses.append(float(loss.detach().float().item()))
         run_backward(loss, *args, **kwargs)
 
-    def leave(*_: Any, **__: Any) -> Tensor:
-        """Gradients are compared before they are clipped."""
+    def skip(*_: Any, **__: Any) -> Tensor:  # gradients are compared before clipping
         return torch.zeros(())
 
-    clips = {"clip_grad_norm_": leave, "clip_grad_value_": leave}
+    clips = {"clip_grad_norm_": skip, "clip_grad_value_": skip}
     with (
-        _attributes(module, log=log, manual_backward=manual_backward, clip_gradients=leave),
+        _attributes(module, log=log, manual_backward=manual_backward, clip_gradients=skip),
         _attributes(torch.nn.utils, **clips),
         _attributes(torch.nn.utils.clip_grad, **clips),
     ):
@@ -162,7 +161,7 @@ def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor],
 
 @contextmanager
 def _attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Exchange attributes of an object for as long as this is entered."""
+    """Replace attributes of an object in a ``with`` block."""
     held = vars(target)
     before = {name: held[name] for name in values if name in held}
     held.update(values)
@@ -175,8 +174,8 @@ def _attributes(target: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def ending(strategy: Compared, trial: Trial) -> Iterator[None]:
-    """End quietly where user code steps an optimizer, before it changes anything."""
+def stopped_at_step(strategy: Compared, trial: Trial) -> Iterator[None]:
+    """End the ``with`` block where user code steps an optimizer, before the step."""
 
     def stopping(optimizer: Optimizer) -> Callable[..., Any]:
         def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +202,7 @@ def ending(strategy: Compared, trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Keep learning rates and the like, and which parameters are trained: user code may toggle an optimizer off."""
+    """Restore group options and ``requires_grad`` afterwards, which user code may change (``toggle_optimizer``)."""
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     trained = [(parameter, parameter.requires_grad) for group in groups for parameter in group["params"]]
     try:
@@ -216,14 +215,14 @@ def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _NoHooks:
-    """Stands for a table of hooks of which none is overridden."""
+    """A hook table without overridden hooks."""
 
     heard: frozenset[str] = frozenset()
 
 
 @contextmanager
 def quiet(strategy: Compared) -> Iterator[None]:
-    """No hook, logger, loss scale or weight of samples acts while this is entered."""
+    """Disable hooks, loggers, loss scaling and sample weights in a ``with`` block."""
     trainer: Any = strategy.lightning_module.trainer
     plugin = strategy.precision_plugin
     loggers = trainer.loggers
@@ -231,7 +230,7 @@ def quiet(strategy: Compared) -> Iterator[None]:
         stack.enter_context(_attributes(plugin, hooks=_NoHooks(), scaler=None))
         stack.enter_context(_attributes(strategy, loss_factor=1.0, loss_divisor=1.0))
         if strategy.averaging.compression is not None:
-            # Replicas are averaged with a loss: then each replica's own gradients are compared, in the mean.
+            # Compressed averages are lossy: compare the mean of each replica's own gradients instead.
             stack.enter_context(strategy.averaging.accumulating())
         stack.enter_context(_attributes(trainer, token_weights=None))
         trainer.loggers = [DummyLogger()] if loggers else []

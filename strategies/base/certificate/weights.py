@@ -1,4 +1,4 @@
-"""Whether the parts that ranks hold of a module's weights are those of the whole it was built with."""
+"""Comparison of the ranks' shards with the weights that the module was built with."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from trainwright.strategies.base.certificate.sketch import PROJECTIONS, WIDTH, sketch_of_part, sketch_of_whole
 from trainwright.strategies.base.certificate.written import AsWritten
 
-# Relative to the norm of a parameter; weights are copied, or rounded to a dtype of 8 bits of precision.
+# Relative to the norm of a parameter; weights are copied, or rounded to at least 8 bits of precision.
 _ALLOWED = 2e-2
 
 
 def sketches_of_wholes(written: AsWritten) -> Tensor:
-    """Sketches of all parameters while this rank has them whole, ``(parameters, 9)``."""
+    """Return sketches of all parameters before sharding, ``(parameters, 9)``."""
     rows = [sketch_of_whole(each.name, getattr(*each.slots[0])) for each in written.parameters]
     return torch.stack(rows) if rows else torch.zeros(0, WIDTH, dtype=torch.float64)
 
 
 def parts_that_differ(strategy: Any, written: AsWritten, wholes: Tensor) -> str:
-    """The first parameter whose parts do not make up the first rank's whole; empty if there is none. A collective.
+    """Return the first parameter whose shards differ from the first rank's weights; empty: none. A collective.
 
     Args:
         strategy: set up.
         written: of its module.
-        wholes: of :func:`sketches_of_wholes` on this rank.
+        wholes: from :func:`sketches_of_wholes` on this rank.
     """
     assembly, _ = strategy.certified.parts()
     parts = torch.zeros_like(wholes)

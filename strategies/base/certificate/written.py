@@ -1,4 +1,4 @@
-"""The module as its user wrote it, while a layout has replaced parts of it."""
+"""The module as written by the user, restored temporarily after a layout has modified it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor, nn
 
 from trainwright.strategies.pipeline.cut import refresh_recurrent
 
-# Attributes of every module that hold others by key, and are changed in place.
+# Dicts of every module that are modified in place.
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 _NAME = "_trainwright_as_written"
-# Not remembered between steps: they would keep whole tensors alive of which a rank holds a part.
+# Not saved between steps, since they would keep unsharded tensors alive.
 _TENSORS = ("_parameters", "_buffers", "_flat_weights")
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class WrittenParameter:
-    """One parameter of the module as written.
+    """A parameter of the module as written.
 
     Args:
-        name: its fully qualified name, the first of a tied one.
-        shape: of the whole.
-        requires_grad: whether it was trained when the run was set up.
+        name: its fully qualified name, the first if tied.
+        shape: before sharding.
+        requires_grad: whether it was trained at setup.
         slots: every module that registers it, and the name there.
-        hooks: on its gradient, as the user has registered them.
+        hooks: the user's gradient hooks.
     """
 
     name: str
@@ -43,7 +43,7 @@ class WrittenParameter:
 
 @dataclass
 class _Looks:
-    """A submodule as it was: its class, attributes and the contents of its tables."""
+    """Snapshot of a submodule: its class, attributes and tables."""
 
     kind: type
     attributes: dict[str, Any]
@@ -58,21 +58,20 @@ class _Looks:
 
 
 class AsWritten:
-    """Remembers a module before a strategy replaces classes, forwards, hooks and parameters, and can show it so again.
+    """Snapshot of a module before a strategy replaces classes, forwards, hooks and parameters.
 
-    Nothing is copied: the same module objects are changed for a while, so whatever refers to them (hooks, closures of
-    the user) goes on to work.
+    :meth:`shown` modifies the same module objects temporarily, so that references to them (hooks, closures) stay valid.
 
     Args:
-        module: whole, before anything was cut, wrapped or hooked.
+        module: unmodified by any strategy.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # By place in a list: some modules (metrics) hash by what they hold.
+        # A list, since some modules (metrics) hash by their contents.
         self._all = list(module.modules())
         self._before = [_Looks.of(sub, _TENSORS) for sub in self._all]
         self.is_new = True
-        """Whether no run has set the module up yet, so that its parameters are whole."""
+        """True if the module was not set up by a run yet, so that its parameters are unsharded."""
         self._names: dict[int, str] = {id(sub): name for name, sub in module.named_modules()}
         self._after: list[_Looks] = []
         slots: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -91,7 +90,7 @@ class AsWritten:
 
     @classmethod
     def of(cls, module: nn.Module) -> AsWritten:
-        """What was remembered of ``module`` when its first run was set up; now, where this is the first."""
+        """Return the snapshot of ``module``, taken at its first call."""
         known = module.__dict__.get(_NAME)
         if known is None:
             known = cls(module)
@@ -99,35 +98,31 @@ class AsWritten:
         return known
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the module begins anew."""
+        """Return ``None``: a copy of the module gets its own snapshot."""
 
     def __reduce__(self) -> Any:
-        """A module that is sent elsewhere begins anew there."""
-        return _nothing, ()
+        """Pickle as ``None``: a module sent elsewhere gets its own snapshot there."""
+        return _none, ()
 
     def name_of(self, module: nn.Module) -> str:
-        """Fully qualified name of a submodule, the first of one that is registered several times."""
+        """Return the (first) fully qualified name of a submodule."""
         return self._names[id(module)]
 
     def set_up(self) -> None:
-        """Take note of what the strategy has replaced; to be called when a run is set up."""
+        """Record the module as modified by the strategy, at setup."""
         self._after = [_Looks.of(sub, _TENSORS) for sub in self._all]
         self.is_new = False
 
     @contextmanager
     def shown(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """The module as written, as long as it is entered.
-
-        Args:
-            parameters: what stands for each parameter, by name.
-        """
+        """Restore the module as written in a ``with`` block, with replacements of its parameters by name."""
         now = [_Looks.of(sub) for sub in self._all]
         try:
             for place in range(len(self._all)):
                 self._show(place)
             for written in self.parameters:
                 for owner, key in written.slots:
-                    owner.__dict__.pop(key, None)  # what stood for a parameter of another stage
+                    owner.__dict__.pop(key, None)  # a placeholder for another stage's parameter
                     owner._parameters[key] = parameters[written.name]
             for sub in self._all:
                 refresh_recurrent(sub)
@@ -137,7 +132,7 @@ class AsWritten:
                 _put(sub, looks, vars(sub))
 
     def _show(self, place: int) -> None:
-        """Undo on one module what setting up the run has changed."""
+        """Undo the strategy's changes of one module."""
         sub = self._all[place]
         before, after, values = self._before[place], self._after[place], vars(sub)
         if type(sub) is after.kind is not before.kind:
@@ -157,12 +152,12 @@ class AsWritten:
                     table[key] = value
 
 
-def _nothing() -> None:
-    """What is there in place of a record that was sent."""
+def _none() -> None:
+    """Return ``None`` when unpickled."""
 
 
 def _put(sub: nn.Module, looks: _Looks, values: dict[str, Any]) -> None:
-    """Make ``sub`` look exactly as remembered."""
+    """Restore ``sub`` from its snapshot."""
     if type(sub) is not looks.kind:
         sub.__class__ = looks.kind
     tables = {name: values[name] for name in looks.tables}

@@ -1,1 +1,1 @@
-"""Whole parameters and gradients for user code, where ranks hold parts of them."""
+"""Whole parameters and gradients for user code, while ranks hold shards."""

@@ -1,4 +1,4 @@
-"""Puts a view of whole parameters around the hooks that users have written."""
+"""Wrapping of user hooks in a view of whole parameters."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _OF_MODULES = (
     "configure_gradient_clipping",
     "optimizer_step",
 )
-# Their hooks know of parts: Lightning's deal with what optimizers hold, and these packages with layouts.
-_KNOWING = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "trainwright.", "unittest.")
+# Packages whose hooks support shards.
+_SHARD_AWARE = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "trainwright.", "unittest.")
 
 
 def guard_hooks(
     view: WholeView, trainer: Trainer, optimizers: Callable[[], list[Optimizer]], parts: StatePart
 ) -> Callable[[], None]:
-    """Show wholes while hooks run that users have written; returns how to end that.
+    """Show whole parameters in user hooks; returns a function that ends it.
 
-    A module or callback with an attribute ``sees_parts = True`` sees this rank's parts as ever.
+    A module or callback with an attribute ``sees_parts = True`` still sees this rank's parts.
 
     Args:
-        view: what is shown.
-        trainer: its module and callbacks.
-        optimizers: gives those of the strategy.
-        parts: turns a whole value that a hook has put into a checkpoint's ``state_dict`` into this rank's part.
+        view: of the whole parameters.
+        trainer: with the module and callbacks.
+        optimizers: returns those of the strategy.
+        parts: returns this rank's part of a whole value that a hook has put into a checkpoint's ``state_dict``.
     """
     guarded: list[tuple[dict[str, Any], str, Any]] = []
     targets: list[tuple[Any, tuple[str, ...]]] = [(trainer.lightning_module, _OF_MODULES)]
@@ -45,9 +45,9 @@ def guard_hooks(
     for target, names in targets:
         for name in names if not getattr(target, "sees_parts", False) else ():
             method = getattr(target, name, None)
-            if method is None or _knows_parts(method):
+            if method is None or _supports_shards(method):
                 continue
-            guarded.append((target.__dict__, name, target.__dict__.get(name)))  # a LambdaCallback has hooks of its own
+            guarded.append((target.__dict__, name, target.__dict__.get(name)))  # as LambdaCallback sets
             target.__dict__[name] = _guarded(view, f"{type(target).__name__}.{name}", method, optimizers, parts)
 
     def end() -> None:
@@ -62,17 +62,13 @@ def guard_hooks(
 StatePart = Callable[[str, Tensor], Tensor]
 
 
-def _knows_parts(method: Callable[..., Any]) -> bool:
+def _supports_shards(method: Callable[..., Any]) -> bool:
     module = getattr(getattr(method, "__func__", method), "__module__", None) or ""
-    return module.startswith(_KNOWING)
+    return module.startswith(_SHARD_AWARE)
 
 
 def _guarded(
-    view: WholeView,
-    where: str,
-    method: Callable[..., Any],
-    optimizers: Callable[[], list[Optimizer]],
-    parts: StatePart,
+    view: WholeView, where: str, method: Callable[..., Any], optimizers: Callable[[], list[Optimizer]], parts: StatePart
 ) -> Callable[..., Any]:
     saves = where.endswith(".on_save_checkpoint")
 
@@ -89,7 +85,7 @@ def _guarded(
 
 @contextmanager
 def _whole_state(view: WholeView, checkpoint: dict[str, Any], parts: StatePart) -> Iterator[None]:
-    """Let ``checkpoint["state_dict"]`` hold wholes inside, and parts again after it."""
+    """Put whole tensors into ``checkpoint["state_dict"]`` in a ``with`` block."""
     held: Mapping[str, Any] | None = checkpoint.get("state_dict")
     if held is None:
         yield
@@ -100,16 +96,13 @@ def _whole_state(view: WholeView, checkpoint: dict[str, Any], parts: StatePart) 
         yield
     finally:
         state = checkpoint.get("state_dict", state)
-        kept = {key: _back(key, value, held, shown, parts) for key, value in state.items()}
+        kept = {key: _to_part(key, value, held, shown, parts) for key, value in state.items()}
         checkpoint["state_dict"] = {key: value for key, value in kept.items() if value is not None or key in held}
 
 
-def _back(key: str, value: Any, held: Mapping[str, Any], shown: Mapping[str, WholeTensor], parts: StatePart) -> Any:
+def _to_part(key: str, value: Any, held: Mapping[str, Any], shown: Mapping[str, WholeTensor], parts: StatePart) -> Any:
     if isinstance(value, WholeTensor):
         return held.get(key) if value.whole_name == key or key in held else value.whole()
     if key in shown and isinstance(value, Tensor):
         return parts(key, value) if key in held else None
     return value
-
-
-__all__ = ["guard_hooks"]

@@ -1,4 +1,4 @@
-"""Parameters of which this rank holds parts, by the names of the unmodified module, and the way to wholes and back."""
+"""This rank's parts of parameters, by the names of the unmodified module; gathering and splitting."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.wholes import part_like, whole_on_device
 
-# A place where a parameter is registered: the module and the name in it.
+# Registration of a parameter: the module and the name in it.
 Slot = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank holds of one parameter.
+    """This rank's part of a parameter.
 
     Args:
-        slots: where the unmodified module registers it; several if it is tied.
+        slots: where the unmodified module registers it; several if tied.
         shape: of the whole.
-        part: as it is registered here, or a ghost of its dtype and device on another stage's rank.
-        is_here: whether this rank holds any of it.
-        cut: how it is split along axes other than the data axes; ``None``: not at all.
+        part: as registered on this rank, or a placeholder of its dtype and device on other pipeline stages.
+        is_held: whether this rank holds any of it.
+        cut: split along axes other than the data axes; ``None``: none.
     """
 
     slots: Sequence[Slot]
     shape: torch.Size
     part: Tensor
-    is_here: bool = True
+    is_held: bool = True
     cut: Cut | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all of it."""
-        return self.is_here and self.cut is None and not isinstance(self.part, DTensor)
+        """True if this rank holds all of it."""
+        return self.is_held and self.cut is None and not isinstance(self.part, DTensor)
 
 
 class ModuleParts:
-    """Gathers wholes from shares, and takes shares of wholes.
+    """Gathering and splitting of a module's parameters.
 
     Args:
-        shares: by the name of each parameter, in the order of the unmodified module; the same names on every rank.
-        pipeline: ranks of this rank's pipeline; ``None``: one stage.
-        owners: name -> place in the pipeline of a rank that holds it; 0 without an entry.
+        shares: name of each parameter -> this rank's part, in the order of the unmodified module, on every rank.
+        pipeline: group of this rank's pipeline; ``None``: one stage.
+        owners: name -> pipeline index of a rank that holds it; missing: 0.
         device: where collectives run.
     """
 
@@ -63,19 +63,19 @@ class ModuleParts:
         self._pipeline, self._owners, self.device = pipeline, owners, device
 
     def is_whole(self, name: str) -> bool:
-        """Whether every rank holds the whole parameter anyway."""
+        """Return whether every rank holds the whole parameter."""
         return self._pipeline is None and self.shares[name].is_whole
 
     @torch.no_grad()
     def whole(self, name: str, part: Tensor | None) -> Tensor:
-        """Return the whole of a parameter, or of its gradient, in memory of its own; a collective.
+        """Gather a parameter, or its gradient, into new memory. A collective.
 
         Args:
             name: of the parameter.
-            part: what this rank holds of it; not read where the rank holds nothing.
+            part: this rank's part; ignored if it holds none.
         """
         share = self.shares[name]
-        joined = self._joined(share, part) if share.is_here and part is not None else None
+        joined = self._joined(share, part) if share.is_held and part is not None else None
         if self._pipeline is not None:
             owner = self._owners.get(name, 0)
             if dist.get_rank(self._pipeline) != owner:
@@ -88,7 +88,7 @@ class ModuleParts:
         return joined.to(share.part.device)
 
     def _joined(self, share: Share, part: Tensor) -> Tensor:
-        """Return the whole, from the ranks of this stage."""
+        """Gather the whole from the ranks of this stage."""
         own = local_tensor(part)
         whole = whole_on_device(part) if isinstance(part, DTensor) else part.detach()
         if share.cut is not None:
@@ -97,12 +97,12 @@ class ModuleParts:
         return whole.clone() if shares_memory else whole
 
     def part(self, name: str, whole: Tensor, like: Tensor | None = None) -> Tensor:
-        """Return what this rank holds of a whole.
+        """Return this rank's part of a whole tensor.
 
         Args:
             name: of the parameter.
-            whole: all of it, or of its gradient.
-            like: what is split in the same way; ``None``: the parameter.
+            whole: the parameter or its gradient.
+            like: a tensor with the same sharding; ``None``: the parameter.
         """
         share = self.shares[name]
         like = share.part if like is None else like
@@ -110,11 +110,11 @@ class ModuleParts:
         return part_like(part, like) if isinstance(like, DTensor) else part
 
     def facts(self, trained: Iterable[str], with_gradient: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return which parameters are trained and which have a gradient, on whatever stage; a collective of stages.
+        """Return which parameters are trained and which have a gradient on any stage. A collective of stages.
 
         Args:
-            trained: names of those of this rank that are trained.
-            with_gradient: names of those of this rank that have a gradient.
+            trained: names of this rank's trained parameters.
+            with_gradient: names of this rank's parameters with a gradient.
         """
         found = set(trained), set(with_gradient)
         if self._pipeline is None:
@@ -128,7 +128,7 @@ class ModuleParts:
 
 
 def find_slots(module: nn.Module) -> dict[int, list[Slot]]:
-    """Return, by the id of each parameter, where it is registered in ``module``."""
+    """Return where each parameter of ``module`` is registered, by ``id``."""
     slots: dict[int, list[Slot]] = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
@@ -138,7 +138,7 @@ def find_slots(module: nn.Module) -> dict[int, list[Slot]]:
 
 
 def differ_between_ranks(wholes: Sequence[tuple[str, Tensor]], device: torch.device) -> list[str]:
-    """Return the names of tensors whose bits are not the same on all ranks; a collective of all ranks."""
+    """Return the names of tensors whose bits differ between ranks. A collective of all ranks."""
     if not wholes or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     sums = torch.stack([_bit_sum(tensor).to(device) for _, tensor in wholes])
@@ -149,7 +149,7 @@ def differ_between_ranks(wholes: Sequence[tuple[str, Tensor]], device: torch.dev
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers, exact in any order of addition."""
+    """Return the sum of a tensor's elements reinterpreted as integers, which is exact in any order."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers: Callable[[int], torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.__getitem__
     return tensor.detach().contiguous().view(integers(tensor.element_size())).sum(dtype=torch.int64)

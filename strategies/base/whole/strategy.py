@@ -1,4 +1,4 @@
-"""The part of a strategy whose ranks hold parts that shows user code whole parameters and gradients."""
+"""Whole parameters and gradients for user code, as a part of sharded strategies."""
 
 from __future__ import annotations
 
@@ -18,55 +18,46 @@ from trainwright.strategies.base.whole.view import WholeView
 from trainwright.strategies.contract.part import Host
 from trainwright.strategies.state.shards import ParameterShard
 
-# Methods that read no parameters, or that a view must not surround.
+# Methods that read no parameters, or that must not be wrapped in a view.
 _PLAIN = {
-    "connect",
-    "setup",
-    "setup_environment",
-    "teardown",
-    "barrier",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "reduce_boolean_decision",
-    "process_dataloader",
-    "batch_to_device",
+    *("connect", "setup", "setup_environment", "teardown", "barrier", "broadcast", "reduce", "all_gather"),
+    *("reduce_boolean_decision", "process_dataloader", "batch_to_device"),
 }
 
 
 class Shown(Host, Protocol):
-    """What is shown whole, and how it is held: what :class:`Wholes` reads of a strategy."""
+    """A strategy as seen by :class:`Wholes`."""
 
     _ranks_agree: bool
-    """Whether all ranks run user code alike; not where replicas differ."""
+    """True if all ranks run user code identically; not if replicas differ."""
     _accumulates_gradients: bool
-    """Whether micro-batches follow before gradients are averaged."""
+    """True if more micro-batches follow before gradients are averaged."""
 
     measures: Measures
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
 
     def _module_parts(self) -> ModuleParts | None:
-        """Return what this rank holds of the module; ``None``: there is one rank."""
+        """Return this rank's parts of the module; ``None``: one rank."""
 
     def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
-        """Return what the optimizer holds in place of a parameter, if it is not the parameter."""
+        """Return the optimizer's shard of a parameter; ``None``: the parameter itself."""
 
     def _as_optimized(self, parameter: nn.Parameter) -> Tensor: ...
 
     def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return the names of the parameters of each group, on all stages; a collective."""
+        """Return the parameter names of each group, merged over stages. A collective."""
 
     def _parameters_written(self) -> None:
-        """Take note that parameters have been changed beside the optimizer."""
+        """Handle parameters that were modified outside of the optimizer."""
 
 
 class Wholes:
-    """Shows user code outside of forward wholes of what the ranks of a strategy hold parts of.
+    """Whole parameters and gradients for user code outside of forward.
 
-    Hooks of the module and of callbacks that users have written see whole parameters and gradients, by the names of the
-    unmodified module, as does code after a run. Values are gathered when they are used, which all ranks must do
-    together, and what was written is put back into the parts.
+    User hooks of the module and callbacks, and code after a run, see whole parameters and gradients under the names of
+    the unmodified module. Values are gathered on use, which all ranks must do together; changes are written back to the
+    shards.
 
     Args:
         strategy: see :class:`Shown`.
@@ -78,10 +69,10 @@ class Wholes:
         self._end_guards: Callable[[], None] = _nothing
 
     def show_in_hooks(self, trainer: Trainer) -> None:
-        """At the end of setup: put views around the hooks of users.
+        """Wrap user hooks in views, at the end of setup.
 
         Raises:
-            ValueError: for a callback that cannot work with a stand-in of a whole.
+            ValueError: for a callback that does not support stand-ins.
         """
         self._stop()
         parts = self._strategy._module_parts()
@@ -90,8 +81,8 @@ class Wholes:
         pruning = any(isinstance(callback, ModelPruning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if pruning and not all(parts.is_whole(name) for name in parts.shares):
             raise ValueError(
-                "ModelPruning chooses weights of whole parameters and exchanges these, of which ranks hold parts under "
-                "this layout. Use strategy=zero2 or ddp, or prune after training."
+                "ModelPruning replaces whole parameters, which are split over ranks under this layout. Use "
+                "strategy=zero2 or ddp, or prune after training."
             )
         self._view = view = self._view_of(parts)
         self._end_guards = guard_hooks(view, trainer, lambda: self._strategy.optimizers, parts.part)
@@ -101,7 +92,7 @@ class Wholes:
         end()
 
     def show_after_run(self) -> None:
-        """At the end of teardown: where the module stays split, code that follows sees wholes."""
+        """Show whole parameters to code after the run, at the end of teardown, if the module stays split."""
         module = self._strategy.lightning_module
         before = self._view
         self._stop()
@@ -109,8 +100,8 @@ class Wholes:
         if parts is None or all(parts.is_whole(name) for name in parts.shares):
             return
         view = self._view_of(parts, like=before)
-        # A checkpoint may be saved yet, with hooks of its own.
-        view.stay(guard_hooks(view, module.trainer, lambda: self._strategy.optimizers, parts.part))
+        # A checkpoint may still be saved, which calls hooks.
+        view.show_until_next_run(guard_hooks(view, module.trainer, lambda: self._strategy.optimizers, parts.part))
 
     def _view_of(self, parts: ModuleParts, like: WholeView | None = None) -> WholeView:
         strategy, module = self._strategy, self._strategy.lightning_module
@@ -123,7 +114,7 @@ class Wholes:
 
 
 class _Gradients:
-    """A strategy's gradients, as :class:`~trainwright.strategies.base.whole.view.Gradients` wants them."""
+    """Adapter of a strategy to :class:`~trainwright.strategies.base.whole.view.Gradients`."""
 
     def __init__(self, strategy: Shown) -> None:
         self._strategy = strategy

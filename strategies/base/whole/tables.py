@@ -1,4 +1,4 @@
-"""What stands in modules and optimizers in place of their own tables, while wholes are shown."""
+"""Replacements of modules' parameter dicts and optimizers' states while whole parameters are shown."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainwright.strategies.base.whole.tensors import WholeTensor
 
 
 class _Table(dict[str, Any]):
-    """The ``_parameters`` of a module while stand-ins are shown: may be read, and given no other parameters."""
+    """The ``_parameters`` of a module while stand-ins are shown; refuses other parameters."""
 
-    def __init__(self, items: Mapping[str, Any], view_of: Callable[[str, str], None]) -> None:
+    def __init__(self, items: Mapping[str, Any], refuse: Callable[[str, str], None]) -> None:
         super().__init__(items)
-        self._refuse = view_of
+        self._refuse = refuse
         self.real: dict[str, Any] = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -29,14 +29,14 @@ class _Table(dict[str, Any]):
         self._refuse(key, "a parameter is removed from its module (pruning or weight_norm)")
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Refuse to lose a parameter."""
+        """Refuse to remove a parameter."""
         if key in self:
             del self[key]
         return super().pop(key, *default)
 
 
 class UnreadableState(dict[Any, Any]):
-    """Stands for the state of an optimizer, whose tensors are parts."""
+    """Placeholder for an optimizer's state, whose tensors are sharded."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class UnreadableState(dict[Any, Any]):
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
-            f"{self._where} reads the state of an optimizer, of which ranks hold parts. Read it from a "
-            f"checkpoint (trainer.save_checkpoint), or use strategy=ddp."
+            f"{self._where} reads the state of an optimizer, which is split over ranks. Read it from a checkpoint "
+            f"(trainer.save_checkpoint), or use strategy=ddp."
         )
 
     __getitem__ = __iter__ = __len__ = items = keys = values = get = __contains__ = _refuse
@@ -54,7 +54,7 @@ class UnreadableState(dict[Any, Any]):
 def whole_tables(
     module: nn.Module, shares: Mapping[str, Share], stand_ins: Mapping[str, WholeTensor]
 ) -> list[tuple[nn.Module, _Table, dict[str, Any]]]:
-    """Return each module that registers shared parameters, what it shows, and the names of its ghosts."""
+    """Return each module with split parameters, its replacement table, and the names of placeholders in it."""
     shown: dict[nn.Module, dict[str, WholeTensor]] = {}
     name_in: dict[tuple[int, str], str] = {}
     for name, share in shares.items():
@@ -66,7 +66,7 @@ def whole_tables(
         if owner not in shown:
             continue
         held = owner._parameters
-        # Names of the module itself first, in its own order; ghosts stand where the whole module has them.
+        # The module's own order, with placeholders where the unmodified module has the parameters.
         ghosts = dict.fromkeys(key for key in shown[owner] if key not in held)
         order = {**shown[owner], **held} if ghosts else held
         items = {key: shown[owner].get(key, held.get(key)) for key in order}

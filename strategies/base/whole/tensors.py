@@ -1,4 +1,4 @@
-"""Stand-ins for parameters and gradients of which this rank holds a part: whole as soon as their values are used."""
+"""Stand-ins for split parameters and gradients, which gather the whole tensor on use."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ _Call = Callable[..., Any]
 
 
 class WholeTensors(Protocol):
-    """What stand-ins ask for values; see :class:`~trainwright.strategies.base.whole.view.WholeView`."""
+    """Source of values for stand-ins; see :class:`~trainwright.strategies.base.whole.view.WholeView`."""
 
     def parameter(self, name: str) -> Tensor:
-        """Return the whole parameter, gathered when it is first asked for; a collective."""
+        """Return the whole parameter, gathered on first use. A collective."""
 
     def gradient(self, name: str) -> Tensor:
-        """Return the whole averaged gradient; a collective."""
+        """Return the whole averaged gradient. A collective."""
 
     def gradient_stand_in(self, name: str) -> Tensor | None:
-        """Return what stands for the gradient, ``None`` if there is none."""
+        """Return a stand-in for the gradient; ``None`` if there is none."""
 
     def set_gradient(self, name: str, value: Tensor | None) -> None:
-        """Replace the gradient by a whole one, or drop it."""
+        """Set or drop the gradient."""
 
     def requires_grad(self, name: str) -> bool:
         """Return whether the parameter is trained."""
 
     def set_requires_grad(self, name: str, value: bool) -> None:
-        """Freeze or thaw the parameter."""
+        """Freeze or unfreeze the parameter."""
 
     def refuse(self, name: str, what: str) -> None:
-        """Raise, as ``what`` cannot be done with a part."""
+        """Raise, since ``what`` is not possible with a split parameter."""
 
 
 class WholeTensor(Tensor):
-    """Stands in user code for the parameter ``name``, or for its gradient, with the shape of the whole.
+    """Stand-in for a parameter or its gradient, with the shape of the whole.
 
-    Metadata is answered at once. Any other function of torch gets the whole tensor in its place, which
-    :class:`WholeTensors` gathers; what user code writes into that is put back into the parts later.
+    Metadata is available without communication. Other functions of torch get the whole tensor, gathered by
+    :class:`WholeTensors`; changes are written back later.
     """
 
     whole_name: str
@@ -54,11 +54,11 @@ class WholeTensor(Tensor):
         """Return a stand-in.
 
         Args:
-            wholes: gives values.
+            wholes: source of values.
             name: of the parameter.
-            like: dtype and device are its.
+            like: for dtype and device.
             shape: of the whole.
-            kind: ``"parameter"``, ``"gradient"`` or ``"value"``, which is the parameter as ``state_dict`` has it.
+            kind: ``"parameter"``, ``"gradient"`` or ``"value"``, the plain tensor in a ``state_dict``.
         """
         made: WholeTensor = Tensor._make_wrapper_subclass(
             WholeTensor, shape, dtype=like.dtype, device=like.device, requires_grad=False
@@ -69,7 +69,7 @@ class WholeTensor(Tensor):
         return made
 
     def whole(self) -> Tensor:
-        """Return the whole tensor that this stands for; a collective."""
+        """Return the whole tensor. A collective."""
         if self.whole_kind == "gradient":
             return self.wholes.gradient(self.whole_name)
         whole = self.wholes.parameter(self.whole_name)
@@ -77,7 +77,7 @@ class WholeTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run ``func`` on whole tensors in place of stand-ins."""
+        """Run ``func`` on whole tensors instead of stand-ins."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], WholeTensor):
             if func in METADATA:
@@ -93,12 +93,12 @@ class WholeTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what reached torch's kernels past :meth:`__torch_function__`."""
+        """Refuse calls that bypass :meth:`__torch_function__`."""
         raise RuntimeError(f"{func} was called on the stand-in of a parameter; use the parameter's own methods.")
 
 
 def stand_ins_to_wholes(value: Any) -> Any:
-    """Return ``value`` with every stand-in in it exchanged for its whole tensor."""
+    """Return ``value`` with every stand-in replaced by its whole tensor."""
     return pytree.tree_map_only(WholeTensor, lambda tensor: tensor.whole(), value)
 
 
@@ -110,22 +110,12 @@ def _getters(*names: str) -> set[Any]:
     return {_of_class(name).__get__ for name in names}
 
 
-# Answered by the stand-in itself: no value is needed.
+# Functions that need no values.
 METADATA = {
     *_getters("shape", "dtype", "device", "ndim", "is_cuda", "is_leaf", "layout", "is_sparse", "is_meta", "itemsize"),
     *_getters("is_quantized", "is_mkldnn", "is_xla", "is_mps", "is_cpu", "is_nested", "grad_fn", "output_nr"),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.is_contiguous,
-    Tensor.get_device,
-    Tensor.stride,
-    Tensor.__len__,
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.__len__),
     Tensor.__hash__,
 }
 
@@ -162,7 +152,7 @@ def _refuse_copy(tensor: WholeTensor, *_: Any) -> None:
     tensor.wholes.refuse(tensor.whole_name, "it, or a module around it, is copied with copy.deepcopy")
 
 
-# Of a parameter only: what concerns more than its values.
+# Functions of parameters beyond their values.
 _SPECIAL: dict[Any, _Call] = {
     _of_class("grad").__get__: _grad,
     _of_class("grad").__set__: _set_grad,

@@ -1,4 +1,4 @@
-"""Shows user code a module whole, while ranks hold parts of it."""
+"""View of a split module with whole parameters, for user code."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ from trainwright.strategies.base.whole.tables import UnreadableState, whole_tabl
 from trainwright.strategies.base.whole.tensors import WholeTensor
 from trainwright.strategies.contract.gradients import local_tensor
 
-# The view that stands in a module between two runs.
-_STAYING = "_trainwright_view"
-# How long a rank waits for the others where it needs a whole tensor, before it says so.
+# Attribute of a module with the view that is active after a run.
+_AFTER_RUN = "_trainwright_view"
+# Timeout for the other ranks before the first gather.
 PATIENCE = timedelta(seconds=60)
 
 
 class Gradients(Protocol):
-    """A strategy's gradients, by name; each as the optimizer sees it."""
+    """Access to a strategy's gradients, by name, as the optimizer sees them."""
 
     def gradient_parts(self) -> Mapping[str, Tensor]:
         """Return this rank's averaged gradients.
 
         Raises:
-            RuntimeError: if they are not averaged now.
+            RuntimeError: if they are not averaged yet.
         """
 
     def set_gradient_part(self, name: str, part: Tensor | None) -> None:
-        """Replace this rank's part of a gradient, or drop the gradient."""
+        """Set this rank's part of a gradient, or drop the gradient."""
 
     def parameters_written(self) -> None:
-        """Take note that parameters have been changed beside the optimizer."""
+        """Handle parameters that were modified outside of the optimizer."""
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return the names of the parameters of each group of ``optimizer`` on all stages; a collective."""
+        """Return the parameter names of each group of ``optimizer``, merged over stages. A collective."""
 
     def held_in_optimizer(self, name: str) -> Tensor | None:
-        """Return what an optimizer of this rank holds of a parameter."""
+        """Return the tensor for a parameter in this rank's optimizer."""
 
 
 class WholeView:
-    """Exchanges parameters of a module and its optimizers for stand-ins of the whole ones, and back.
+    """Temporary replacement of the parameters in a module and its optimizers by stand-ins for the whole ones.
 
-    While shown, all ranks see the same names, shapes and gradients as on one process. What is used is gathered, by all
-    ranks together; what is written is put back when the view ends. Calls of the module, or of a method of
-    ``surroundings``, run on the parts as ever.
+    While shown, all ranks see the names, shapes and gradients of one process. Used values are gathered by all ranks
+    together; changes are written back when the view ends. Calls of the module, or of methods of ``surroundings``, use
+    the parts.
 
     Args:
         module: the user's.
-        parts: what this rank holds.
+        parts: of this rank.
         gradients: of the strategy.
-        surroundings: objects whose methods of these names need the parts.
-        agrees: whether all ranks run user code alike; ``False``: replicas differ, and nothing is compared.
-        like: one of the same ranks, with which nothing has to be agreed upon anew; ``None``: making it is a collective.
+        surroundings: objects with methods, by name, that need the parts.
+        agrees: whether all ranks run user code identically; ``False``: replicas differ and are not compared.
+        like: an earlier view of the same ranks; ``None``: construction is a collective.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class WholeView:
         self._tables = whole_tables(module, parts.shares, self._stand_ins)
         self._optimizers: list[Optimizer] = []
         self._groups: dict[int, list[list[str]]] = {}
-        # Of each group: what it held when it was last shown, and what was shown.
+        # Group -> its parameters when last shown, and their stand-ins.
         self._shown_groups: dict[int, tuple[list[Any], list[Any]]] = {}
         self._saved_groups: list[tuple[dict[str, Any], Any, list[Any]]] = []
         self._saved_states: list[tuple[Optimizer, Any]] = []
@@ -102,11 +102,11 @@ class WholeView:
         weakref.finalize(self, _end_listening, self._listening)
         self._caller: nn.Module | None = None
         self._forget()
-        self._meetings = 0
-        self._prefix = like._after() if like is not None else _common_prefix(parts.device) if agrees else None
-
-    def _after(self) -> str | None:
-        return None if self._prefix is None else f"{self._prefix}/after"
+        self._num_syncs = 0
+        if like is not None:
+            self._prefix = None if like._prefix is None else f"{like._prefix}/after"
+        else:
+            self._prefix = _common_prefix(parts.device) if agrees else None
 
     def _forget(self) -> None:
         self._parameters: dict[str, Tensor] = {}
@@ -114,17 +114,17 @@ class WholeView:
         self._whole_gradients: dict[str, Tensor] = {}
         self._facts: tuple[set[str], set[str]] | None = None
         self._graded: list[str] = []
-        self._met = self._used_in_place = False
+        self._synced = self._used_in_place = False
 
     # ---- showing and hiding ---------------------------------------------------------------------------------------
 
     @contextmanager
     def showing(self, where: str, optimizers: list[Optimizer]) -> Iterator[None]:
-        """Show wholes inside, unless they are shown already.
+        """Show whole parameters in a ``with`` block; reentrant.
 
         Args:
-            where: what runs inside, for messages.
-            optimizers: of the strategy; their groups hold stand-ins meanwhile.
+            where: name of the code in the block, for messages.
+            optimizers: of the strategy, whose groups get stand-ins.
         """
         if self._is_shown:
             yield
@@ -140,7 +140,7 @@ class WholeView:
 
     @contextmanager
     def hiding(self) -> Iterator[None]:
-        """Let the parts stand inside, with what was written so far."""
+        """Restore the parts, with changes so far, in a ``with`` block."""
         if not self._is_shown:
             yield
             return
@@ -151,7 +151,7 @@ class WholeView:
             self.show()
 
     def show(self) -> None:
-        """Let stand-ins stand in the module and its optimizers."""
+        """Put stand-ins into the module and its optimizers."""
         for optimizer in self._optimizers:
             self._show_optimizer(optimizer)
         for owner, table, ghosts in self._tables:
@@ -161,17 +161,17 @@ class WholeView:
                 ghosts[key] = owner.__dict__.pop(key)
         for target, methods in self._surroundings:
             target.__dict__.update(methods)
-        # One hook for all modules: to put one on each takes most of the time of a short hook of the user's.
+        # One global hook, since registering one per module would dominate the time of short user hooks.
         self._listening.append(register_module_forward_pre_hook(_entering(weakref.ref(self))))
         self._is_shown = True
 
-    def stay(self, and_then: Callable[[], None]) -> None:
-        """Show wholes until :func:`end_view` ends that, and calls ``and_then``."""
-        object.__setattr__(self._module, _STAYING, (self, and_then))
+    def show_until_next_run(self, on_end: Callable[[], None]) -> None:
+        """Show whole parameters until :func:`end_view`, which calls ``on_end``."""
+        object.__setattr__(self._module, _AFTER_RUN, (self, on_end))
         self.show()
 
     def hide(self) -> None:
-        """Let the parts stand again, and put into them what was written into wholes."""
+        """Restore the parts and write changes back."""
         self._restore()
         self._write_back()
 
@@ -193,11 +193,11 @@ class WholeView:
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.hiding():
                 result = method(*args, **kwargs)
-            return self._step_by_step(result) if isinstance(result, Iterator) else result
+            return self._iterate_hidden(result) if isinstance(result, Iterator) else result
 
         return run
 
-    def _step_by_step(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _iterate_hidden(self, iterator: Iterator[Any]) -> Iterator[Any]:
         nothing = object()
         while True:
             with self.hiding():
@@ -230,15 +230,15 @@ class WholeView:
         for group, within in zip(optimizer.param_groups, names, strict=True):
             held, shown = self._shown_groups.get(id(group), ((), []))
             if list(map(id, held)) != list(map(id, group["params"])):
-                shown = self._instead_of(group["params"], within)
+                shown = self._stand_ins_for(group["params"], within)
                 self._shown_groups[id(group)] = list(group["params"]), shown
             self._saved_groups.append((group, group["params"], shown))
             group["params"] = list(shown)
         self._saved_states.append((optimizer, optimizer.state))
         optimizer.state = UnreadableState(self._where)  # type: ignore[assignment]
 
-    def _instead_of(self, params: list[Any], within: list[str]) -> list[Any]:
-        """What a group shows: stand-ins of the parameters of these names, and others as they are."""
+    def _stand_ins_for(self, params: list[Any], within: list[str]) -> list[Any]:
+        """Return a group's stand-ins for the names ``within``, followed by its other tensors."""
         held = {id(self._gradients.held_in_optimizer(name)) for name in within if name in self._stand_ins}
         others = [parameter for parameter in params if id(parameter) not in held]
         return [*(self._stand_ins[name] for name in within if name in self._stand_ins), *others]
@@ -251,20 +251,20 @@ class WholeView:
                 params = self._held(group["params"])
             group["params"] = params
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:  # of which some may be new
+            for group in optimizer.param_groups:  # includes new groups
                 if any(isinstance(p, WholeTensor) for p in group["params"]):
                     group["params"] = self._held(group["params"])
         self._saved_groups, self._saved_states = [], []
 
     def _held(self, parameters: list[Any]) -> list[Any]:
-        """Return what this rank's optimizer holds for parameters that user code put into a group."""
+        """Return this rank's optimizer tensors for parameters that user code put into a group."""
         held = [
             self._gradients.held_in_optimizer(p.whole_name) if isinstance(p, WholeTensor) else p for p in parameters
         ]
         return [parameter for parameter in held if parameter is not None]
 
     def state_stand_ins(self) -> dict[str, WholeTensor]:
-        """Return, by key of the whole module's ``state_dict``, what stands for each parameter as a plain tensor."""
+        """Return stand-ins for the plain tensors of the whole module's ``state_dict``, by key."""
         names = {id(module): path for path, module in reversed(list(self._module.named_modules()))}
         return {
             ".".join(filter(None, (names[id(owner)], key))): WholeTensor.of(
@@ -274,10 +274,10 @@ class WholeView:
             for owner, key in share.slots
         }
 
-    # ---- what stand-ins ask for -----------------------------------------------------------------------------------
+    # ---- interface for stand-ins ----------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> Tensor:
-        """Return the whole parameter, gathered when it is first asked for; a collective."""
+        """Return the whole parameter, gathered on first use. A collective."""
         share, is_whole = self._parts.shares[name], self._parts.is_whole(name)
         if is_whole and not self._is_shown:
             return share.part
@@ -286,8 +286,8 @@ class WholeView:
             if is_whole:
                 whole, self._used_in_place = share.part.detach(), True
             else:
-                self._meet(name)
-                whole = self._parts.whole(name, share.part if share.is_here else None)
+                self._wait_for_ranks(name)
+                whole = self._parts.whole(name, share.part if share.is_held else None)
             parameter = nn.Parameter(whole, requires_grad=self.requires_grad(name))
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _: self._graded.append(name))
@@ -295,9 +295,9 @@ class WholeView:
         return self._parameters[name]
 
     def gradient_stand_in(self, name: str) -> Tensor | None:
-        """Return what stands for the gradient, ``None`` if there is none."""
+        """Return a stand-in for the gradient; ``None`` if there is none."""
         self._check_shown(name)
-        self._take_own_gradients()
+        self._add_user_gradients()
         if name not in self._known_facts()[1]:
             return None
         share = self._parts.shares[name]
@@ -305,30 +305,30 @@ class WholeView:
         return WholeTensor.of(self, name, like, share.shape, "gradient")
 
     def gradient(self, name: str) -> Tensor:
-        """Return the whole averaged gradient; a collective."""
+        """Return the whole averaged gradient. A collective."""
         self._check_shown(name)
         if name not in self._whole_gradients:
-            self._meet(name)
+            self._wait_for_ranks(name)
             self._whole_gradients[name] = self._parts.whole(name, self._own_gradients().get(name))
         return self._whole_gradients[name]
 
     def set_gradient(self, name: str, value: Tensor | None) -> None:
-        """Replace the gradient by a whole one, or drop it."""
+        """Set or drop the gradient."""
         self._check_shown(name)
-        self._take_own_gradients()
+        self._add_user_gradients()
         with_gradient = self._known_facts()[1]
-        is_here = self._parts.shares[name].is_here
+        is_held = self._parts.shares[name].is_held
         if value is None:
             with_gradient.discard(name)
             self._whole_gradients.pop(name, None)
-            if is_here:
+            if is_held:
                 self._gradients.set_gradient_part(name, None)
                 self._gradient_parts = None
         elif name in with_gradient:
             self.gradient(name).copy_(value)
         else:
             with_gradient.add(name)
-            if is_here:
+            if is_held:
                 self._gradients.set_gradient_part(name, self._parts.part(name, value.detach()))
                 self._gradient_parts = None
             self._whole_gradients[name] = value.detach()
@@ -338,23 +338,23 @@ class WholeView:
         return name in self._known_facts(gradients=False)[0] if self._is_shown else name in self._trained
 
     def set_requires_grad(self, name: str, value: bool) -> None:
-        """Freeze or thaw the parameter."""
+        """Freeze or unfreeze the parameter."""
         share = self._parts.shares[name]
         if self._facts is not None:
             (self._facts[0].add if value else self._facts[0].discard)(name)
         (self._trained.add if value else self._trained.discard)(name)
-        if share.is_here:
+        if share.is_held:
             share.part.requires_grad_(value)
 
     def refuse(self, name: str, what: str) -> None:
-        """Raise, as ``what`` cannot be done with a part.
+        """Raise, since ``what`` is not possible with a split parameter.
 
         Raises:
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"Ranks hold parts of the parameter {name!r}, and {self._where or 'user code'} does what parts do not "
-            f"allow: {what}. Change values in place (copy_, mul_, clamp_ under torch.no_grad()), do this in __init__ "
+            f"The parameter {name!r} is split over ranks, which does not support what {self._where or 'user code'} "
+            f"does: {what}. Change values in place (copy_, mul_, clamp_ under torch.no_grad()), do this in __init__ "
             f"or configure_model, or use strategy=ddp."
         )
 
@@ -373,21 +373,21 @@ class WholeView:
 
     def _known_facts(self, gradients: bool = True) -> tuple[set[str], set[str]]:
         if self._facts is None:
-            self._meet("")
+            self._wait_for_ranks("")
             own = self._parts.shares.items()
-            trained = [name for name, share in own if share.is_here and share.part.requires_grad]
+            trained = [name for name, share in own if share.is_held and share.part.requires_grad]
             self._facts = self._parts.facts(trained, self._own_gradients() if gradients else ())
         return self._facts
 
-    def _meet(self, name: str) -> None:
-        """Wait for the other ranks before the first collective, so that code of one rank alone is told."""
-        if self._met or self._prefix is None:
+    def _wait_for_ranks(self, name: str) -> None:
+        """Wait for the other ranks before the first collective, to report code that runs on one rank only."""
+        if self._synced or self._prefix is None:
             return
-        self._met, self._meetings = True, self._meetings + 1
-        if not all_come(f"{self._prefix}/{self._meetings}", PATIENCE):
+        self._synced, self._num_syncs = True, self._num_syncs + 1
+        if not all_come(f"{self._prefix}/{self._num_syncs}", PATIENCE):
             raise RuntimeError(
-                f"{self._where or 'Code after a run'} of rank {dist.get_rank()} uses the parameter {name!r}, of which "
-                f"ranks hold parts, and other ranks did not within {PATIENCE.seconds} s. Run it on all ranks "
+                f"{self._where or 'Code after a run'} of rank {dist.get_rank()} uses the parameter {name!r}, which is "
+                f"split over ranks, and other ranks did not within {PATIENCE.seconds} s. Run it on all ranks "
                 f"(not under rank_zero_only or `if trainer.is_global_zero`) and use the result on one; "
                 f"trainer.save_checkpoint and `trainwright export` write whole weights too."
             )
@@ -399,8 +399,8 @@ class WholeView:
         parameters = {name: whole for name, whole in self._parameters.items() if not self._parts.is_whole(name)}
         gradients = self._whole_gradients
         if self._graded:
-            self._is_shown = True  # gradients are asked for as by user code
-            self._take_own_gradients()
+            self._is_shown = True  # gradients are read as by user code
+            self._add_user_gradients()
             self._is_shown = False
         found = [(f"{name}", whole) for name, whole in parameters.items()]
         found += [(f"{name} (gradient)", gradient) for name, gradient in gradients.items()]
@@ -409,7 +409,7 @@ class WholeView:
         wrote = False
         for name, whole in parameters.items():
             share = self._parts.shares[name]
-            wrote |= share.is_here and _copy_changed(share.part, self._parts.part(name, whole.detach()))
+            wrote |= share.is_held and _copy_changed(share.part, self._parts.part(name, whole.detach()))
         for name, gradient in gradients.items():
             if name in own:
                 _copy_changed(own[name], self._parts.part(name, gradient, own[name]))
@@ -424,8 +424,8 @@ class WholeView:
                 f"from a torch.Generator with the same seed everywhere."
             )
 
-    def _take_own_gradients(self) -> None:
-        """Add what backward passes of user code's own have left since the last call."""
+    def _add_user_gradients(self) -> None:
+        """Add gradients of backward passes in user code since the last call."""
         graded, self._graded = self._graded, []
         for name in dict.fromkeys(graded):
             own, self._parameters[name].grad = self._parameters[name].grad, None
@@ -434,15 +434,15 @@ class WholeView:
 
 
 def end_view(module: nn.Module) -> None:
-    """Let the parts of a module stand in it again, if code after a run has been shown wholes."""
-    view, and_then = module.__dict__.pop(_STAYING, (None, None))
+    """End the view of a module after a run, if there is one."""
+    view, on_end = module.__dict__.pop(_AFTER_RUN, (None, None))
     if isinstance(view, WholeView):
         view.hide()
-        and_then()
+        on_end()
 
 
 def _entering(view: weakref.ref[WholeView]) -> Callable[[nn.Module, Any], None]:
-    """A hook of all modules, which must not keep a view, its module and the groups of its ranks alive."""
+    """Return a global forward pre-hook that does not keep the view, its module and process groups alive."""
 
     def enter(module: nn.Module, args: Any) -> None:
         shown = view()
@@ -458,7 +458,7 @@ def _end_listening(handles: list[RemovableHandle]) -> None:
 
 
 def _copy_changed(part: Tensor, value: Tensor) -> bool:
-    """Copy ``value`` into ``part`` if its bits differ; return whether they did."""
+    """Copy ``value`` into ``part`` if they differ; returns whether they did."""
     mine, given = local_tensor(part).detach(), local_tensor(value).detach()
     if torch.equal(mine, given.to(mine.device)):
         return False
@@ -467,7 +467,7 @@ def _copy_changed(part: Tensor, value: Tensor) -> bool:
 
 
 def _common_prefix(device: torch.device) -> str | None:
-    """Return a text that all ranks share; ``None`` on one rank."""
+    """Return a random store prefix shared by all ranks; ``None`` on one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return f"trainwright/whole/{from_rank(uuid.uuid4().hex, 0, device=device)}"

@@ -1,4 +1,4 @@
-"""Finds, in the first step of a run, uses of parts of weights where the user's step expects the whole."""
+"""Detection, in the first step of a run, of split weights used as if they were whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.base.whole.tensors import METADATA
 from trainwright.strategies.contract.cuts import Cut
 
-# Of parts, split alike, these give the part of what they would give of wholes.
+# Element-wise functions, which commute with splitting.
 _ELEMENTWISE = {
     *("mul", "add", "sub", "div", "lerp", "clamp", "neg", "abs", "square", "sign", "copy", "zero", "fill", "detach"),
     *("clone", "to", "float", "requires_grad", "data", "grad", "clamp_min", "clamp_max", "rsub", "true_divide"),
@@ -26,14 +26,14 @@ _ELEMENTWISE = {
 
 
 class PartsWatch(TorchFunctionMode):
-    """Refuses, as long as it is entered, what mixes the elements of a part outside of the module that owns it.
+    """Function mode that refuses uses of split parameters outside of their modules, except element-wise ones.
 
-    Element-wise changes between parts that are split alike (a momentum encoder) are what they are of wholes.
+    Element-wise functions of equally split parameters (a momentum encoder) are correct.
 
     Args:
         parts: name -> where it is registered and how it is split.
-        owners: modules that compute with parts as the plan says.
-        remedy: what to use instead of this layout.
+        owners: modules that support split parameters.
+        remedy: alternative to this layout, for messages.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PartsWatch(TorchFunctionMode):
         self._within = 0
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step``, watched."""
+        """Return ``step`` wrapped in :meth:`watching`."""
 
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ class PartsWatch(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what runs inside, except within calls of the owners."""
+        """Watch a ``with`` block, except within calls of the owners."""
         handles: list[Any] = []
         for owner in self._owners:
             handles.append(owner.register_forward_pre_hook(self._enter, prepend=True))
@@ -72,8 +72,8 @@ class PartsWatch(TorchFunctionMode):
                 handle.remove()
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Do not watch inside: a strategy works with parts."""
+    def paused(self) -> Iterator[None]:
+        """Do not watch a ``with`` block of the strategy's own code."""
         self._within += 1
         try:
             yield
@@ -87,7 +87,7 @@ class PartsWatch(TorchFunctionMode):
         self._within -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, unless it makes of a part what it would not make of the whole."""
+        """Run ``func``, unless its result for a part differs from that for the whole."""
         kwargs = kwargs or {}
         if self._within or func in METADATA or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
@@ -104,9 +104,9 @@ class PartsWatch(TorchFunctionMode):
         return output
 
     def _source(self, tensor: Tensor) -> str | None:
-        """Return the name of the part that a tensor is, or was computed from."""
+        """Return the name of the split parameter that a tensor is, or was computed from."""
         if isinstance(tensor, nn.Parameter) and id(tensor) not in self._names:
-            # ZeRO-3 exchanges parameters whenever it gathers them.
+            # ZeRO-3 replaces parameters whenever it gathers them.
             self._names = {
                 id(parameter): name
                 for name, (slots, _) in self._parts.items()
@@ -131,6 +131,6 @@ class PartsWatch(TorchFunctionMode):
         return (
             f"training_step uses the parameter {name!r} outside of the module that owns it "
             f"({getattr(func, '__name__', func)}), and this rank holds a part of it. Do this in a hook such as "
-            f"on_after_backward or on_train_batch_end, where parameters are whole, use the optimizer's weight_decay in "
-            f"place of a penalty, or {self._remedy}."
+            f"on_after_backward or on_train_batch_end, where parameters are whole, use the optimizer's weight_decay "
+            f"instead of a penalty, or {self._remedy}."
         )

@@ -44,10 +44,10 @@ def cut(strategy: Any, groups: LayoutGroups) -> tuple[Engines, Assembly]:
     engines.place_ghosts(lambda tensor: _dtype_of(strategy.precision_plugin, tensor))
     object.__setattr__(module, _LAYOUT, str(layout))
     assembly = Assembly(names, keys, engines.cuts, engines.owners, groups.along("pipeline"), device)
-    assembly.take_parts_on_load(module)
+    assembly.split_on_load(module)
     for copy in averaged_copies(module.trainer):
         engines.cut_copy(copy)
-        assembly.take_parts_on_load(copy)
+        assembly.split_on_load(copy)
     return engines, assembly
 
 

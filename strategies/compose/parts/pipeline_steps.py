@@ -69,7 +69,7 @@ class PipelineSteps:
 
     def take_metric(self, metric: Metric) -> None:
         """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
-        if not self._strategy.ranks.is_apart:
+        if not self._strategy.ranks.leaders_only:
             states = self._engine.from_last_stage(metric_states(metric), type(metric).__name__)
             set_metric_states(metric, states)
 

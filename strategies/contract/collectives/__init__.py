@@ -1,1 +1,1 @@
-"""Collectives: of flat tensors, differentiable, and of what user code asks for."""
+"""Collectives: of flat tensors, differentiable ones, and those called by user code."""

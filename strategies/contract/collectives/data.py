@@ -1,8 +1,7 @@
-"""What user code asks of all ranks, asked of the data ranks: gathers, reductions, barriers, metrics.
+"""Collectives of user code, restricted to data-parallel ranks: gathers, reductions, barriers, metrics.
 
-Ranks that share samples (along the pipeline, context and tensor axes) hold copies of the same values. User code is
-written for data parallelism, where every rank has samples of its own: a gather over all ranks would see the copies as
-further samples.
+User code is written for data parallelism, where every rank has its own samples. Ranks that share samples (along the
+pipeline, context and tensor axes) hold the same values, which a gather over all ranks would count repeatedly.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trainwright.strategies.contract.part import Host
 
 _MOST_DIMS = 16
 _GROUP = "_trainwright_data_group"
-_WORLDLY = (
+_COLLECTIVES = (
     *("get_rank", "get_world_size", "barrier", "all_reduce", "reduce", "broadcast", "broadcast_object_list", "gather"),
     *("gather_object", "scatter", "scatter_object_list", "all_gather", "all_gather_object", "all_gather_into_tensor"),
     *("all_gather_single", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all"),
@@ -49,13 +48,13 @@ def _reduced(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: Any) ->
 
 
 def gather_stacked(tensor: Tensor, group: dist.ProcessGroup | None, sync_grads: bool, is_even: bool) -> Tensor:
-    """Return the tensors of all ranks of a group, stacked. A collective.
+    """Gather the tensors of all ranks of a group, stacked. A collective.
 
     Args:
         tensor: any shape, the same on every rank.
         group: ``None``: all ranks.
-        sync_grads: whether gradients flow back: each rank's tensor gets the sum of what all ranks' losses give it.
-        is_even: whether shapes are known to be equal; else they are compared first.
+        sync_grads: whether gradients flow back: each rank's tensor gets the sum of the gradients of all ranks' losses.
+        is_even: whether shapes are known to be equal; otherwise they are compared first.
 
     Returns:
         ``(ranks, *tensor.shape)``, in the order of the ranks.
@@ -92,13 +91,13 @@ def _refuse_unequal(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class MetricSync:
-    """Metrics of torchmetrics that are synchronized over the data ranks, wherever they are and whenever they are made.
+    """Synchronization of torchmetrics over the data ranks.
 
-    While it is installed, ``Metric.sync`` and ``gather_all_tensors`` take ``group`` where they would take all ranks.
+    While installed, ``Metric.sync`` and ``gather_all_tensors`` use ``group`` instead of the world.
 
     Args:
         group: the data ranks.
-        complete: called with a metric before it is synchronized, on every rank; ``None`` is off.
+        complete: called with a metric before synchronization, on every rank; ``None``: off.
     """
 
     def __init__(self, group: dist.ProcessGroup, complete: Callable[[Metric], None] | None = None) -> None:
@@ -107,27 +106,27 @@ class MetricSync:
         self._uncached: list[Metric] = []
 
     def install(self) -> None:
-        """Begin; does nothing if it has begun already."""
+        """Patch torchmetrics; idempotent."""
         if self._replaced:
             return
         self._replace(Metric, "sync", self._synced(Metric.sync))
-        usual = torchmetrics.utilities.distributed.gather_all_tensors
+        original = torchmetrics.utilities.distributed.gather_all_tensors
 
         def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
-            return usual(result, self._group if _is_world(group) else group)
+            return original(result, self._group if _is_world(group) else group)
 
-        for module in list(sys.modules.values()):  # also where it was imported by name
-            if getattr(module, "__dict__", {}).get("gather_all_tensors") is usual:
+        for module in list(sys.modules.values()):  # includes modules that imported it by name
+            if getattr(module, "__dict__", {}).get("gather_all_tensors") is original:
                 self._replace(module, "gather_all_tensors", gather_all_tensors)
 
     def remove(self, module: nn.Module) -> None:
-        """End it and put back what was there before; metrics of ``module`` are computed over the data ranks yet."""
+        """Undo :meth:`install`; metrics of ``module`` keep synchronizing over the data ranks."""
         if self._complete is None:
             for metric in _metrics_of(module):
                 if _is_world(metric.process_group):
                     metric.process_group = metric.__dict__[_GROUP] = self._group
-        for owner, name, usual in reversed(self._replaced):
-            setattr(owner, name, usual)
+        for owner, name, original in reversed(self._replaced):
+            setattr(owner, name, original)
         for metric in self._uncached:
             metric.compute_with_cache = True
         self._replaced.clear()
@@ -137,7 +136,7 @@ class MetricSync:
         self._replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def _synced(self, usual: Callable[..., None]) -> Callable[..., None]:
+    def _synced(self, original: Callable[..., None]) -> Callable[..., None]:
         def sync(
             metric: Metric,
             dist_sync_fn: Callable[..., Any] | None = None,
@@ -149,17 +148,17 @@ class MetricSync:
             if _is_world(group):
                 group = self._group
                 if should_sync and self._complete is not None:
-                    if metric.compute_with_cache:  # a rank that updates no metric would not come here again
+                    if metric.compute_with_cache:  # a cached result would skip the synchronization on some ranks
                         metric.compute_with_cache = False
                         self._uncached.append(metric)
                     self._complete(metric)
-            usual(metric, dist_sync_fn, group, should_sync, distributed_available)
+            original(metric, dist_sync_fn, group, should_sync, distributed_available)
 
         return sync
 
 
 def forget_groups(module: nn.Module) -> None:
-    """Have metrics of ``module`` leave the data ranks of the run before."""
+    """Reset the process groups that an earlier run set on metrics of ``module``."""
     for metric in _metrics_of(module):
         if metric.__dict__.pop(_GROUP, None) is metric.process_group:
             metric.process_group = None
@@ -170,10 +169,10 @@ def _metrics_of(module: nn.Module) -> Iterator[Metric]:
 
 
 class DataWorld:
-    """Functions of ``torch.distributed`` that take the data ranks for the world, where user code calls them.
+    """Functions of ``torch.distributed`` that default to the data ranks instead of the world, for user code.
 
-    For code that one rank of those that share samples runs: the others would never come to a collective of all ranks.
-    Calls that name another group, and those of torch and of this package, stay as they are.
+    For code that only one of the ranks that share samples runs, where a collective of all ranks would hang. Calls with
+    an explicit group, and those from torch and this package, are unaffected.
 
     Args:
         group: the data ranks.
@@ -181,51 +180,51 @@ class DataWorld:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._functions = {name: self._mapped(getattr(dist, name)) for name in _WORLDLY if hasattr(dist, name)}
+        self._functions = {name: self._mapped(getattr(dist, name)) for name in _COLLECTIVES if hasattr(dist, name)}
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Around such code."""
+    def patched(self) -> Iterator[None]:
+        """Patch ``torch.distributed`` for a ``with`` block."""
         functions = vars(dist)
-        usual = {name: functions[name] for name in self._functions}
+        original = {name: functions[name] for name in self._functions}
         functions.update(self._functions)
         try:
             yield
         finally:
-            functions.update(usual)
+            functions.update(original)
 
-    def _mapped(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(usual)
+    def _mapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
         root = next((name for name in ("src", "dst") if name in signature.parameters), None)
 
-        @wraps(usual)
+        @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if _is_library(sys._getframe(1).f_globals["__name__"]):
-                return usual(*args, **kwargs)
+                return original(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             if not _is_world(given.arguments.get("group")):
-                return usual(*args, **kwargs)
+                return original(*args, **kwargs)
             given.arguments["group"] = self._group
             if root is not None and f"group_{root}" in signature.parameters:
                 place = given.arguments.pop(root, None)
                 given.arguments.setdefault(f"group_{root}", 0 if place is None else place)
-            return usual(*given.args, **given.kwargs)
+            return original(*given.args, **given.kwargs)
 
         return call
 
 
 def _is_library(module: str) -> bool:
-    # Users call those of torch.distributed.nn, which differentiate.
+    # Users call torch.distributed.nn for differentiable collectives.
     return module.startswith(("torch.", "trainwright.")) and not module.startswith("torch.distributed.nn.")
 
 
 def metric_states(metric: Metric) -> dict[str, Any]:
-    """Return what a metric has collected, with the number of its updates."""
+    """Return the states of a metric and its update count."""
     return {"_update_count": metric._update_count, **{name: getattr(metric, name) for name in metric._defaults}}
 
 
 def set_metric_states(metric: Metric, states: dict[str, Any]) -> None:
-    """Put back what :meth:`metric_states` returned."""
+    """Restore the result of :func:`metric_states`."""
     for name, value in states.items():
         setattr(metric, name, value)
     metric._computed = None
@@ -246,13 +245,13 @@ class Sharing(Host, Protocol):
 
 
 class DataCollectives(Ranks):
-    """The ranks of a strategy under which several share samples; what user code asks of all ranks, data ranks do.
+    """Ranks of a strategy under which several share samples; user code's collectives run over the data ranks.
 
     Args:
         strategy: under which ranks share samples.
 
     Attributes:
-        groups: of the layout, once the processes have met.
+        groups: of the layout, once processes are connected.
     """
 
     _strategy: Sharing
@@ -260,26 +259,26 @@ class DataCollectives(Ranks):
     def __init__(self, strategy: Sharing) -> None:
         super().__init__(strategy)
         self.groups: LayoutGroups | None = None
-        self.is_apart = False
-        """Whether user code runs that one rank of those that share samples comes by."""
+        self.leaders_only = False
+        """True if only one of the ranks that share samples runs the current user code."""
         self.compared: frozenset[str] = frozenset()
-        """Kinds of batches of which the first was compared."""
+        """Kinds of batches whose first was compared."""
         self._metrics: MetricSync | None = None
         self._world: DataWorld | None = None
 
     @property
     def data_rank(self) -> int:
-        """See the base class; ranks of other axes than replicate and shard share one."""
+        """Index along the replicate and shard axes."""
         return self._strategy.layout.data_rank(self._strategy.global_rank)
 
     @property
     def num_data_ranks(self) -> int:
-        """See the base class."""
+        """Number of data ranks."""
         return self._strategy.layout.data_ranks
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different samples and else do the same as this one."""
+        """Group of the ranks that differ from this one only in their samples; ``None``: all ranks."""
         layout = self._strategy.layout
         if self.groups is None or layout.data_ranks == self._strategy.world_size:
             return None
@@ -287,41 +286,41 @@ class DataCollectives(Ranks):
 
     @property
     def leads_data_rank(self) -> bool:
-        """Whether this rank is the first along the pipeline, context and tensor axes."""
+        """True if this rank is first along the pipeline, context and tensor axes."""
         place = self._strategy.layout.coordinates(self._strategy.global_rank)
         return not (place["pipeline"] or place["context"] or place["tensor"])
 
     @contextmanager
     def among_data_ranks(self) -> Iterator[None]:
-        """Have barriers and broadcasts inside wait for the data ranks alone, since others do not come by."""
-        before, self.is_apart = self.is_apart, True
+        """Restrict collectives in a ``with`` block to the data ranks, since no others run it."""
+        before, self.leaders_only = self.leaders_only, True
         if self._world is None and self.data_group is not None:
             self._world = DataWorld(self.data_group)
         try:
-            with nullcontext() if self._world is None or before else self._world.shown():
+            with nullcontext() if self._world is None or before else self._world.patched():
                 yield
         finally:
-            self.is_apart = before
+            self.leaders_only = before
 
     def sync_metrics(self, complete: Callable[[Metric], None] | None) -> None:
-        """Have metrics synchronized over data ranks; a collective."""
+        """Synchronize metrics over the data ranks from now on. A collective."""
         group = self.data_group
         if group is not None and self._metrics is None:
             self._metrics = MetricSync(group, complete)
             self._metrics.install()
 
     def leave(self, module: nn.Module | None) -> None:
-        """Let go of the metrics of ``module``, and compare first batches anew."""
+        """Release the metrics of ``module``, and compare first batches again in the next run."""
         if self._metrics is not None and module is not None:
             self._metrics.remove(module)
         self._metrics = self._world = None
         self.compared = frozenset()
 
     def compare_first(self, what: str, batch: Any) -> None:
-        """Compare the first batch of a kind between the ranks that share samples. A collective of all ranks, once.
+        """Compare the first batch of a kind across ranks that share samples. A collective of all ranks.
 
         Raises:
-            RuntimeError: on every rank, if some that share samples have read different ones.
+            RuntimeError: on every rank, if ranks that share samples read different ones.
         """
         self.compared |= {what}
         layout = self._strategy.layout
@@ -330,36 +329,33 @@ class DataCollectives(Ranks):
         digest = torch.tensor([batch_digest(batch)], device=self._strategy.root_device)
         digests = gather_parts(digest, None).flatten().tolist()
         groups = layout.groups("pipeline", "context", "tensor")
-        apart = next((ranks for ranks in groups if len({digests[rank] for rank in ranks}) > 1), None)
-        if apart is not None:
+        unequal = next((ranks for ranks in groups if len({digests[rank] for rank in ranks}) > 1), None)
+        if unequal is not None:
             raise RuntimeError(
-                f"Ranks {apart} of the layout {layout} share their samples, but their first {what} batches "
-                f"differ. The layout has {layout.data_ranks} data rank(s). What splits itself must do so by "
-                "trainer.strategy.ranks.data_rank and trainer.strategy.ranks.num_data_ranks, not by global_rank and "
+                f"Ranks {unequal} of the layout {layout} share their samples, but their first {what} batches "
+                f"differ. The layout has {layout.data_ranks} data rank(s). A dataset that shards itself must use "
+                "trainer.strategy.ranks.data_rank and trainer.strategy.ranks.num_data_ranks, not global_rank and "
                 "world_size (or leave it to the Trainer: no DistributedSampler, or trainwright.DealtStream around a "
-                "stream); one that draws at random must draw the same on these ranks (lightning.seed_everything(seed))."
+                "stream); a random one must use the same seed on these ranks (lightning.seed_everything(seed))."
             )
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce over the data ranks, unless ``group`` is another than all ranks.
-
-        In place, as Lightning's, but without the barrier that Lightning puts before.
-        """
+        """Reduce in place over the data ranks, unless ``group`` is a subgroup; without Lightning's extra barrier."""
         if isinstance(tensor, Tensor) and dist.is_available() and dist.is_initialized():
-            return _reduced(tensor, self.of_users(group), reduce_op)
+            return _reduced(tensor, self.resolve_group(group), reduce_op)
         return tensor
 
-    def of_users(self, group: Any) -> Any:
-        """The group that is meant by ``group``: ``LightningModule.all_gather`` names that of all ranks for none."""
+    def resolve_group(self, group: Any) -> Any:
+        """Map the world (which ``LightningModule.all_gather`` passes by default) to the data ranks."""
         return self.data_group if _is_world(group) else group
 
     @property
-    def present(self) -> dist.ProcessGroup | None:
-        """The ranks that come by here; ``None``: all."""
-        return self.data_group if self.is_apart else None
+    def active_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that run the current user code; ``None``: all."""
+        return self.data_group if self.leaders_only else None
 
     def wait(self, group: dist.ProcessGroup) -> None:
-        """Wait for the ranks of ``group``."""
+        """Run a barrier of ``group``."""
         device = self._strategy.root_device
         if group.size() > 1:
             dist.barrier(
@@ -367,10 +363,10 @@ class DataCollectives(Ranks):
             )
 
     def source(self, src: int) -> int:
-        """The first rank of a data rank.
+        """Return the first global rank of data rank ``src``.
 
         Raises:
-            ValueError: if there is no such data rank.
+            ValueError: if ``src`` is out of range.
         """
         layout = self._strategy.layout
         if not 0 <= src < layout.data_ranks:
@@ -381,7 +377,7 @@ class DataCollectives(Ranks):
         return layout.first_of_data_rank(src)
 
     def decide(self, decision: bool, all: bool) -> bool:
-        """Whether all ranks that come by (or any) decided so."""
+        """Return whether all ranks (or any) that run the current user code decided so."""
         flag = torch.tensor(int(decision), device=self._strategy.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.present)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.active_group)
         return bool(flag.item())

@@ -1,14 +1,13 @@
-"""Differentiable collectives over one axis of the mesh, for engines that split a module's computation.
+"""Differentiable collectives over one mesh axis, for engines that split a module's computation.
 
-Every function takes and returns plain tensors and is a linear map; its backward is the map that makes the gradient of
-the *sum of one replica's losses* right, see the table. They are their own derivatives' derivatives, so a backward
-through a backward works. In a group of one rank each returns its input.
+Every function is a linear map of plain tensors; its backward gives the gradient of the *sum of one replica's losses*,
+see the table. Double backward works. In a group of one rank each returns its input.
 
 ================  ====================================  =========================================
 function          forward                               backward
 ================  ====================================  =========================================
-copy_to           the input                             sum over the ranks
-reduce_from       sum over the ranks                    the gradient
+copy_to           identity                              sum over the ranks
+reduce_from       sum over the ranks                    identity
 gather            ranks' inputs joined along ``dim``    sum over the ranks, then this rank's slice
 gather_same       ranks' inputs joined along ``dim``    this rank's slice
 scatter           this rank's slice along ``dim``       ranks' gradients joined along ``dim``
@@ -17,9 +16,9 @@ all_to_all        rows to the ranks that own them       rows back to where they 
 ================  ====================================  =========================================
 
 ``copy_to`` and ``reduce_from`` are *f* and *g* of Megatron-LM (arXiv:1909.08053, section 3); ``gather`` and
-``reduce_scatter`` are those of its sequence parallelism (arXiv:2205.05198, section 4.2). Which of the two backwards of
-``gather`` is right depends on what follows: ``gather`` where the ranks go on to compute different things with the
-whole, ``gather_same`` where all compute the same. Other linear maps are made with :func:`linear`.
+``reduce_scatter`` are those of its sequence parallelism (arXiv:2205.05198, section 4.2). Use ``gather`` where ranks
+compute different things from the gathered tensor, ``gather_same`` where all compute the same. :func:`linear` makes
+other linear maps.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ Group = dist.ProcessGroup
 
 
 def linear(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """``forward(x)``, whose gradient is ``backward`` of the result's.
+    """Apply ``forward`` to ``x``; the gradient is ``backward`` of the result's gradient.
 
     Args:
         x: any shape.
-        forward: a linear map, run without recording gradients; returns another tensor than it was given.
-        backward: made of differentiable functions, if it is to be differentiated itself.
+        forward: a linear map, run without autograd; must not return its input.
+        backward: composed of differentiable functions, if double backward is needed.
     """
     return cast(Tensor, LinearMap.apply(forward, backward, x))
 
 
 class LinearMap(Function):
-    """A linear map of tensors and the map of their gradients; called as ``apply(forward, backward, *tensors)``."""
+    """A linear map of tensors and its adjoint; called as ``apply(forward, backward, *tensors)``."""
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -63,14 +62,14 @@ class LinearMap(Function):
 
 
 def same(x: Tensor) -> Tensor:
-    """The values of ``x`` as another tensor, for a forward of :func:`linear` that changes none."""
+    """Return a view of ``x``: an identity forward for :func:`linear`."""
     return x.view_as(x)
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """The input; backward sums the gradients of all ranks (Megatron's *f*).
+    """Return the input; backward sums the gradients of all ranks (Megatron's *f*).
 
-    For a tensor that is the same on every rank and of which every rank computes something else.
+    For a replicated tensor from which every rank computes something different.
 
     Args:
         x: any shape.
@@ -80,9 +79,9 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' inputs; backward hands the gradient on (Megatron's *g*).
+    """Sum the inputs of all ranks; backward passes the gradient through (Megatron's *g*).
 
-    For partial results that every rank continues with in the same way.
+    For partial results with whose sum every rank computes the same.
 
     Args:
         x: any shape, the same on every rank.
@@ -94,7 +93,7 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """All ranks' inputs joined along ``dim``; backward sums the gradients of all ranks and keeps this rank's slice.
+    """Concatenate all ranks' inputs along ``dim``; backward sums the gradients and keeps this rank's slice.
 
     Args:
         x: this rank's slice, of the same shape on every rank.
@@ -105,9 +104,9 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
-    """All ranks' inputs joined along ``dim``; backward takes this rank's slice of its own gradient. Nothing is sent.
+    """Concatenate all ranks' inputs along ``dim``; backward takes this rank's slice of its own gradient, locally.
 
-    For a whole with which every rank computes the same.
+    For a gathered tensor with which every rank computes the same.
 
     Args:
         x: this rank's slice, of the same shape on every rank.
@@ -130,7 +129,7 @@ def _joined(x: Tensor, dim: int, group: Group, backward: Callable[[Tensor, int, 
 
 
 def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's slice of a tensor that all ranks hold; backward joins the gradients of all ranks.
+    """Return this rank's slice of a replicated tensor; backward concatenates the gradients of all ranks.
 
     Args:
         x: the same on every rank.
@@ -152,7 +151,7 @@ def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's slice of the sum of all ranks' inputs; backward joins the gradients of all ranks.
+    """Return this rank's slice of the sum of all ranks' inputs; backward concatenates the gradients.
 
     Args:
         x: partial results, the same shape on every rank.
@@ -174,19 +173,19 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Rows of ``x`` sent to their ranks; the rows received, in the order of the ranks. Backward sends them back.
+    """Send rows of ``x`` to their ranks and return the received rows, by rank. Backward sends gradients back.
 
     Args:
         x: ``(rows, ...)``: first those for rank 0 of the group, then those for rank 1, ...
         group: ranks that exchange.
-        send: how many rows go to each rank; their sum is the number of rows.
-        receive: how many rows come from each rank.
+        send: number of rows to each rank; they sum to the rows of ``x``.
+        receive: number of rows from each rank.
 
     Returns:
         ``(sum of receive, ...)``.
 
     Raises:
-        ValueError: if the counts do not fit the group or ``x``.
+        ValueError: if the counts do not match the group or ``x``.
     """
     if len(send) != group.size() or len(receive) != group.size() or sum(send) != x.shape[0]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which ranks read different samples."""
+"""Data-parallel ranks of a strategy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """The ranks that read different samples; here all do.
+    """Data-parallel ranks of a strategy; in this base class, all ranks.
 
     Args:
-        strategy: with ``world_size`` and ``global_rank``, unless there is one rank.
+        strategy: with ``world_size`` and ``global_rank``; one rank if it has none.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -30,20 +30,20 @@ class Ranks:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different samples, this one among them; ``None``: all ranks."""
+        """Group of data ranks that includes this rank; ``None``: all ranks."""
         return None
 
     @property
     def leads_data_rank(self) -> bool:
-        """Whether this rank is the first of those that share its samples, which writes what is made of them."""
+        """True if this rank is the first of those that share its samples, which writes outputs."""
         return True
 
     def among_data_ranks(self) -> AbstractContextManager[None]:
-        """Around user code that one rank of those that share samples runs: what it asks of all ranks, data ranks do."""
+        """Restrict collectives to data ranks around user code that one of the ranks that share samples runs."""
         return nullcontext()
 
 
 def ranks_of(strategy: Any) -> Ranks:
-    """Return the ranks of a strategy; under Lightning's own strategies every rank reads different samples."""
+    """Return the ranks of a strategy; under Lightning's own, every rank is a data rank."""
     found: Ranks = getattr(strategy, "ranks", None) or Ranks(strategy)
     return found

@@ -1,1 +1,1 @@
-"""What a run sends: counted by rank, mesh axis and kind of collective."""
+"""Communication of a run: counted by rank, mesh axis and kind of collective, and predicted."""

@@ -1,11 +1,11 @@
-"""What a training step would wait for communication under each way to average gradients, and which one to choose.
+"""Predicted exposed communication time of a step for each way to average gradients, and a recommendation.
 
-Arithmetic alone: it is given what was measured. The time of a collective is that of the alpha-beta model (Hockney, "The
-communication challenge for MPP", 1994): so many messages one after the other times the latency of one, and the bytes
-that a rank sends over the bandwidth of its link. Rounds and bytes are those of rings (Patarasuk and Yuan, JPDC 2009;
+Pure arithmetic on measured values. Collectives follow the alpha-beta model (Hockney, "The communication challenge for
+MPP", 1994): sequential messages times latency, plus bytes sent per rank over bandwidth. Rounds and bytes are those of
+rings (Patarasuk and Yuan, JPDC 2009;
 :mod:`~trainwright.strategies.contract.communication.costs`).
 
-What is left out: the time that compressors compute, contention between axes, and what an option does to learning.
+Not modelled: compute time of compressors, contention between axes, and effects on convergence.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from typing import Any
 from trainwright.strategies.contract.communication.costs import least_bytes
 
 ENOUGH = 0.05
-"""Part of a step that may be waiting without anything being worth a change."""
+"""Fraction of a step spent waiting below which no change is recommended."""
 FASTER = 0.9
-"""Part of the time of the usual way to average that another one must stay below to be chosen."""
+"""Fraction of the default method's time that another must not exceed to be chosen."""
 BACKWARD_SHARE = 2 / 3
-"""Of the time that a step computes: backward does twice the arithmetic of forward."""
-# By how little they change the numbers. Not among them: fp16 (as bf16, but overflows), onebit (for Adam alone, after a
-# warm-up).
+"""Backward's share of compute: it does twice the arithmetic of forward."""
+# The least lossy first. Without fp16 (like bf16, but overflows) and onebit (Adam only, after a warm-up).
 _MILDEST = ("bf16", "int8", "powersgd", "topk")
 LOCAL_STEPS = (10, 50)
-"""Steps between two synchronisations of local updates that are considered: the defaults of local_sgd and diloco."""
+"""Synchronization intervals of local updates that are considered: the defaults of local_sgd and diloco."""
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 _DENSE, _HIERARCHICAL = "dense", "hierarchical"
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What an axis was measured to do.
+    """Measured latency and bandwidth of a mesh axis.
 
     Args:
-        axis: of the mesh; ``"within"`` and ``"across"``: ranks of one node, and one rank of each.
-        ranks: along it.
-        latency: seconds of one message of a ring, without its bytes.
-        bandwidth: bytes per second that a rank sends.
-        call: seconds of a collective beside its messages; 0: they are in ``latency``.
+        axis: of the mesh; ``"within"``: ranks of one node; ``"across"``: one rank of each node.
+        ranks: number of ranks along it.
+        latency: seconds of one empty message of a ring.
+        bandwidth: bytes per second sent by a rank.
+        call: fixed seconds per collective; 0: included in ``latency``.
     """
 
     axis: str
@@ -51,7 +50,7 @@ class MeasuredLink:
     call: float = 0.0
 
     def seconds(self, kind: str, size: float) -> float:
-        """Of one collective.
+        """Return the seconds of one collective.
 
         Args:
             kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
@@ -60,19 +59,19 @@ class MeasuredLink:
         return self.seconds_of(least_bytes(kind, size, self.ranks), rounds=_ROUNDS[kind], calls=1)
 
     def seconds_of(self, sent: float, rounds: float, calls: float = 0) -> float:
-        """Of ``sent`` bytes a rank in so many rounds of ``ranks - 1`` messages one after the other, and collectives."""
+        """Return the seconds of ``calls`` collectives that send ``sent`` bytes in ``rounds`` rings of messages."""
         return rounds * (self.ranks - 1) * self.latency + sent / self.bandwidth + calls * self.call
 
 
 def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[float, float]) -> MeasuredLink:
-    """The latency and bandwidth that explain two all-reduces.
+    """Fit latency and bandwidth to two all-reduces.
 
     Args:
         axis: name of the link.
-        ranks: that took part, at least 2.
+        ranks: of the group, at least 2.
         sizes: bytes of a small tensor and of a large one.
-        seconds: that their all-reduces took. If the large one took no longer than the small one, bytes do not show
-            beside latency: then all of its time counts as latency, and the bandwidth is the least that it can be.
+        seconds: of their all-reduces. If the large one was not slower, all of its time counts as latency and gives a
+            lower bound of the bandwidth.
     """
     small, large = (least_bytes("all_reduce", size, ranks) for size in sizes)
     if seconds[1] <= seconds[0]:
@@ -84,12 +83,12 @@ def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[f
 
 @dataclass(frozen=True)
 class Way:
-    """How long a way to average gradients was measured to take.
+    """Measured time of a method to average gradients.
 
     Args:
         name: of :data:`~trainwright.strategies.contract.communication.options.AVERAGES`.
-        latency: seconds of one average, without its bytes.
-        per_byte: seconds of each byte of the gradients.
+        latency: fixed seconds of one average.
+        per_byte: seconds per byte of gradients.
     """
 
     name: str
@@ -97,17 +96,17 @@ class Way:
     per_byte: float
 
     def seconds(self, size: float) -> float:
-        """Of one average of ``size`` bytes."""
+        """Return the seconds of averaging ``size`` bytes."""
         return self.latency + size * self.per_byte
 
 
 def fit_way(name: str, sizes: tuple[float, float], seconds: tuple[float, float]) -> Way:
-    """The line through two averages; as of :func:`fit_link`, bytes that do not show beside latency cost the most.
+    """Fit a line to the times of two averages; if the large one was not slower, as in :func:`fit_link`.
 
     Args:
-        name: of the way.
+        name: of the method.
         sizes: bytes of a small tensor and of a large one.
-        seconds: that their averages took.
+        seconds: of their averages.
     """
     if seconds[1] <= seconds[0]:
         return Way(name, seconds[1], seconds[1] / sizes[1])
@@ -116,10 +115,10 @@ def fit_way(name: str, sizes: tuple[float, float], seconds: tuple[float, float])
 
 
 def fastest_way(ways: Sequence[Way], size: float) -> Way:
-    """The fastest for so many bytes of gradients; the first, unless another takes at most :data:`FASTER` of its time.
+    """Return the fastest method for ``size`` bytes; the first, unless another takes at most :data:`FASTER` of its time.
 
     Args:
-        ways: at least one, the usual one first.
+        ways: at least one, the default first.
         size: bytes.
     """
     best = min(ways, key=lambda way: way.seconds(size))
@@ -128,17 +127,17 @@ def fastest_way(ways: Sequence[Way], size: float) -> Way:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """An optimizer step as it is now, the mean over the ranks.
+    """Measured optimizer step, averaged over the ranks.
 
     Args:
-        compute: seconds of forward, backward and optimizer, of all its micro-batches, without waits.
+        compute: seconds of forward, backward and optimizer, of all micro-batches, without waits.
         waits: seconds of waiting for other ranks.
-        accumulation: micro-batches.
-        sent: (axis, kind of collective) -> calls and bytes that a rank sends.
-        gradient_bytes: what replicas average, float32; 0: there are no replicas.
-        compressed_bytes: compressor -> bytes that a rank sends for the same average.
-        compression: the one that is used now; ``None``: none.
-        average_by: how gradients are averaged now where nothing compresses them.
+        accumulation: number of micro-batches.
+        sent: (axis, kind of collective) -> calls and bytes sent per rank.
+        gradient_bytes: float32 bytes averaged over replicas; 0: no replicas.
+        compressed_bytes: compressor -> bytes sent per rank for the same average.
+        compression: the current compressor; ``None``: none.
+        average_by: the current method for uncompressed gradients.
     """
 
     compute: float
@@ -152,20 +151,20 @@ class MeasuredStep:
 
     @property
     def window(self) -> float:
-        """Seconds in which gradients can be sent while others are computed: backward of the last micro-batch."""
+        """Seconds of backward of the last micro-batch, which can overlap with sending gradients."""
         return BACKWARD_SHARE * self.compute / self.accumulation
 
 
 @dataclass(frozen=True)
 class Option:
-    """A way to average gradients.
+    """Predicted cost of a way to average gradients.
 
     Args:
         name: ``"dense"``, a compressor, ``"hierarchical"`` or ``"local updates, H=..."``.
-        exposed: seconds that a step would wait.
-        sent: bytes between replicas that a rank would send in a step.
-        to_type: that chooses it; ``""``: it is what runs without any.
-        changes_numbers: more than by rounding.
+        exposed: seconds of waiting per step.
+        sent: bytes sent between replicas, per rank and step.
+        to_type: overrides that select it; ``""``: the default.
+        changes_numbers: whether results change by more than rounding.
     """
 
     name: str
@@ -177,14 +176,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was predicted, and what follows.
+    """Predictions and the recommendation.
 
     Args:
         step: as measured.
         links: as measured.
-        options: what was compared, the mildest first.
-        chosen: one of them.
-        changed: what was changed by itself, one sentence; ``""``: nothing.
+        options: compared options, the mildest first.
+        chosen: the recommended option.
+        changed: sentence on what was changed automatically; ``""``: nothing.
     """
 
     step: MeasuredStep
@@ -194,11 +193,11 @@ class Advice:
     changed: str = ""
 
     def lines(self) -> list[str]:
-        """Three lines: what was measured, what is recommended, and why."""
+        """Return three lines: the measurement, the recommendation and the reason."""
         return [self._measured(), self._recommended(), self._reason()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; seconds and bytes."""
+        """Return plain values; seconds and bytes."""
         step = {**asdict(self.step), "sent": [[*key, *value] for key, value in sorted(self.step.sent.items())]}
         return {
             "step": step,
@@ -211,7 +210,7 @@ class Advice:
         }
 
     def share(self, option: Option) -> float:
-        """Part of a step that would be waiting."""
+        """Return the fraction of a step spent waiting."""
         whole = self.step.compute + option.exposed
         return option.exposed / whole if whole else 0.0
 
@@ -245,7 +244,7 @@ class Advice:
         return f"Because gradients as they are leave {against} of waiting; {least} {limit}.{done}"
 
     def _unexplained(self) -> str:
-        """Of waits that links do not explain, where these are more than is explained and enough to matter."""
+        """Report waits that links do not explain, if they dominate and matter."""
         now = next((option for option in self.options if self._is_current(option)), self.options[0])
         more = self.step.waits - now.exposed
         if more <= max(now.exposed, ENOUGH * (self.step.compute + self.step.waits)):
@@ -258,13 +257,13 @@ class Advice:
 
 
 def advise(step: MeasuredStep, links: Sequence[MeasuredLink], changed: str = "") -> Advice:
-    """Compare, and recommend the mildest option that leaves at most :data:`ENOUGH` of a step waiting, else the fastest.
+    """Recommend the mildest option that waits at most :data:`ENOUGH` of a step, else the fastest.
 
     Args:
         step: as measured.
-        links: of the axes that average gradients, such as ``"replicate"`` and ``"shard"``, and of ``"within"`` and
-            ``"across"`` nodes where DDP spans some.
-        changed: what was changed by itself.
+        links: of the axes that average gradients, such as ``"replicate"`` and ``"shard"``, and ``"within"`` and
+            ``"across"`` for DDP on several nodes.
+        changed: see :class:`Advice`.
     """
     options = options_of(step, links)
     advice = Advice(step, links, options, options[0], changed)
@@ -274,7 +273,7 @@ def advise(step: MeasuredStep, links: Sequence[MeasuredLink], changed: str = "")
 
 
 def options_of(step: MeasuredStep, links: Sequence[MeasuredLink]) -> list[Option]:
-    """What each way would cost, the mildest first; gradients as they are stand at the beginning."""
+    """Return the predicted cost of each option, dense averaging first, then the mildest first."""
     by_axis = {link.axis: link for link in links}
     others = _others(step, by_axis)
     replicate = by_axis.get("replicate")
@@ -294,26 +293,25 @@ def options_of(step: MeasuredStep, links: Sequence[MeasuredLink]) -> list[Option
 
 
 def overlapped(seconds: float, pieces: int, window: float) -> float:
-    """Seconds that a step waits for ``seconds`` of collectives in equal pieces that begin as gradients are there.
+    """Return the exposed part of ``seconds`` of collectives, in equal pieces that overlap with backward.
 
-    The first of them can begin when a piece of backward is done, and the last one only when all of it is.
+    The first piece starts when its share of backward is done, the last when all of it is.
     """
     return max(seconds - window * (1 - 1 / pieces), seconds / pieces)
 
 
 def best_bucket_bytes(link: MeasuredLink, gradient_bytes: float) -> float:
-    """Bytes of a bucket of gradients for which a step waits least, if its communication fits behind backward.
+    """Return the bucket size in bytes that minimizes exposed time, if communication fits behind backward.
 
-    Small buckets leave little to send when backward has ended, large ones pay latency less often: k buckets cost
-    ``k A + B / k`` with A the latency of one all-reduce and B the time of all bytes, least at ``k = sqrt(B / A)``. (The
-    trade of merged gradients: Shi, Chu and Li, "MG-WFBP", INFOCOM 2019, whose schedule also knows each layer's time.)
+    k buckets cost ``k A + B / k``, with A the latency of an all-reduce and B the time of all bytes; the minimum is at
+    ``k = sqrt(B / A)``. (Shi, Chu and Li, "MG-WFBP", INFOCOM 2019, also schedules by each layer's time.)
     """
     latency = link.seconds("all_reduce", 0.0)
     return best_piece_bytes(latency, link.seconds("all_reduce", gradient_bytes) - latency, gradient_bytes)
 
 
 def best_piece_bytes(latency: float, sending: float, gradient_bytes: float) -> float:
-    """See :func:`best_bucket_bytes`.
+    """Return the bucket size of :func:`best_bucket_bytes` for known times.
 
     Args:
         latency: A, seconds.
@@ -333,14 +331,14 @@ def _dense(step: MeasuredStep, link: MeasuredLink, others: float) -> Option:
 
 
 def _compressed(step: MeasuredStep, link: MeasuredLink, others: float, name: str) -> Option:
-    # Compressed gradients are sent when backward has ended, see docs/compression.md.
+    # Compressed gradients are sent after backward, see docs/compression.md.
     sent = step.compressed_bytes[name]
     exposed = max(others - step.window, 0.0) + link.seconds_of(sent, rounds=2)
     return Option(name, exposed, sent, f"compression={name}" if name in _MILDEST else "", changes_numbers=True)
 
 
 def _hierarchical(step: MeasuredStep, links: Mapping[str, MeasuredLink]) -> list[Option]:
-    """Reduce-scatter within a node, all-reduce of a part across nodes, all-gather within: replicate x shard."""
+    """Predict reduce-scatter within a node, all-reduce of a part across nodes, all-gather within."""
     if "within" not in links or "across" not in links:
         return []
     within, across, size = links["within"], links["across"], step.gradient_bytes
@@ -353,7 +351,7 @@ def _hierarchical(step: MeasuredStep, links: Mapping[str, MeasuredLink]) -> list
 
 
 def _others(step: MeasuredStep, links: Mapping[str, MeasuredLink]) -> float:
-    """Seconds of collectives along axes that none of the options changes."""
+    """Return the seconds of collectives along axes that no option changes."""
     return sum(
         links[axis].seconds_of(sent, rounds=_ROUNDS.get(kind, 1) * calls)
         for (axis, kind), (calls, sent) in step.sent.items()

@@ -1,4 +1,4 @@
-"""Names of process groups: the mesh axes along which their ranks differ."""
+"""Names of process groups by the mesh axes along which their ranks differ."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from trainwright.core.layout import Layout
 
 WORLD = "world"
 OTHER = "other"
-# ZeRO takes the two for one axis.
+# ZeRO shards over both as one axis.
 _STATE = ("shard", "context")
 
 
 def name_of(ranks: Iterable[int], kind: str, layout: Layout) -> str:
-    """What a collective of a group is counted under.
+    """Return the name under which a group's collectives are counted.
 
-    The axis along which its ranks differ; ``"expert_shard"`` for ranks that hold the same experts; all axes that they
-    differ along (``"shard-context"``); ``"world"`` for all ranks of a layout with several axes; or ``"other"``. Where
-    the same ranks are ``expert`` and an axis of the dense weights too, the all-to-alls are the experts', since
-    otherwise only Ulysses attention has any (there it is ``"context-expert"``).
+    The axis along which its ranks differ; ``"expert_shard"`` for ranks with the same experts; several axes joined
+    (``"shard-context"``); ``"world"`` for all ranks of a layout with several axes; or ``"other"``. If a group is both
+    ``expert`` and a dense axis, all-to-alls count as the experts' (``"context-expert"`` if the axis is context, since
+    Ulysses attention has all-to-alls too).
 
     Args:
         ranks: global ranks of the group.

@@ -1,14 +1,13 @@
-"""Tells of every collective that this process starts, whoever starts it; free while nobody listens.
+"""Listener for every collective that this process starts; no overhead without listeners.
 
 Python's ``torch.distributed``, the reducer of ``DistributedDataParallel`` (C++), FSDP2, DTensor, functional collectives
-(compiled or not), and sends of a pipeline all call an operator of the namespace ``c10d``, which finds the backend of
-the tensor's device. While somebody listens, a kernel stands before each of these operators, under the dispatch key
-``BackendSelect``: the one that every call passes on any device and in any mode (autograd's keys are left out in
-inference mode), and below those where ``FakeTensor`` and other modes take calls that send nothing. Tensors of other
-operators are not touched. It costs some microseconds a collective.
+(compiled or not) and pipeline sends all dispatch an operator of the ``c10d`` namespace. While there are listeners, a
+kernel intercepts these operators at the dispatch key ``BackendSelect``: every call passes it on any device and in any
+mode (inference mode skips autograd's keys), and it is below ``FakeTensor`` and other modes that send nothing. The cost
+is a few microseconds per collective.
 
-What does not pass there: calls of a backend object (``ProcessGroupGloo(...).send``), stores, sockets, and kernels that
-write into another device's memory.
+Not seen: direct calls of a backend object (``ProcessGroupGloo(...).send``), stores, sockets, and kernels that write
+into another device's memory.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective as this rank starts it.
+    """A collective started by this rank.
 
     Args:
         kind: of :data:`~trainwright.strategies.contract.communication.costs.KINDS`, or ``"barrier"``.
-        group: whose ranks take part.
+        group: of the collective.
         size: bytes: S of the table in :mod:`~trainwright.strategies.contract.communication.costs`.
-        elements: of the largest tensor: what is reduced, or what has been gathered.
-        device: type of the device that the tensors are on.
-        root: rank of the group that sends or gets all; 0 where there is none.
+        elements: of the largest tensor: the reduced or gathered one.
+        device: device type of the tensors.
+        root: group rank of the source or destination; 0 if there is none.
     """
 
     kind: str
@@ -46,12 +45,12 @@ class CollectiveCall:
 
     @property
     def place(self) -> int:
-        """How many ranks behind the root this one is."""
+        """Distance of this rank from the root."""
         return (self.group.rank() - self.root) % self.group.size()
 
     @property
     def backend(self) -> str:
-        """Name of the backend that does it, such as ``"gloo"``."""
+        """Name of the backend, such as ``"gloo"``."""
         name: str = self.group._get_backend(torch.device(self.device)).name()
         return name
 
@@ -61,13 +60,13 @@ Listener = Callable[[CollectiveCall], None]
 
 @dataclass(frozen=True)
 class _Operator:
-    """How to read the arguments of an operator.
+    """Schema of an operator's arguments.
 
     Args:
         kind: of the call.
-        tensors: index of the argument that is S, or a part of it.
-        per_rank: whether that is what one of the ranks has of S.
-        root: index of the argument that is the root.
+        tensors: index of the argument with the tensors of S.
+        per_rank: whether they are one rank's part of S.
+        root: index of the root argument.
     """
 
     kind: str
@@ -95,29 +94,25 @@ _OPERATORS = {
     "send": _Operator("send"),
     "barrier": _Operator("barrier"),
 }
-# Nothing is sent, but for a few bytes.
+# These send a few bytes at most.
 _SILENT = {"recv_", "recv_any_source_", "monitored_barrier_", "check_for_nan"}
 
 
 def unknown_operators() -> list[str]:
-    """Operators of ``c10d`` in this version of torch whose calls nobody is told of; empty where all are known."""
+    """Return operators of ``c10d`` in this version of torch that are not reported."""
     names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
     ours = {name.partition(".")[0] for namespace, _, name in names if namespace == "c10d"}
     return sorted(ours - _OPERATORS.keys() - _SILENT)
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Have ``listener`` called with each collective before it begins, in the thread that starts it.
-
-    Returns:
-        How to end that; may be called again.
-    """
+    """Call ``listener`` with each collective before it starts, in the starting thread; returns a function to stop."""
     _Interception.add(listener)
     return partial(_Interception.remove, listener)
 
 
 class _Interception:
-    """The kernels before the operators, while somebody listens."""
+    """Intercepting kernels, installed while there are listeners."""
 
     listeners: tuple[Listener, ...] = ()
     library: torch.library.Library | None = None
@@ -130,7 +125,7 @@ class _Interception:
             if cls.library is None:
                 cls.library = torch.library.Library("c10d", "IMPL")
                 for name, operator in _OPERATORS.items():
-                    _stand_before(cls.library, name, operator)
+                    _intercept(cls.library, name, operator)
 
     @classmethod
     def remove(cls, listener: Listener) -> None:
@@ -141,16 +136,16 @@ class _Interception:
                 cls.library = None
 
 
-def _stand_before(library: torch.library.Library, name: str, operator: _Operator) -> None:
-    usual = getattr(torch.ops.c10d, name).default
-    group_index = next(i for i, given in enumerate(usual._schema.arguments) if given.name == "process_group")
+def _intercept(library: torch.library.Library, name: str, operator: _Operator) -> None:
+    original = getattr(torch.ops.c10d, name).default
+    group_index = next(i for i, given in enumerate(original._schema.arguments) if given.name == "process_group")
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = _read(operator, args, dist.ProcessGroup.unbox(args[group_index]), args[group_index + 1 :])
         for listener in _Interception.listeners:
             listener(call)
-        return usual.redispatch(keyset & below, *args, **kwargs)
+        return original.redispatch(keyset & below, *args, **kwargs)
 
     library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
@@ -178,18 +173,18 @@ def _leaves(given: Any) -> Iterable[Tensor]:
 
 
 def _for_others(tensors: list[Tensor], group: dist.ProcessGroup, splits: Sequence[Any]) -> int:
-    """Bytes of the input of an all-to-all that are not for the rank itself."""
+    """Return the bytes of an all-to-all's input that leave this rank."""
     if not splits or not isinstance(splits[0], list):
         return sum(num_bytes(tensor) for rank, tensor in enumerate(tensors) if rank != group.rank())
     size = num_bytes(tensors[0])
     rows: list[int] = splits[1]
     if not sum(rows):
-        return size - size // group.size()  # equal parts, or nothing at all
+        return size - size // group.size()  # no splits: equal parts
     return size - size * rows[group.rank()] // sum(rows)
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes of the values of a tensor; of a sparse one, of its indices and values."""
+    """Return the bytes of a tensor; of a sparse one, those of its indices and values."""
     if tensor.is_sparse:
         return num_bytes(tensor._indices()) + num_bytes(tensor._values())
     return tensor.numel() * tensor.element_size()

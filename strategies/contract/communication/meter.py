@@ -1,4 +1,4 @@
-"""Counts what this rank sends, by mesh axis and kind of collective, under any strategy."""
+"""Meter of the bytes this rank sends, by mesh axis and kind of collective."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainwright.strategies.contract.communication.costs import least_bytes, sen
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank has sent along one axis in one kind of collective.
+    """Data sent by one rank along one axis in one kind of collective.
 
     Args:
-        calls: collectives, or messages.
-        bytes: that the backend sends for them.
-        least: bytes that the best algorithm sends, as a mean over the ranks.
+        calls: number of collectives or messages.
+        bytes: sent by the backend.
+        least: sent by the best algorithm, on average over the ranks.
     """
 
     calls: int = 0
@@ -34,58 +34,59 @@ class Sent:
 
 
 Counts = dict[tuple[str, str], Sent]
+_active: list[CommunicationMeter] = []  # meters of this process
 
 
 class CommunicationMeter:
-    """Counts what this rank sends, until it is stopped; as a context manager, while it is entered.
+    """Counter of the bytes this rank sends, from construction until :meth:`stop`; also a context manager.
 
-    Every collective of ``torch.distributed`` counts when it begins, whoever starts it
-    (:mod:`~trainwright.strategies.contract.communication.calls`), as so many bytes as its backend sends for it
-    (``costs``). What goes over other links is told by those who use them, by
-    :func:`count_sent`. The bytes are those of the values: headers, stores and barriers do not count.
+    Every collective of ``torch.distributed`` counts when it starts
+    (:mod:`~trainwright.strategies.contract.communication.calls`), with the bytes that its backend sends (``costs``).
+    Traffic over other links is reported by :func:`count_sent`. Headers, stores and barriers do not count.
 
     Args:
-        layout: closed, of all ranks; gives the axes their names. ``None``: all is counted under ``"other"``.
-        names: of groups of ranks that are no axis, by their ranks in order.
+        layout: closed, of all ranks, for the names of axes; ``None``: everything counts as ``"other"``.
+        names: of groups that are no axis, by their sorted ranks.
     """
 
     def __init__(self, layout: Layout | None = None, names: Mapping[tuple[int, ...], str] | None = None) -> None:
-        self._given_names = dict(names or {})
+        self._group_names = dict(names or {})
         self._layout = layout
         self._counts: Counts = {}
         self._names: dict[tuple[dist.ProcessGroup, str], str] = {}
-        self._lock = threading.Lock()  # autograd and servers send from threads of their own
-        self._end: Callable[[], None] | None = None
+        self._lock = threading.Lock()  # autograd and servers send from their own threads
+        self._stop: Callable[[], None] | None = None
         if dist.is_available() and dist.is_initialized():
-            self._end = listen(self._on_call)
-        _Active.add(self)
+            self._stop = listen(self._on_call)
+        _active.append(self)
 
     @property
     def unknown(self) -> list[str]:
-        """Operators of this version of torch that may send something and are not counted; empty where all are known."""
+        """Operators of this version of torch that may communicate but are not counted."""
         return unknown_operators()
 
     def count(self, axis: str, kind: str, sent: float) -> None:
-        """Count a message that went over a link that is no process group of torch.
+        """Count a message over a link outside of torch's process groups.
 
         Args:
-            axis: along which, such as ``"server"``.
-            kind: what it was, such as ``"push"``.
+            axis: such as ``"server"``.
+            kind: such as ``"push"``.
             sent: bytes.
         """
         self._add(axis, kind, Sent(1, sent, sent))
 
     def take(self) -> Counts:
-        """What was sent since the last call: (axis, kind of collective) -> sums."""
+        """Return and reset the counts: (axis, kind of collective) -> sums."""
         with self._lock:
             taken, self._counts = self._counts, {}
         return taken
 
     def stop(self) -> None:
-        """End counting; may be called again. What was counted can still be taken."""
-        _Active.remove(self)
-        if self._end is not None:
-            self._end()
+        """Stop counting; idempotent. Counts can still be taken."""
+        if self in _active:
+            _active.remove(self)
+        if self._stop is not None:
+            self._stop()
 
     def __enter__(self) -> CommunicationMeter:
         return self
@@ -115,9 +116,9 @@ class CommunicationMeter:
             return OTHER
         try:
             ranks = dist.get_process_group_ranks(call.group)
-        except (KeyError, ValueError):  # made without torch's book of groups
+        except (KeyError, ValueError):  # a group that torch does not track
             return OTHER
-        given = self._given_names.get(tuple(sorted(ranks)))
+        given = self._group_names.get(tuple(sorted(ranks)))
         return given or name_of(ranks, call.kind, self._layout)
 
     def _add(self, axis: str, kind: str, sent: Sent) -> None:
@@ -126,23 +127,6 @@ class CommunicationMeter:
 
 
 def count_sent(axis: str, kind: str, sent: float) -> None:
-    """Tell every meter of this process of a message that went over a link that is no process group of torch.
-
-    Costs nothing while nobody measures. See :meth:`CommunicationMeter.count`.
-    """
-    for meter in _Active.meters:
+    """Report a message over a link outside of torch's process groups to all meters of this process."""
+    for meter in tuple(_active):  # another thread may start or stop one
         meter.count(axis, kind, sent)
-
-
-class _Active:
-    """The meters that count now."""
-
-    meters: tuple[CommunicationMeter, ...] = ()
-
-    @classmethod
-    def add(cls, meter: CommunicationMeter) -> None:
-        cls.meters = (*cls.meters, meter)
-
-    @classmethod
-    def remove(cls, meter: CommunicationMeter) -> None:
-        cls.meters = tuple(each for each in cls.meters if each is not meter)

@@ -1,4 +1,4 @@
-"""The words of ``communication``, and which of them are refused; without torch, for the command line."""
+"""Values of the ``communication`` options and their checks; without torch, for the command line."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ OFF = "none"
 WORDS = (OFF, "advise", "auto")
 ALL_REDUCE, IN_PARTS, HIERARCHICAL = "all_reduce", "reduce_scatter", "hierarchical"
 AVERAGES = (ALL_REDUCE, IN_PARTS, HIERARCHICAL)
-"""How gradients are averaged over replicas, see :mod:`trainwright.strategies.averaging.means`."""
+"""Methods to average gradients over replicas, see :mod:`trainwright.strategies.averaging.means`."""
 
 
 def compressed_average(average_by: str | None, compressor: str) -> list[str]:
-    """Why compressed gradients cannot be averaged in a way; empty if they can."""
+    """Return problems of combining ``average_by`` with compression."""
     if average_by not in (IN_PARTS, HIERARCHICAL):
         return []
     return [
-        f"strategy.average_by={average_by} with compression={compressor}: compressed gradients are exchanged in a way "
-        "of their own. Type compression=none, or leave strategy.average_by out"
+        f"strategy.average_by={average_by} with compression={compressor}: compressors exchange gradients by their own "
+        "method. Type compression=none, or leave strategy.average_by out"
     ]
 
 
 def average_misfits(average_by: str | None, ranks_per_node: int, layout: Layout) -> list[str]:
-    """Why gradients cannot be averaged in a way under a layout; empty if they can.
+    """Return problems of averaging gradients by a method under a layout.
 
     Args:
         average_by: of :data:`AVERAGES`; ``None``: all_reduce.
-        ranks_per_node: neighbouring ranks that share a node.
+        ranks_per_node: number of consecutive ranks per node.
         layout: closed.
     """
     if average_by not in (IN_PARTS, HIERARCHICAL):
@@ -43,23 +43,23 @@ def average_misfits(average_by: str | None, ranks_per_node: int, layout: Layout)
     stride = layout.shard * layout.context * layout.tensor
     nodes = f"{layout.replicate} replicas of {stride} rank(s) on nodes of {ranks_per_node} rank(s)"
     if layout.replicate * stride <= ranks_per_node:
-        why = "one node holds all of them, so nothing crosses its border"
+        why = "one node holds all of them, so there is no traffic between nodes"
     elif stride >= ranks_per_node:
-        why = "a node holds one of them at most, and ZeRO's shard axis averages within it already"
+        why = "a node holds at most one of them, and ZeRO's shard axis averages within it already"
     else:
-        why = "nodes would hold unequally many of them"
+        why = "nodes would hold different numbers of them"
     return [
         f"{given}: {nodes}: {why}. Two levels need several nodes with several replicas each. Type "
-        f"strategy.average_by=all_reduce, or strategy.ranks_per_node=... where nodes are others"
+        f"strategy.average_by=all_reduce, or set strategy.ranks_per_node to the real number of ranks per node"
     ]
 
 
 def copies_of_a_node(layout: Layout, ranks_per_node: int) -> int:
-    """Replicas of the same state that each node holds; 0: not the same number everywhere.
+    """Return the number of replicas of the same state per node; 0: it differs between nodes.
 
     Args:
-        layout: closed; neighbouring ranks differ along its last axes.
-        ranks_per_node: neighbouring ranks that share a node.
+        layout: closed; consecutive ranks differ along its last axes.
+        ranks_per_node: number of consecutive ranks per node.
     """
     stride = layout.shard * layout.context * layout.tensor
     if stride >= ranks_per_node:

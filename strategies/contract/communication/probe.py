@@ -1,4 +1,4 @@
-"""A short look at how fast the axes of a layout are: all-reduces of two sizes over their ranks."""
+"""Short measurement of a layout's axes, by all-reduces of two sizes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,23 @@ _REPEATS = 5
 
 
 def probe_links(axes: Sequence[tuple[str, Layout, str]], device: torch.device) -> list[MeasuredLink]:
-    """Measure axes one after the other, all groups of an axis at the same time; a collective of all ranks.
+    """Measure axes one by one, all groups of an axis at once. A collective of all ranks.
 
-    Each group is made for this and ended. Of the times the median of 5 counts, and of the ranks the slowest; so all
-    ranks know the same.
+    Uses temporary groups. The result is the median of 5 on the slowest rank, equal on all ranks.
 
     Args:
-        axes: name of the link, a closed layout of all ranks, and its axis; those with one rank are left out.
-        device: that the ranks send from.
+        axes: name of the link, a closed layout of all ranks, and its axis; axes of size 1 are skipped.
+        device: of the tensors.
     """
     return [_probe(name, layout, axis, device) for name, layout, axis in axes if getattr(layout, axis) > 1]
 
 
 def probe_ways(ways: Mapping[str, Callable[[Tensor], None]], device: torch.device) -> list[Way]:
-    """Measure ways to average, one after the other; a collective of all ranks.
-
-    As of :func:`probe_links`: medians of 5, the slowest rank, the same on all.
+    """Measure methods to average, one by one. A collective of all ranks; the result is as in :func:`probe_links`.
 
     Args:
-        ways: name -> what averages a flat tensor in place.
-        device: that the ranks send from.
+        ways: name -> function that averages a flat tensor in place.
+        device: of the tensors.
     """
     seconds = [[_median_seconds(way, None, size, device) for size in SIZES] for way in ways.values()]
     slowest = torch.tensor(seconds, dtype=torch.float32).to(device)
@@ -70,11 +67,11 @@ def _median_seconds(
         begin = now_on(device)
         send(tensor)
         taken.append(now_on(device) - begin)
-    return median(taken[1:])  # the first one makes connections
+    return median(taken[1:])  # the first one opens connections
 
 
 def now_on(device: torch.device) -> float:
-    """Seconds of a clock at which all is done that the device was given."""
+    """Return the host's clock after synchronizing the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

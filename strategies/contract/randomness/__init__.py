@@ -1,1 +1,1 @@
-"""Random numbers that agree, or differ, between ranks."""
+"""Random number generators that agree, or differ, across ranks."""

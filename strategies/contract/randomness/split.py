@@ -1,7 +1,7 @@
-"""Random numbers of a region of the forward that differ between ranks which otherwise draw the same.
+"""Per-rank random numbers within a region of the forward pass.
 
-Dropout on activations that all tensor ranks hold must drop the same on each; on activations that are split over them
-(heads, features, slices of the sequence) it must not repeat the same mask on every part.
+Dropout on replicated activations must use the same mask on every tensor rank; on split activations (heads, features,
+slices of the sequence) masks must differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainwright.strategies.contract.randomness.state import RANK_STRIDE, set_to
 
 
 def draws_randomly(module: nn.Module) -> bool:
-    """Whether a part of ``module`` has a dropout, as a module or as a number that its forward reads."""
+    """Return whether ``module`` has dropout, as a submodule or as a probability among its attributes."""
     return any(
         "drop" in name.lower() and isinstance(value, float) and value > 0
         for part in module.modules()
@@ -29,33 +29,28 @@ def _probability(part: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 class SplitRandomness:
-    """Default generators that draw on a rank of its own between :meth:`enter` and :meth:`leave`.
+    """Default generators with a per-rank seed between :meth:`enter` and :meth:`leave`.
 
-    The seed inside is one draw of the CPU's generator outside plus the rank. So it is new at every entry, and
-    activation checkpointing, which restores the generators outside before it recomputes, gets the same masks again.
-    Nothing is sent and no device is waited for.
+    The seed inside is one draw from the outer CPU generator plus the rank. It is new at every entry, and activation
+    checkpointing, which restores the outer generators before it recomputes, reproduces the masks. There is no
+    communication and no device synchronization.
 
     Args:
-        rank: of the axis along which regions shall differ. The generators outside must agree along it.
+        rank: along the axis on which regions differ. The outer generators must agree along it.
     """
 
     def __init__(self, rank: int) -> None:
         self._offset = rank * RANK_STRIDE
         self._outside: tuple[dict[str, Tensor], torch.device] | None = None
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether an entered region has not been left."""
-        return self._outside is not None
-
     def enter(self, device: torch.device) -> bool:
-        """Draw on a generator of this rank until :meth:`leave`.
+        """Use this rank's seed until :meth:`leave`.
 
         Args:
-            device: whose generator is exchanged beside the CPU's.
+            device: whose generator is replaced in addition to the CPU's.
 
         Returns:
-            ``False`` if a region was entered already: nothing is done, and who was told so must not leave.
+            ``False`` if a region is active already: nothing is done, and the caller must not leave.
         """
         if self._outside is not None:
             return False
@@ -70,16 +65,16 @@ class SplitRandomness:
 
     @contextmanager
     def region(self, device: torch.device, draws: bool = True) -> Iterator[None]:
-        """Be inside, unless a region was entered already or nothing ``draws``."""
-        began = draws and self.enter(device)
+        """Enter a region for a ``with`` block, unless one is active or ``draws`` is false."""
+        entered = draws and self.enter(device)
         try:
             yield
         finally:
-            if began:
+            if entered:
                 self.leave()
 
     def leave(self) -> None:
-        """Go on where the generators outside were. Does nothing outside of a region."""
+        """Restore the outer generators. Does nothing outside of a region."""
         if self._outside is None:
             return
         outside, self._outside = self._outside, None

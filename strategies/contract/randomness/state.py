@@ -1,4 +1,4 @@
-"""The state of all random number generators of a rank, as tensors."""
+"""State of all random number generators of a rank, as tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Times a rank: an odd number with bits all over, so that seeds of neighbouring ranks share none of their low bits.
+# Odd multiplier of the rank, so that seeds of neighbouring ranks share no low bits.
 RANK_STRIDE = 0x9E3779B97F4A7C15
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """State of the default generators of torch (CPU and ``device``), numpy and python, by name."""
+    """Return the state of the default generators of torch (CPU and ``device``), numpy and python, by name."""
     kind, words, position, has_gauss, cached = np.random.get_state()
     assert kind == "MT19937"
     _, python, gauss = random.getstate()
@@ -28,7 +28,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put back what :func:`random_state` gave; a generator that ``state`` knows nothing of stays as it is."""
+    """Restore the result of :func:`random_state`."""
     set_torch_state(state, device)
     *words, position, has_gauss = state["numpy"].tolist()
     cached = state["numpy_gauss"].item()
@@ -38,7 +38,7 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def torch_state(device: torch.device) -> dict[str, Tensor]:
-    """State of the default generators of torch, of the CPU and of ``device``, by name."""
+    """Return the state of torch's default generators of the CPU and of ``device``, by name."""
     found = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -48,7 +48,7 @@ def torch_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_torch_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put back what :func:`torch_state` gave; the generator of ``device`` stays as it is where none was saved."""
+    """Restore the result of :func:`torch_state`; the generator of ``device`` is left alone if none was saved."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,1 +1,1 @@
-"""Measure how long ranks wait for each other."""
+"""Time that ranks wait for each other."""

@@ -1,4 +1,4 @@
-"""When the stages of a rank are busy: taken while somebody asks for it, free otherwise."""
+"""Timeline of the pipeline stages of a rank; no overhead unless requested."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trainwright.strategies.contract.waits.waiting import make_spans
 
 
 class TimelineEntry(NamedTuple):
-    """One piece of work of a stage.
+    """One operation of a stage.
 
     Args:
         begin: seconds since the first mark.
-        end: likewise.
-        what: ``"forward"``, ``"backward"`` (of inputs and weights, or of inputs alone), ``"weight"`` (the backward of
-            weights, where it comes apart) or ``"optimizer"``.
-        micro_batch: its number; ``-1``: of none.
-        stage: its number; ``-1``: of all stages of the rank.
+        end: seconds since the first mark.
+        what: ``"forward"``, ``"backward"`` (of inputs and weights, or of inputs alone), ``"weight"`` (a separate
+            backward of weights) or ``"optimizer"``.
+        micro_batch: its index; ``-1``: none.
+        stage: its index; ``-1``: all stages of the rank.
     """
 
     begin: float
@@ -29,40 +29,40 @@ class TimelineEntry(NamedTuple):
     stage: int
 
 
-# Methods of a stage that torch's schedules call, the micro-batch first.
+# Methods of a stage that torch's schedules call with the micro-batch as first argument.
 _WORK = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weight"}
 
 
-class HearsStages(Protocol):
-    """Who wants to know when stages of this rank work; ``what`` as in :class:`TimelineEntry`."""
+class StageListener(Protocol):
+    """Listener for operations of stages; ``what`` as in :class:`TimelineEntry`."""
 
     def stage_begins(self, what: str, micro_batch: int, stage: int) -> None:
-        """A stage begins to work."""
+        """Handle the start of an operation."""
 
     def stage_ends(self, what: str, micro_batch: int, stage: int) -> None:
-        """It has ended, with an error too."""
+        """Handle its end, also after an error."""
 
 
-def listen_to_stages(stages: Sequence[Any], listener: HearsStages) -> Callable[[], None]:
-    """Have ``listener`` told when one of ``stages`` works; returns how to end that, which may be called again."""
+def listen_to_stages(stages: Sequence[Any], listener: StageListener) -> Callable[[], None]:
+    """Notify ``listener`` of every operation of ``stages``; returns an idempotent function that ends it."""
     for stage in stages:
         if not _listeners_of(stage):
             for method, what in _WORK.items():
-                # On the object: the schedules look methods up there, and without listeners nothing is left of it.
-                stage.__dict__[method] = _telling(stage, getattr(stage, method), what)
+                # On the instance, so that removing the last listener restores the class's methods.
+                stage.__dict__[method] = _notifying(stage, getattr(stage, method), what)
         stage.__dict__[_LISTENERS] = (*_listeners_of(stage), listener)
-    return lambda: _leave(stages, listener)
+    return lambda: _remove(stages, listener)
 
 
 _LISTENERS = "_trainwright_listeners"
 
 
-def _listeners_of(stage: Any) -> tuple[HearsStages, ...]:
-    found: tuple[HearsStages, ...] = stage.__dict__.get(_LISTENERS, ())
+def _listeners_of(stage: Any) -> tuple[StageListener, ...]:
+    found: tuple[StageListener, ...] = stage.__dict__.get(_LISTENERS, ())
     return found
 
 
-def _leave(stages: Sequence[Any], listener: HearsStages) -> None:
+def _remove(stages: Sequence[Any], listener: StageListener) -> None:
     for stage in stages:
         stage.__dict__[_LISTENERS] = tuple(each for each in _listeners_of(stage) if each is not listener)
         if not stage.__dict__[_LISTENERS]:
@@ -70,8 +70,8 @@ def _leave(stages: Sequence[Any], listener: HearsStages) -> None:
                 stage.__dict__.pop(name, None)
 
 
-def _telling(stage: Any, work: Callable[..., Any], what: str) -> Callable[..., Any]:
-    def told(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+def _notifying(stage: Any, work: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def notifying(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
         listeners = _listeners_of(stage)
         for listener in listeners:
             listener.stage_begins(what, micro_batch, stage.stage_index)
@@ -81,14 +81,14 @@ def _telling(stage: Any, work: Callable[..., Any], what: str) -> Callable[..., A
             for listener in listeners:
                 listener.stage_ends(what, micro_batch, stage.stage_index)
 
-    return told
+    return notifying
 
 
 class StageTimeline:
-    """Takes the times at which stages begin and end to work, from :meth:`start` to :meth:`stop`.
+    """Recorder of when stages start and end operations, from :meth:`start` to :meth:`stop`.
 
-    On CUDA, times are those of the stream that computes, by events; reading them waits for the device. What a rank
-    waits for within the work of a stage (the parameters of a shard, say) counts as work.
+    On CUDA, times are those of the compute stream, from events; reading them synchronizes. Waits within an operation
+    (e.g. for sharded parameters) count as work.
 
     Args:
         stages: of this rank.
@@ -104,38 +104,38 @@ class StageTimeline:
         self._first: Any = None
         self._last: Any = None
         self._optimizer: Any = None
-        self._leave: Callable[[], None] | None = None
+        self._remove: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Begin: the first mark."""
+        """Set the first mark."""
         self._marks, self._last, self._optimizer = [], None, None
         self._first = self._mark()
-        if self._leave is None:
-            self._leave = listen_to_stages(self._stages, self)
+        if self._remove is None:
+            self._remove = listen_to_stages(self._stages, self)
 
     def stage_begins(self, what: str, micro_batch: int, stage: int) -> None:
-        """A stage begins to work: one mark."""
+        """Mark the start of an operation."""
         self._begin = self._mark()
 
     def stage_ends(self, what: str, micro_batch: int, stage: int) -> None:
-        """It has ended: another mark."""
+        """Mark its end."""
         self._marks.append((self._begin, self._mark(), what, micro_batch, stage))
 
     def optimizer(self) -> None:
-        """The optimizer begins, which works until :meth:`stop`."""
+        """Mark the start of the optimizer, which ends at :meth:`stop`."""
         if self._optimizer is None:
             self._optimizer = self._mark()
 
     def stop(self) -> None:
-        """End: the last mark."""
-        if self._leave is not None:
-            self._leave()
-            self._leave = None
+        """Set the last mark."""
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
         if self._first is not None and self._last is None:
             self._last = self._mark()
 
     def take(self) -> tuple[float, list[TimelineEntry]]:
-        """Seconds from the first mark to the last, and what the stages did in between, by beginning."""
+        """Return the seconds from the first mark to the last, and the operations in between, sorted by start."""
         if self._device.type == "cuda":
             self._last.synchronize()
         marks = list(self._marks)

@@ -1,12 +1,11 @@
-"""How long a rank waits for other ranks: measured while somebody asks for it, free otherwise.
+"""Time that a rank waits for other ranks; no overhead unless requested.
 
-Whatever a rank waits for in Python ends in ``Work.wait`` of ``torch.distributed``: collectives that return when they
-are done, those that were begun earlier, sends and receives of a pipeline, FSDP2. So that method is exchanged while
-somebody measures. ``DistributedDataParallel`` waits in C++, see :class:`ReducerWaits`.
+All waits in Python go through ``Work.wait`` of ``torch.distributed``: synchronous and asynchronous collectives, sends
+and receives of a pipeline, FSDP2. That method is patched while waits are measured. ``DistributedDataParallel`` waits in
+C++, see :class:`ReducerWaits`.
 
-On CUDA nobody waits in ``Work.wait``: it makes the stream wait. There an event before it and one behind it tell how
-long the stream stood still, and so for events of other streams, by which FSDP2 waits. Events are read once they have
-happened; the device is never waited for.
+On CUDA, ``Work.wait`` blocks the stream, not the host. Events before and after it give the time the stream was idle;
+likewise for ``Stream.wait_event``, which FSDP2 uses. Events are read once completed, without synchronization.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-# Spans of a device that are not read yet, at most; the oldest are dropped when nobody asks for the sums.
+# Maximum number of unread spans; the oldest are dropped.
 _MOST_SPANS = 1 << 14
 
 
 class Spans:
-    """Sums up spans of time by what they were spent for: by the clock, where the host itself computes."""
+    """Total time by kind, measured by the host's clock."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
 
     def mark(self) -> Any:
-        """The present instant of the device."""
+        """Return a mark of the current time."""
         return time.perf_counter()
 
     def add(self, kind: str, begin: Any, end: Any) -> None:
@@ -41,19 +40,19 @@ class Spans:
         self._seconds[kind] += end - begin
 
     def take(self) -> dict[str, float]:
-        """Seconds by kind since the last call; what the device has not done yet is told by the next one."""
+        """Return seconds by kind since the last call; spans the device has not finished are left for the next."""
         taken, self._seconds = self._seconds, defaultdict(float)
         return taken
 
     def settle(self) -> None:
-        """Wait until the device has done what was added."""
+        """Wait until the device has finished all added spans."""
 
 
 class StreamSpans(Spans):
-    """By events of a CUDA stream. A span in which the host is late, and the stream has nothing to do, is as long.
+    """Total time by kind, measured by events of a CUDA stream. Time in which the stream is idle counts too.
 
     Args:
-        device: whose current stream is marked.
+        device: whose current stream is used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,17 +84,17 @@ class StreamSpans(Spans):
 
 
 class Waits:
-    """Measures how long this rank waits for others, until it is stopped.
+    """Time that this rank waits for others, until it is stopped.
 
-    Waits of the thread that makes it count, and of the threads in which its backward passes run: those that save
-    checkpoints wait for other ranks too, which is no part of a step. On CUDA, waits of the stream that is used now.
+    Only waits of the creating thread and of its backward threads count, not those of checkpointing threads. On CUDA,
+    only waits of the stream that is current at creation.
 
     Args:
         device: of this rank.
 
     Attributes:
-        spans: what was waited, by kind.
-        kind: as what a wait counts that ends now.
+        spans: waits by kind.
+        kind: of waits that end now.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,33 +107,32 @@ class Waits:
             _Interception.add(self, with_streams=self._stream is not None)
 
     def new_spans(self) -> Spans:
-        """Spans of the same device, for what else is to be measured."""
+        """Return new spans of the same device, for other measurements."""
         return make_spans(self._device)
 
     def refresh(self) -> None:
-        """To be called now and then between two steps: what was found out about a step may have changed."""
+        """Re-examine the step; to be called occasionally, between two steps."""
 
     def stop(self) -> None:
-        """End measuring; may be called again."""
+        """Stop measuring; idempotent."""
         _Interception.remove(self)
 
-    def is_meant(self) -> bool:
-        """Whether a wait that begins now counts."""
+    def applies(self) -> bool:
+        """Return whether a wait that begins now counts."""
         if self._stream is None:
             return threading.get_ident() == self._thread
         is_ours = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         return is_ours and torch.cuda.current_stream(self._device) == self._stream
 
     def end(self, begin: Any) -> None:
-        """A wait that began at a mark of :attr:`spans` ends."""
+        """Count a wait that began at a mark of :attr:`spans`."""
         self.spans.add(self.kind, begin, self.spans.mark())
 
 
 class ReducerWaits(Waits):
-    """Counts too how long backward goes on after the last gradient of this rank.
+    """Waits that include those of ``DistributedDataParallel``: the time of backward after this rank's last gradient.
 
-    That is when ``DistributedDataParallel`` waits for the buckets that are still on their way. Which gradient is the
-    last is found out in a backward pass whose every gradient is looked at: the first, and the first after
+    The last gradient is determined by hooking all gradients in the first backward pass, and in the first after
     :meth:`refresh`.
 
     Args:
@@ -151,11 +149,11 @@ class ReducerWaits(Waits):
         self.refresh()
 
     def refresh(self) -> None:
-        """Find out anew which gradient is the last."""
+        """Determine the last gradient again."""
         self._listen(self._parameters)
 
     def stop(self) -> None:
-        """End measuring; may be called again."""
+        """Stop measuring; idempotent."""
         self._listen([])
         super().stop()
 
@@ -170,7 +168,7 @@ class ReducerWaits(Waits):
         self._last, self._begin = parameter, self.spans.mark()
 
     def _queue(self) -> None:
-        # Behind what the reducer has queued meanwhile: its wait.
+        # Queued after the reducer's own callback, which waits.
         Variable._execution_engine.queue_callback(self._on_end)
 
     def _on_end(self) -> None:
@@ -181,43 +179,43 @@ class ReducerWaits(Waits):
 
 
 class _Interception:
-    """Exchanges what waits while somebody measures."""
+    """Patches of the waiting functions while waits are measured."""
 
     active: tuple[Waits, ...] = ()
-    usual: dict[tuple[Any, str], Any] = {}  # noqa: RUF012 - (class, name) -> what was exchanged, of the process
+    original: dict[tuple[Any, str], Any] = {}  # noqa: RUF012 - (class, name) -> patched function, per process
 
     @classmethod
     def add(cls, waits: Waits, with_streams: bool) -> None:
         cls.active = (*cls.active, waits)
-        cls._exchange(dist.Work, "wait")
+        cls._patch(dist.Work, "wait")
         if with_streams:
-            cls._exchange(torch.cuda.Stream, "wait_event")
+            cls._patch(torch.cuda.Stream, "wait_event")
 
     @classmethod
     def remove(cls, waits: Waits) -> None:
         cls.active = tuple(each for each in cls.active if each is not waits)
         if not cls.active:
-            for (kind, name), function in cls.usual.items():
+            for (kind, name), function in cls.original.items():
                 setattr(kind, name, function)
-            cls.usual.clear()
+            cls.original.clear()
 
     @classmethod
-    def _exchange(cls, kind: Any, name: str) -> None:
-        if (kind, name) in cls.usual:
+    def _patch(cls, kind: Any, name: str) -> None:
+        if (kind, name) in cls.original:
             return
-        usual = cls.usual[kind, name] = getattr(kind, name)
+        original = cls.original[kind, name] = getattr(kind, name)
 
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-            meant = [(each, each.spans.mark()) for each in cls.active if each.is_meant()]
+            begun = [(each, each.spans.mark()) for each in cls.active if each.applies()]
             try:
-                return usual(self, *args, **kwargs)
+                return original(self, *args, **kwargs)
             finally:
-                for each, begin in meant:
+                for each, begin in begun:
                     each.end(begin)
 
         setattr(kind, name, wait)
 
 
 def make_spans(device: torch.device) -> Spans:
-    """Spans in the time of a device."""
+    """Return spans measured by the clock of a device."""
     return StreamSpans(device) if device.type == "cuda" else Spans()

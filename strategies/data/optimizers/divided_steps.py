@@ -17,8 +17,7 @@ from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.optimizers.optimizer_probe import Behaviour, study
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
-from trainwright.strategies.state.run_state import spread_like
-from trainwright.strategies.state.shards import ParameterShard
+from trainwright.strategies.state.shards import ParameterShard, spread_like
 from trainwright.strategies.state.wholes import part_like
 
 _REMEDY = "Type strategy=ddp, or use an optimizer that steps each parameter by itself (AdamW, SGD, Muon, Adafactor)"

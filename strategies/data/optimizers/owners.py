@@ -200,7 +200,7 @@ def _copy_through(buffer: Tensor, views: Sequence[Sequence[Tensor]], is_packing:
 
 def _stencil(parameter: Tensor) -> Tensor:
     """A tensor that is spread as a parameter is, whose part is contiguous and takes no memory."""
-    from trainwright.strategies.state.run_state import spread_like
+    from trainwright.strategies.state.shards import spread_like
 
     return spread_like(parameter, torch.empty(local_tensor(parameter).shape, dtype=parameter.dtype, device="meta"))
 

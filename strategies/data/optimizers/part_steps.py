@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.optimizers.owners import Owners
-from trainwright.strategies.state.run_state import spread_like
+from trainwright.strategies.state.shards import spread_like
 
 
 class _Part:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, MeasuredLink
-from trainwright.strategies.contract.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
+from trainwright.strategies.contract.communication.prefetch_depth import MOST_AHEAD, BlockTimes, best_depth
 
 
 def gather_ahead(root: nn.Module, depth: int) -> None:

@@ -26,7 +26,7 @@ from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import pack, unpack
 from trainwright.checkpoint.write.save import Content
 from trainwright.checkpoint.write.staging import Staging
-from trainwright.strategies.contract.groups import leave_groups
+from trainwright.strategies.contract.groups import destroy_groups
 from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PAYLOAD, Device, Link, reading
 from trainwright.strategies.parameter_server.options import INCARNATION
 from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
@@ -247,7 +247,7 @@ def meet_anew(
         backend: of the group; ``None``: torch's choice.
         timeout: of its collectives; ``None``: torch's.
     """
-    leave_groups()
+    destroy_groups()
     own = dist.PrefixStore(name, store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
 

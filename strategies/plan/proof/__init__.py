@@ -1,1 +1,1 @@
-"""Proofs that a module computes the same when it is split, by trying it on a copy."""
+"""Proofs that a split module computes the same, by running a copy."""

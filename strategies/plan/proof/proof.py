@@ -1,7 +1,7 @@
-"""Whether a module computes the same when it is split: tried on a copy with random weights, by ranks of this process.
+"""Proof that a split module computes the same, by running a copy on virtual ranks.
 
-A split is proven if outputs, and gradients of all inputs and parameters, are those of the whole module. Weights are
-drawn anew, since those of a new model hide errors (zeros of adapters, layer scales of 1e-5).
+Outputs, and gradients of all inputs and parameters, must equal those of the unsplit module. Weights are random, since
+initial ones can hide errors (zeros of adapters, layer scales of 1e-5).
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ from trainwright.strategies.plan.proof.trace import BlockCall, ShapesOnly, is_la
 from trainwright.strategies.plan.proof.virtual_ranks import run_virtual_ranks
 from trainwright.strategies.plan.tensor_rules import is_attention, is_projection
 
-# Largest difference, as a part of the largest number of the tensor. Rounding in float32 stays far below; half of the
-# features in a norm of thousands is above.
+# Largest difference relative to the largest element of the tensor. Float32 rounding is far below; dropping half of
+# thousands of features from a norm is above.
 _TOLERANCE = 5e-4
-# Gradients that are this part of the largest one of the module are compared by that one: sums that cancel are noise.
+# Small gradients are compared relative to this fraction of the module's largest: cancelling sums are noise.
 _SMALL = 0.05
-# Parameters of a module beyond which a plan that is only looked at (there is no process group) is not proven: ranks
-# that train prove it, and the certificate of their first batch stands behind.
+# Larger modules (in parameters) are proven only by training ranks, not by planners without a process group.
 _LARGEST = 2**24
-# The place of the module in what is run.
+# Name of the module in its holder.
 UNIT = "unit"
-# Splits what is given it, which holds the module as UNIT, as a rank of the group; returns how it cut parameters.
+# Splits the module called UNIT in a holder, as a rank of the group; returns the cuts of its parameters.
 Split = Callable[[nn.Module, dist.ProcessGroup], Mapping[str, Cut]]
 
 
 @dataclass(frozen=True)
 class ProofVerdict:
-    """What a proof has shown.
+    """Result of a proof.
 
     Args:
-        problem: what differs; ``None``: nothing does.
-        summed: names of whole parameters of whose gradient each rank has a part of the sum.
-        mixing: name of the first submodule that computes something else on a slice of the sequence; ``None``: the
-            module's own code does, or none.
+        problem: what differs; ``None``: nothing.
+        summed: names of replicated parameters whose gradients must be summed over ranks.
+        mixing: name of the first submodule whose output on a slice of the sequence differs; ``None``: none, or the
+            module itself.
     """
 
     problem: str | None = None
@@ -54,7 +53,7 @@ class ProofVerdict:
 
 
 class _RaisedError(Exception):
-    """What a rank raised, and in which submodule."""
+    """An exception of a rank, and the submodule that raised it."""
 
     def __init__(self, where: str | None) -> None:
         super().__init__(where)
@@ -63,7 +62,7 @@ class _RaisedError(Exception):
 
 @dataclass
 class _Run:
-    """What one run of a module gave: outputs, and gradients by name."""
+    """Outputs and gradients, by name, of one run of a module."""
 
     outputs: list[Tensor]
     inputs: list[Tensor]
@@ -73,20 +72,20 @@ class _Run:
 
 
 class Proof:
-    """One module and how it is called: run whole once, and split as often as it is asked for.
+    """A module and its call: run unsplit once, then split by each candidate.
 
     Args:
-        module: whole, possibly on the meta device; it does not change.
-        call: how it is called.
-        size: ranks among which it is split.
+        module: unsplit, possibly on the meta device; not modified.
+        call: its arguments.
+        size: number of ranks.
 
     Attributes:
-        projections: names of the projections and attentions within it that were called, with which of them shared
-            their input, in the order of calls.
-        reads: name of a submodule -> its integer attributes that were read while it ran.
+        projections: names of its projections and attentions in the order of calls, each with an identifier of its
+        input.
+        reads: name of a submodule -> its integer attributes that were read in forward.
 
     Raises:
-        Exception: if it cannot be called so, or gives no numbers to compare.
+        Exception: if the call fails or has no finite outputs.
     """
 
     def __init__(self, module: nn.Module, call: BlockCall, size: int) -> None:
@@ -95,7 +94,7 @@ class Proof:
         self.projections: list[tuple[str, object]] = []
         self.reads: dict[str, dict[str, int]] = {}
         self._between: dict[tuple[str, str], Tensor] = {}
-        with _disable_current_modes():  # a planner may run its step without memory
+        with _disable_current_modes():  # a planner may run under FakeTensorMode
             self._run_whole(module, call)
 
     def _run_whole(self, module: nn.Module, call: BlockCall) -> None:
@@ -111,15 +110,14 @@ class Proof:
         self._whole = _run(twin, self._call)
         numbers = (*self._whole.outputs, *self._whole.gradients.values())
         if not self._whole.outputs or not all(bool(t.isfinite().all()) for t in numbers):
-            raise ValueError("it gives no numbers that could be compared")
+            raise ValueError("it has no finite outputs to compare")
 
     def of(self, split: Split, *, averaged: bool = False) -> ProofVerdict:
-        """Whether the module computes the same when ``split`` splits it.
+        """Compare the module split by ``split`` with the unsplit one.
 
         Args:
-            split: called by each rank with a copy of its own.
-            averaged: gradients are those of one process when they are averaged over the ranks (a split sequence), and
-                not on each rank.
+            split: called by each rank with its own copy.
+            averaged: whether gradients must match after averaging over ranks (a split sequence) instead of per rank.
         """
         if self._trusts:
             return ProofVerdict()
@@ -150,7 +148,7 @@ class Proof:
             sub.register_forward_hook(partial(watch.leave, name))
         try:
             run = _run(twin, self._call)
-        except Exception as error:  # whatever the user's code raises when its tensors are smaller
+        except Exception as error:  # user code may raise anything for smaller tensors
             raise _RaisedError(next(iter(watch.mixing), watch.inside[-1] if watch.inside else None)) from error
         run.parts, run.mixing = {name: cut.part for name, cut in cuts.items()}, watch.mixing
         return run
@@ -184,13 +182,13 @@ class Proof:
         return _SMALL * max((float(g.abs().max()) for g in self._whole.gradients.values() if g.numel()), default=0.0)
 
     def _listen(self, unit: nn.Module) -> None:
-        """Have a copy tell which projections it calls, and which integers it reads."""
+        """Record which projections a copy calls, and which integers it reads."""
         kept: list[Tensor] = []
 
         def called(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = _first_tensor((args, kwargs))
             assert given is not None
-            kept.append(given)  # so that no other tensor gets its memory
+            kept.append(given)  # so that its memory, which identifies it, is not reused
             place = (given.untyped_storage()._cdata, given.storage_offset(), given.shape[-1])
             self.projections.append((name, place))
 
@@ -200,7 +198,7 @@ class Proof:
             if is_attention(sub) or is_projection(sub):
                 sub.register_forward_pre_hook(partial(called, name), with_kwargs=True)
             elif not type(sub).__module__.startswith("torch.nn."):
-                _tell_reads(sub, self.reads.setdefault(name, {}))
+                _record_reads(sub, self.reads.setdefault(name, {}))
 
 
 def _keep_input(kept: dict[tuple[str, str], Tensor], name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -218,31 +216,31 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 
 class _Slices:
-    """Finds submodules whose outputs are other ones on a slice of the sequence though their inputs are the same.
+    """Finder of submodules whose output on a slice of the sequence differs although their input does not.
 
     Args:
-        whole: first input and output of each submodule of the whole module.
-        group: of the ranks that hold slices.
+        whole: first input and output of each submodule of the unsplit module.
+        group: of the ranks with slices.
 
     Attributes:
-        mixing: their names, in the order in which they returned.
-        inside: names of the submodules that have been called and have not returned.
+        mixing: names of these submodules, in the order of their returns.
+        inside: stack of the submodules being called.
     """
 
     def __init__(self, whole: Mapping[tuple[str, str], Tensor], group: dist.ProcessGroup) -> None:
         self._whole, self._group = whole, group
-        self._fed_otherwise: set[str] = set()
+        self._other_inputs: set[str] = set()
         self.mixing: list[str] = []
         self.inside: list[str] = []
 
     def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(name)
         if self._differs(name, "input", (args, kwargs)):
-            self._fed_otherwise.add(name)
+            self._other_inputs.add(name)
 
     def leave(self, name: str, *called: Any) -> None:
         self.inside.pop()
-        if name not in self._fed_otherwise and self._differs(name, "output", called[2]):
+        if name not in self._other_inputs and self._differs(name, "output", called[2]):
             self.mixing.append(name)
 
     def _differs(self, name: str, side: str, found: Any) -> bool:
@@ -255,8 +253,8 @@ class _Slices:
         return _difference(found.detach(), whole.chunk(size, dims[0])[self._group.rank()]) > _TOLERANCE
 
 
-def _tell_reads(module: nn.Module, reads: dict[str, int]) -> None:
-    """Note in ``reads`` which integer attributes of ``module`` are read."""
+def _record_reads(module: nn.Module, reads: dict[str, int]) -> None:
+    """Record in ``reads`` which integer attributes of ``module`` are read."""
     kind = type(module)
 
     def read(self: Any, name: str) -> Any:
@@ -269,7 +267,7 @@ def _tell_reads(module: nn.Module, reads: dict[str, int]) -> None:
 
 
 def _trains() -> bool:
-    """Whether this process is a rank, and no planner with ranks that are not there."""
+    """Return whether this process is a training rank, not a planner with a fake process group."""
     return dist.is_initialized() and dist.get_backend() != "fake"
 
 
@@ -296,7 +294,7 @@ def _run(holder: nn.Module, call: BlockCall) -> _Run:
 
 def _output_problem(run: _Run, whole: _Run) -> str | None:
     if len(run.outputs) != len(whole.outputs):
-        return "it returns something else"
+        return "it returns a different number of tensors"
     by = max(map(_difference, run.outputs, whole.outputs))
     return f"outputs differ by {by:.1e} of the largest" if by > _TOLERANCE else None
 
@@ -314,7 +312,7 @@ def _difference(found: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
 
 
 def _with_random_weights(module: nn.Module) -> nn.Module:
-    """A copy with float32 weights of a common size, on the CPU, in which nothing is dropped."""
+    """Return a copy with random float32 weights on the CPU and without dropout."""
     generator = torch.Generator().manual_seed(0)
     drawn = {id(p): _drawn(p, generator) for p in module.parameters()}
     twin = twin_of(module, drawn)
@@ -332,7 +330,7 @@ def _drawn(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
     if not parameter.is_floating_point():
         return nn.Parameter(_real_tensor(parameter.detach()), requires_grad=False)
     value = torch.empty(parameter.shape).normal_(generator=generator)
-    # Vectors scale and shift; what is zero or tiny at first must count as well.
+    # Vectors scale and shift; initial zeros or tiny values must matter as well.
     return nn.Parameter(value.mul_(parameter.shape[-1] ** -0.5) if value.dim() > 1 else value.mul_(0.3).add_(1))
 
 
@@ -342,7 +340,7 @@ def _real(call: BlockCall) -> BlockCall:
 
 
 def _real_tensor(tensor: Tensor) -> Tensor:
-    """``tensor`` on the CPU, floats as float32. What depends on parameters is drawn: those may be all zeros."""
+    """Return ``tensor`` on the CPU, floats as float32; random if it depends on parameters, which may be all zeros."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     if not tensor.requires_grad:
         return real_tensor(tensor).detach().to("cpu", dtype)

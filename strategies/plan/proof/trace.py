@@ -1,4 +1,4 @@
-"""How a model calls its blocks, and where it uses what stands outside of them: from one forward on made-up inputs."""
+"""Trace of one forward pass on synthetic inputs: calls of blocks, and uses of parameters outside of them."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from trainwright.core.torch_internals import FakeTensor, FakeTensorMode, _disabl
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.plan.names import parent_of, within
 
-# Sides of images that are tried where a model does not tell its own.
+# Image sizes tried if the model does not state its own.
 _SIDES = (32, 64, 224)
-# Lengths of tables of positions that are tried as lengths of a sequence.
+# Largest size of a position table tried as sequence length.
 _LONGEST = 1024
-# Parameters of a module that is run without numbers.
+# Larger modules (in parameters) run on fake tensors.
 _LARGEST = 2**26
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """Arguments of a module's forward; tensors are copies, and those that depend on parameters require gradients."""
+    """Arguments of a forward; tensors are copies, and those that depend on parameters require gradients."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def renewed(self) -> BlockCall:
-        """The same in memory of its own."""
+        """Return a deep copy."""
         args, kwargs = pytree.tree_map(_copied, (self.args, dict(self.kwargs)))
         return BlockCall(args, kwargs)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments that require gradients."""
+        """Return all tensors among the arguments that require gradients."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 @dataclass
 class Trace:
-    """What one forward showed.
+    """Calls and uses in one forward.
 
     Args:
         calls: name of the first block of each kind -> its call.
         uses: name of a parameter outside of the blocks -> where it is used: ``first``, ``between`` or ``last``.
-        functional: names of the parameters among them that are used by other functions than an embedding's.
+        functional: names of those used by functions other than ``F.embedding``.
     """
 
     calls: dict[str, BlockCall] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Trace:
 
 
 def kinds_of(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """``names`` of modules, those of one kind together: same classes, shapes and plain attributes but their index."""
+    """Group ``names`` of modules by kind: same classes, shapes and plain attributes except their index."""
     siblings: dict[str, list[str]] = {}
     for name in names:
         siblings.setdefault(parent_of(name), []).append(name)
@@ -95,44 +95,38 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def trace(module: nn.Module, blocks: Sequence[str], size: int) -> Trace:
-    """Run ``module``, or what is around its ``blocks`` in it, on inputs that are made up.
+    """Run ``module``, or the submodule around its ``blocks``, on synthetic inputs.
 
-    Nothing of ``module`` changes: a copy runs that shares its parameters. Of each kind of block only the first one
-    computes; others return what it returned. What cannot be run leaves the result empty.
+    Runs a copy that shares its parameters. Only the first block of each kind computes; the others return its output.
+    The result is empty if nothing can be run.
 
     Args:
-        module: the whole model; it may be on the meta device.
+        module: the whole model, possibly on the meta device.
         blocks: names of its blocks.
-        size: ranks among which sequences will be split; lengths are multiples of it.
+        size: number of ranks that will split sequences; lengths are multiples of it.
     """
-    with _disable_current_modes():  # a planner may run its step without memory
-        return _traced(module, blocks, size)
-
-
-def _traced(module: nn.Module, blocks: Sequence[str], size: int) -> Trace:
     found = Trace()
-    parents = dict.fromkeys(parent_of(name) for name in blocks)
-    for parent in parents:
-        mine = [name for name in blocks if parent_of(name) == parent]
-        if all(name in found.calls for name, *_ in kinds_of(module, mine)):
-            continue
-        path = parent.split(".") if parent else []
-        for depth in range(len(path) + 1):
-            root = ".".join(path[:depth])
-            if _trace_from(module, root, mine, size, found):
-                break
+    with _disable_current_modes():  # a planner may run under FakeTensorMode
+        for parent in dict.fromkeys(parent_of(name) for name in blocks):
+            siblings = [name for name in blocks if parent_of(name) == parent]
+            if all(name in found.calls for name, *_ in kinds_of(module, siblings)):
+                continue
+            path = parent.split(".") if parent else []
+            for depth in range(len(path) + 1):
+                if _trace_from(module, ".".join(path[:depth]), siblings, size, found):
+                    break
     return found
 
 
 def _trace_from(module: nn.Module, root: str, blocks: Sequence[str], size: int, found: Trace) -> bool:
-    """Add what a forward of the submodule ``root`` shows of ``blocks``; whether it reached them."""
+    """Add the trace of a forward of the submodule ``root``; returns whether it reached ``blocks``."""
     sub = module.get_submodule(root)
     if type(sub).forward is nn.Module.forward or isinstance(sub, nn.ModuleList | nn.ModuleDict):
         return False
-    for given in _made_up(sub, size):
+    for given in _synthetic_calls(sub, size):
         try:
             watch = _Watch(sub, root, blocks)
-        except Exception:  # what cannot be copied cannot be tried
+        except Exception:  # the module cannot be copied
             return False
         with suppress(Exception), watch, torch.random.fork_rng(devices=[]):
             watch.run(given)
@@ -146,12 +140,12 @@ def _trace_from(module: nn.Module, root: str, blocks: Sequence[str], size: int, 
 
 
 class _Watch(TorchFunctionMode):
-    """A copy of a module whose blocks remember how they are called."""
+    """A copy of a module that records the calls of its blocks."""
 
     def __init__(self, module: nn.Module, root: str, blocks: Sequence[str]) -> None:
         super().__init__()
         prefix = f"{root}." if root else ""
-        # To compute with a large one would take too long, and shapes tell enough.
+        # Large modules would take too long, and shapes suffice.
         self._shapes_only = ShapesOnly(module) if is_larger(module, _LARGEST) else None
         if self._shapes_only is not None:
             self._twin = self._shapes_only.twin.eval()
@@ -164,7 +158,7 @@ class _Watch(TorchFunctionMode):
         self.uses: dict[str, set[str]] = {}
         self.functional: set[str] = set()
         self.ended = False
-        self._begun: set[str] = set()
+        self._called: set[str] = set()
         self._blocks = blocks
         self._inside = 0
         named = self._twin.named_parameters()
@@ -173,11 +167,11 @@ class _Watch(TorchFunctionMode):
         for first, *others in kinds_of(module, [name[len(prefix) :] for name in blocks]):
             for name in (first, *others):
                 block = self._twin.get_submodule(name)
-                block.forward = self._remembering(block.forward, prefix + name, prefix + first, outputs)
+                block.forward = self._recording(block.forward, prefix + name, prefix + first, outputs)
 
-    def _remembering(self, forward: Callable[..., Any], name: str, first: str, outputs: dict[str, Any]) -> Any:
+    def _recording(self, forward: Callable[..., Any], name: str, first: str, outputs: dict[str, Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._begun.add(name)
+            self._called.add(name)
             if name == first and first not in self.calls:
                 args_kwargs = pytree.tree_map_only(FakeTensor, _on_meta, (args, dict(kwargs)))
                 self.calls[first] = BlockCall(*args_kwargs).renewed()
@@ -190,7 +184,7 @@ class _Watch(TorchFunctionMode):
         return run
 
     def run(self, given: BlockCall) -> None:
-        """Run the copy; what went before the first failure is kept."""
+        """Run the copy; records before a failure are kept."""
         if self._shapes_only is None:
             self._twin(*given.args, **given.kwargs)
         else:
@@ -202,7 +196,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and not self._inside:
-            phase = "first" if not self._begun else "last" if len(self._begun) == len(self._blocks) else "between"
+            phase = "first" if not self._called else "last" if len(self._called) == len(self._blocks) else "between"
             for value in pytree.tree_leaves((args, kwargs)):
                 name = self._names.get(id(value)) if isinstance(value, Tensor) else None
                 if name is not None:
@@ -213,16 +207,16 @@ class _Watch(TorchFunctionMode):
 
 
 def twin_of(module: nn.Module, parameters: Mapping[int, Any] | None = None) -> nn.Module:
-    """A copy of ``module`` with the same parameters, or with those that are given by the id of the first ones."""
+    """Return a copy of ``module`` that shares its parameters, except for replacements by ``id``."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
-    # What was computed from parameters and is kept, such as the weight of an older weight norm, cannot be copied.
+    # Non-leaf tensors, such as the weight of the legacy weight norm, cannot be copied.
     kept = [v for sub in module.modules() for v in vars(sub).values() if isinstance(v, Tensor) and not v.is_leaf]
     shared |= {id(tensor): tensor.detach() for tensor in kept}
     return copy.deepcopy(module, {**shared, **(parameters or {})})
 
 
 def is_larger(module: nn.Module, limit: int) -> bool:
-    """Whether ``module`` has more parameters than ``limit``."""
+    """Return whether ``module`` has more than ``limit`` parameters."""
     return sum(parameter.numel() for parameter in module.parameters()) > limit
 
 
@@ -231,10 +225,10 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 class ShapesOnly:
-    """A copy of a module that runs without numbers, on tensors that have shapes alone.
+    """A copy of a module on fake tensors.
 
     Args:
-        module: to be copied; it may be on the meta device.
+        module: possibly on the meta device.
 
     Attributes:
         twin: the copy.
@@ -251,7 +245,7 @@ class ShapesOnly:
                     sub._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
 
     def run(self, call: BlockCall) -> None:
-        """Call the copy."""
+        """Call the copy on fake tensors."""
         with self._mode:
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (call.args, dict(call.kwargs))
@@ -265,12 +259,12 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter like one on the meta device that can be computed with: one number in all its places."""
+    """Return a computable replacement of a meta parameter: one number, expanded."""
     return nn.Parameter(torch.full((), 0.02, dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad)
 
 
 def real_tensor(tensor: Tensor) -> Tensor:
-    """``tensor`` where it has values, else random floats, true and zeros, on the CPU."""
+    """Return ``tensor``, or random floats, ``True`` or zeros on the CPU if it has no values."""
     if not _is_empty(tensor):
         return tensor
     if tensor.is_floating_point() or tensor.is_complex():
@@ -284,15 +278,15 @@ def _copied(value: Any) -> Any:
         return value.detach().clone().requires_grad_(value.requires_grad)
     try:
         return copy.deepcopy(value)
-    except Exception:  # it is shared then, as it is between blocks
+    except Exception:  # shared, as it is between blocks
         return value
 
 
 # ---- inputs -------------------------------------------------------------------------------------------------------
 
 
-def _made_up(module: nn.Module, size: int) -> Iterator[BlockCall]:
-    """Inputs that the forward of ``module`` may take: ids, images, features."""
+def _synthetic_calls(module: nn.Module, size: int) -> Iterator[BlockCall]:
+    """Yield inputs that the forward of ``module`` may accept: ids, images, features."""
     example = getattr(module, "example_input_array", None)
     if example is not None:
         yield BlockCall(example) if isinstance(example, tuple) else BlockCall((example,))
@@ -316,7 +310,7 @@ def _made_up(module: nn.Module, size: int) -> Iterator[BlockCall]:
 
 
 def features_for(module: nn.Module, size: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-    """Random hidden states and feature vectors of the width that the first layer of ``module`` takes."""
+    """Yield random hidden states and feature vectors of the input width of the first layer of ``module``."""
     for sub in module.modules():
         attention = sub.embed_dim if isinstance(sub, nn.MultiheadAttention) else None
         width = attention or getattr(sub, "in_features", None) or getattr(sub, "nx", None)
@@ -335,13 +329,13 @@ def _lengths(module: nn.Module, size: int) -> Iterable[int]:
 
 def _images(module: nn.Module) -> Iterable[tuple[int, int]]:
     owners = [*module.modules(), *(getattr(sub, "config", None) for sub in module.modules())]
-    said = [getattr(owner, name, None) for owner in owners for name in ("image_size", "img_size")]
-    sides = [side if isinstance(side, tuple | list) else (side, side) for side in said if side]
+    stated = [getattr(owner, name, None) for owner in owners for name in ("image_size", "img_size")]
+    sides = [side if isinstance(side, tuple | list) else (side, side) for side in stated if side]
     return dict.fromkeys((*(tuple(side) for side in sides if len(side) == 2), *((side, side) for side in _SIDES)))
 
 
 def calls_for(module: nn.Module, size: int) -> Iterator[BlockCall]:
-    """Calls that ``module`` may take: hidden states, and for what else it needs nothing, or the same again."""
+    """Yield calls that ``module`` may accept: hidden states, with ``None`` or themselves for other arguments."""
     try:
         options = list(inspect.signature(module.forward).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -352,4 +346,4 @@ def calls_for(module: nn.Module, size: int) -> Iterator[BlockCall]:
         if more:
             yield BlockCall((x, *[x] * more))
     if any(isinstance(sub, nn.Conv2d | nn.Embedding) for sub in module.modules()):
-        yield from _made_up(module, size)
+        yield from _synthetic_calls(module, size)

@@ -1,8 +1,7 @@
-"""Ranks of one process group that run in turns within this process, on the CPU.
+"""Virtual ranks: threads of this process that act as ranks of a process group, on the CPU.
 
-What engines do to a module can so be tried before it is done, without a process group: each rank is a thread, and one
-runs at a time until it calls a collective. When all have called it, its result is theirs. So the order in which ranks
-run is always the same, and a rank that raises ends all of them instead of leaving the others to wait.
+Used to try engines without a process group. One thread runs at a time, until its next collective; once all have called
+it, they get its result. So the order is deterministic, and an exception on one rank ends all.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from torch import Tensor
 
 
 def run_virtual_ranks(size: int, work: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
-    """Call ``work(group)`` as every rank of a group; return the results in the order of the ranks.
+    """Call ``work(group)`` as every rank of a group; return the results by rank.
 
-    All ranks begin with the caller's random numbers, which are left as they were.
+    All ranks start with the caller's random state, which is restored.
 
     Args:
-        size: ranks of the group.
-        work: may call the collectives that engines use on its group, all ranks the same ones. All on the CPU.
+        size: of the group.
+        work: may call the collectives that engines use on its group, the same on all ranks.
 
     Raises:
-        RuntimeError: if ranks call different collectives, or some end while others wait.
+        RuntimeError: if ranks call different collectives, or some return while others wait.
         Exception: the first that a rank raised.
     """
     states = [(torch.get_rng_state(), random.getstate())] * size
@@ -37,7 +36,7 @@ def run_virtual_ranks(size: int, work: Callable[[dist.ProcessGroup], Any]) -> li
         while True:
             for index, rank in enumerate(ranks):
                 _set_random(states[index])
-                rank.go_on()
+                rank.resume()
                 states[index] = (torch.get_rng_state(), random.getstate())
                 if rank.error is not None:
                     raise rank.error
@@ -59,11 +58,11 @@ def _set_random(state: tuple[Tensor, Any]) -> None:
 
 
 class _Aborted(BaseException):
-    """Ends a rank whose results nobody waits for."""
+    """Raised in a rank to end it."""
 
 
 class _Rank:
-    """One thread, which runs between :meth:`go_on` and its next collective."""
+    """A thread that runs between :meth:`resume` and its next collective."""
 
     def __init__(self, index: int, size: int, work: Callable[[dist.ProcessGroup], Any]) -> None:
         self.result: Any = None
@@ -76,8 +75,8 @@ class _Rank:
         self._thread = threading.Thread(target=self._run, args=(work, group), daemon=True)
         self._thread.start()
 
-    def go_on(self) -> None:
-        """Run until the next collective, or the end."""
+    def resume(self) -> None:
+        """Run until the next collective or the end."""
         if not self.ended:
             self._mine.release()
             self._theirs.acquire()
@@ -86,16 +85,17 @@ class _Rank:
         """End the thread."""
         self._aborted = True
         while not self.ended:
-            self.go_on()
+            self.resume()
         self._thread.join()
 
-    def meet(self, kind: str, out: Any, given: Any) -> None:
-        """Wait until all ranks have called this collective and its result is there; called by the rank."""
+    def wait_for(self, kind: str, out: Any, given: Any) -> _Done:
+        """Wait in the rank's thread until all ranks have called this collective and its result is available."""
         self.call = (kind, out, given)
         self._theirs.release()
         self._mine.acquire()
         if self._aborted:
             raise _Aborted
+        return _Done()
 
     def _run(self, work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> None:
         self._mine.acquire()
@@ -141,29 +141,25 @@ _COLLECTIVES: dict[str, Callable[[list[Any], list[Any]], None]] = {
 
 
 class _VirtualGroup(dist.ProcessGroup):
-    """What torch's collectives take for a group of processes; sums only."""
+    """A process group of virtual ranks; sums only."""
 
     def __init__(self, index: int, size: int, rank: _Rank) -> None:
         super().__init__(index, size)  # type: ignore[call-arg]
         self._rank = rank
 
     def allreduce(self, tensors: list[Tensor], _: Any = None) -> _Done:  # type: ignore[override]
-        self._rank.meet("all-reduce", tensors[0].detach(), None)
-        return _Done()
+        return self._rank.wait_for("all-reduce", tensors[0].detach(), None)
 
     def _allgather_base(self, out: Tensor, given: Tensor, _: Any = None) -> _Done:  # type: ignore[override]
-        self._rank.meet("all-gather", out.detach(), given.detach())
-        return _Done()
+        return self._rank.wait_for("all-gather", out.detach(), given.detach())
 
     def _reduce_scatter_base(self, out: Tensor, given: Tensor, _: Any = None) -> _Done:  # type: ignore[override]
-        self._rank.meet("reduce-scatter", out.detach(), given.detach())
-        return _Done()
+        return self._rank.wait_for("reduce-scatter", out.detach(), given.detach())
 
     def alltoall_base(self, out: Tensor, given: Tensor, *_: Any) -> _Done:  # type: ignore[override]
-        self._rank.meet("all-to-all", out.detach(), given.detach())
-        return _Done()
+        return self._rank.wait_for("all-to-all", out.detach(), given.detach())
 
-    # As torch 2.13 calls them.
+    # Names in torch 2.13.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     all_to_all_single = alltoall_base  # type: ignore[assignment]
@@ -173,7 +169,7 @@ class _VirtualGroup(dist.ProcessGroup):
 
 
 class _Done:
-    """A collective that has ended."""
+    """A completed collective."""
 
     def wait(self, *_: Any) -> bool:
         return True

@@ -17,7 +17,7 @@ from trainwright.checkpoint.exchange.distinct import any_of_ranks, kin_of, of_al
 from trainwright.checkpoint.write.dealing import Deal
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
-from trainwright.strategies.contract.same_model import refuse_other_models
+from trainwright.strategies.contract.same_model import refuse_different_models
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def sent_by_one_of(ranks: int, action: Callable[[], Any]) -> list[tuple[str, int
 @pytest.mark.parametrize("ranks", [1_000, 10_000])
 def test_what_a_rank_sends_does_not_grow_with_the_ranks(tmp_path: Any, ranks: int) -> None:
     def start() -> None:
-        refuse_other_models(nn.Linear(3, 3), torch.device("cpu"))
+        refuse_different_models(nn.Linear(3, 3), torch.device("cpu"))
         assert not problems_of_ranks(None, dist.group.WORLD)
 
     def save() -> None:

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoint import small
 from tests.checkpoint.write.test_save import COLUMNS, ROWS, content_of, group, matrix
-from tests.strategies.state.test_checkpointing import TENSOR, Net, data, fit_and_go_on, trainer_of
+from tests.strategies.state.test_checkpointing import TENSOR, Net, data, fit_and_resume, trainer_of
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.checkpoint.exchange.distinct import Kin
 from trainwright.checkpoint.format import manifest as manifests
@@ -449,7 +449,7 @@ def test_kin_that_say_little_have_one_file_together(ranks: Any, tmp_path: Path) 
 
 def fit_divided(strategy: str, options: dict[str, Any], folder: str) -> tuple[Any, ...]:
     with many():
-        return fit_and_go_on(strategy, options, folder, 3)
+        return fit_and_resume(strategy, options, folder, 3)
 
 
 class Told(Net):

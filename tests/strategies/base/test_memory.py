@@ -1,4 +1,4 @@
-"""Bytes that a rank holds equal the formulas of the ZeRO paper (arXiv:1910.02054), here for fp32 with Adam."""
+"""Memory per rank compared with the formulas of the ZeRO paper (arXiv:1910.02054), for fp32 with Adam."""
 
 import gc
 from contextlib import suppress
@@ -33,10 +33,6 @@ class Wide(pl.LightningModule):
         )
         self.out = nn.Linear(80, 16)
 
-    @staticmethod
-    def _block() -> nn.Module:
-        return nn.Sequential(nn.Linear(80, 160), nn.Tanh(), nn.Linear(160, 80))
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.out(self.blocks(batch)).square().mean()
 
@@ -45,9 +41,9 @@ class Wide(pl.LightningModule):
 
 
 class Scale(pl.Callback):
-    """What the strategy says it holds when a later step is about to be made: everything is there then."""
+    """Measures memory right before a later optimizer step, when everything is allocated."""
 
-    sees_parts = True  # what a rank holds is weighed, not the wholes that hooks are shown
+    sees_parts = True  # measure shards, not the whole parameters shown to hooks
 
     def __init__(self) -> None:
         self.held: Any = None
@@ -109,7 +105,7 @@ def formula(strategy: str, ranks_used: int) -> list[float]:
     return [BYTES * parameters * (whole + split / ranks_used) for whole, split in FORMULAS[strategy]]
 
 
-@pytest.mark.parametrize(("ranks_used", "accumulation"), [(1, 1), (2, 1), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("ranks_used", "accumulation"), [(1, 1), (2, 1), (4, 2)])
 @pytest.mark.parametrize("strategy", list(FORMULAS))
 def test_bytes_per_rank(ranks, strategy, ranks_used, accumulation):
     expected = formula(strategy, ranks_used)
@@ -117,14 +113,14 @@ def test_bytes_per_rank(ranks, strategy, ranks_used, accumulation):
     for held, found, _ in ranks(weigh, ranks_used, strategy, {}, accumulation, timeout=120):
         for kind, measured, theory in zip(("parameters", "gradients", "optimizer"), held, expected, strict=True):
             assert measured <= 1.02 * theory + steps, (kind, measured / theory)
-            # Stage 1 holds whole gradients while it accumulates; once they are averaged, its own part is enough.
+            # Stage 1 needs whole gradients only until they are averaged.
             least = 1 / ranks_used if (strategy, kind) == ("zero1", "gradients") else 0.98
             assert measured >= least * theory, (kind, measured / theory)
-        # What the strategy says of itself, against every tensor that is alive: batch and losses are all that is extra.
+        # All live tensors: only batch and losses come in addition.
         assert found <= 1.02 * sum(expected) + 10_000, found / sum(expected)
 
 
-def test_single_is_the_baseline(ranks):
+def test_bytes_of_single(ranks):
     held, found, _ = ranks(weigh, 1, "single", {}, 1)[0]
     parameters = sum(p.numel() for p in Wide().parameters())
     assert sum(held) == pytest.approx(16 * parameters, rel=1e-3)
@@ -132,7 +128,7 @@ def test_single_is_the_baseline(ranks):
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_hybrid_splits_over_the_shard_axis(ranks, stage):
+def test_hybrid_shards_over_the_shard_axis(ranks, stage):
     for held, _, _ in ranks(weigh, 4, stage, {"replicate": 2, "shard": 2}, 1):
         assert sum(held) <= 1.02 * sum(formula(stage, 2)) + 400
 

@@ -1,4 +1,4 @@
-"""Attention over a split sequence against attention of one process."""
+"""Attention over a split sequence compared with one process."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def whole(part: torch.Tensor, order: SequenceOrder) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("world_size", "balance"), [(2, True), (4, True), (2, False)])
-def test_is_that_of_one_process(ranks, method, world_size, balance):
+def test_attention_matches_one_process(ranks, method, world_size, balance):
     results = ranks(split_attention, world_size, method, balance, world_size == 2, timeout=60)
     for i, (kv_heads, kind, dtype, kwargs) in enumerate(CASES):
         want = attend(ATTENTION, tensors(kv_heads, dtype), mask_of(kind), kwargs)
@@ -113,7 +113,7 @@ def sent(collectives: list[Collective], size: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_sends_what_theory_says(ranks, world_size):
+def test_attention_traffic_matches_theory(ranks, world_size):
     c = world_size
     queries, kv = 2 * 4 * LENGTH * 8 // c, 2 * 2 * 2 * LENGTH * 8 // c  # held by one rank
     repeated = kv * max(1, c // 2)  # 2 key/value heads for c ranks
@@ -126,13 +126,13 @@ def test_sends_what_theory_says(ranks, world_size):
         assert set(ranks(elements_sent, world_size, method, True, timeout=30)) == {want[method]}, method
 
 
-def test_heads_that_cannot_be_divided():
+def test_refuses_indivisible_heads():
     assert heads_problem(8, 2, 4) is None
     assert "8 query heads, 2 key/value heads (allowed: context of 1, 2, 4, 8;" in heads_problem(8, 2, 3)
 
 
 @pytest.mark.parametrize("balance", [True, False])
-def test_parts_make_the_whole(balance):
+def test_parts_join_to_the_whole(balance):
     orders = [SequenceOrder(4, rank, balance) for rank in range(4)]
     whole = torch.arange(16.0).view(1, 16)
     torch.testing.assert_close(orders[0].whole([order.part(whole, 1) for order in orders], 1), whole)

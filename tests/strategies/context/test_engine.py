@@ -1,4 +1,4 @@
-"""Whole models whose sequences are split over the ranks of a group, against one process."""
+"""Models with split sequences compared with one process."""
 
 from functools import partial
 from typing import Any
@@ -81,12 +81,7 @@ class Encoder(nn.Module):
         return self.head(x.mean(1)).square().sum()
 
 
-MODELS = {
-    "gpt": Decoder,
-    "llama": Llama,
-    "padded-llama": partial(Llama, padded=True),
-    "encoder": Encoder,
-}
+MODELS = {"gpt": Decoder, "llama": Llama, "padded-llama": partial(Llama, padded=True), "encoder": Encoder}
 
 
 def tokens_of(rank: int = 0) -> torch.Tensor:
@@ -112,7 +107,7 @@ def split(module: nn.Module, **options: Any) -> ContextParallel:
 
 
 def averaged(module: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and averaged gradients of the second of two equal passes: the first of a block is watched."""
+    """Return loss and averaged gradients of a second pass, after the checks of the first."""
     trained(module)
     module.zero_grad()
     loss, gradients = trained(module)
@@ -145,7 +140,7 @@ def assert_as_one_process(results: list[Any], model: str) -> None:
 
 @pytest.mark.parametrize(("model", "world_size"), [("gpt", 2), ("gpt", 4), ("padded-llama", 2), ("encoder", 2)])
 @pytest.mark.parametrize("method", METHODS)
-def test_trains_as_one_process(ranks, model, world_size, method):
+def test_trains_like_one_process(ranks, model, world_size, method):
     results = ranks(split_training, world_size, model, {"method": method}, ("none", None), timeout=60)
     assert_as_one_process(results, model)
 
@@ -153,7 +148,7 @@ def test_trains_as_one_process(ranks, model, world_size, method):
 @pytest.mark.parametrize(
     "checkpointing", [("full", None), ("selective", ["net.model.layers.*.self_attn"])], ids=lambda c: c[0]
 )
-def test_recomputed_activations_see_the_whole_sequence(ranks, checkpointing):
+def test_recomputation_sees_the_whole_sequence(ranks, checkpointing):
     results = ranks(split_training, 2, "llama", {"method": "ring", "balance": False}, checkpointing, timeout=60)
     assert_as_one_process(results, "llama")
 
@@ -166,12 +161,12 @@ def recomputed_by_hugging_face(reentrant: bool) -> tuple[float, dict[str, torch.
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_by_the_model_itself(ranks, reentrant):
+def test_recomputation_by_the_model(ranks, reentrant):
     assert_as_one_process(ranks(recomputed_by_hugging_face, 2, reentrant, timeout=60), "padded-llama")
 
 
 def stages(model: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Two engines in a row, as on two pipeline stages: between them hidden states travel cut."""
+    """Run two engines in a row, as on two pipeline stages, with split states between them."""
     module = built(model)
     blocks = list(find_blocks(module).values())
     ContextParallel(module, blocks[:1], dist.group.WORLD, enters=True, leaves=False).apply()
@@ -182,7 +177,7 @@ def stages(model: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("model", ["gpt", "padded-llama"])
-def test_stages_hand_on_what_is_cut(ranks, model):
+def test_stages_send_split_states(ranks, model):
     assert_as_one_process(ranks(stages, 2, model, timeout=60), model)
 
 
@@ -236,7 +231,7 @@ def test_autocast(ranks, method):
 
 
 def passes_without_gradient() -> tuple[bool, bool, bool]:
-    """Odd lengths, a cache in use, and generation give what one process gives; even lengths are split."""
+    """Compare odd lengths, caches and generation with one process; even lengths are split."""
     module, alone = built("llama").eval(), built("llama").eval()
     module.net.load_state_dict(alone.net.state_dict())
     split(module, method="ring")
@@ -254,12 +249,12 @@ def passes_without_gradient() -> tuple[bool, bool, bool]:
     return exact, same, seen[:4] == [7, 7, 4, 8]
 
 
-def test_passes_without_gradient_are_those_of_one_process(ranks):
+def test_evaluation_matches_one_process(ranks):
     assert ranks(passes_without_gradient, 2, timeout=60) == [(True, True, True)] * 2
 
 
 class Block(nn.Module):
-    """One of two blocks that each go wrong in their own way."""
+    """Block with a fault."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -281,7 +276,7 @@ class Block(nn.Module):
 
 
 def dropped() -> tuple[list[bool], bool]:
-    """What dropout kept of a sequence of ones, after which all ranks draw alike again."""
+    """Return what dropout kept of ones, and whether ranks draw the same numbers afterwards."""
     module = Faulty("none")
     for layer in module.layers:
         layer.drop = nn.Dropout(0.5)
@@ -293,7 +288,7 @@ def dropped() -> tuple[list[bool], bool]:
     return (module() != 0).flatten(1)[0].tolist(), torch.equal(*again)
 
 
-def test_parts_are_dropped_unlike(ranks):
+def test_dropout_differs_between_parts(ranks):
     kept, alike = ranks(dropped, 2, timeout=30)[0]
     assert alike
     assert kept[: len(kept) // 2] != kept[len(kept) // 2 :]
@@ -313,7 +308,7 @@ class Faulty(nn.Module):
 
 
 def faulty(fault: str) -> str:
-    dist.barrier()  # what is refused sends nothing: a rank could be gone before the other has connected
+    dist.barrier()  # connect first, since a rank that refuses exits
     module = Faulty(fault)
     split(module)
     with pytest.raises((RuntimeError, ValueError)) as error:
@@ -330,7 +325,7 @@ def faulty(fault: str) -> str:
     ("length", "A sequence of 30 positions cannot be cut into 4 equal chunks for context=2"),
     ("other", "The argument 'other' of a block, of shape (2, 4, 4), has as many positions as a rank's part"),
 ])  # fmt: skip
-def test_what_would_be_wrong_is_refused(ranks, fault, said):
+def test_refuses_unsupported_blocks(ranks, fault, said):
     for message in ranks(faulty, 2, fault, timeout=30):
         assert said in message
 
@@ -351,11 +346,11 @@ def test_what_would_be_wrong_is_refused(ranks, fault, said):
     ((2, 5, 4), torch.float32, "encoder_states", None),
     ((), torch.float32, "scale", None),
 ])  # fmt: skip
-def test_arguments_are_cut_where_their_positions_are(shape, dtype, name, dim):
+def test_sequence_dim_of_arguments(shape, dtype, name, dim):
     assert sequence_dim(torch.ones(shape).to(dtype), 8, name) == dim
 
 
-def test_impossible_splits_are_refused_early():
+def test_refuses_invalid_splits():
     plan = ModelPlan(blocks=("net.blocks.0", "net.blocks.1"))
     assert validate_context(Decoder(), plan, 2, "ring") == []
     assert validate_context(Decoder(), ModelPlan(), 1, "nothing") == []

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds some positions, against whole ones."""
+"""Tensors split by position compared with whole ones."""
 
 from functools import partial
 from typing import Any
@@ -103,7 +103,7 @@ def applied_to_slices(balance: bool) -> dict[str, tuple[torch.Tensor, list[torch
 
 
 @pytest.mark.parametrize(("world_size", "balance"), [(2, True), (4, True), (2, False)])
-def test_functions_give_what_they_give_on_one_process(ranks, world_size, balance):
+def test_functions_match_one_process(ranks, world_size, balance):
     for results in ranks(applied_to_slices, world_size, balance, timeout=60):
         for name, (function, is_row_wise) in FUNCTIONS.items():
             x = inputs()
@@ -129,7 +129,7 @@ class _Largest(TorchDispatchMode):
 
 
 def observed_loss() -> bool:
-    """Whether logits stay split when something that observes losses stands in the place of cross entropy."""
+    """Return whether logits stay split when an observer replaces cross-entropy."""
     original = F.cross_entropy
     F.cross_entropy = partial(lambda _, loss, *args, **kwargs: loss(*args, **kwargs), "observer", original)
     try:
@@ -138,7 +138,7 @@ def observed_loss() -> bool:
         F.cross_entropy = original
 
 
-def test_a_loss_that_is_observed(ranks):
+def test_observed_loss_stays_split(ranks):
     assert ranks(observed_loss, 2, timeout=60) == [True, True]
 
 
@@ -157,12 +157,13 @@ def split_training(model: str, outputs: bool) -> tuple[float, dict[str, torch.Te
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "padded-llama", "encoder"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_trains_as_one_process_without_whole_logits(ranks, model, world_size):
+def test_trains_like_one_process_with_split_logits(ranks, model, world_size):
     results = ranks(split_training, world_size, model, True, timeout=60)
     assert_as_one_process([(loss, gradients) for loss, gradients, _ in results], model)
     if model != "encoder":  # it has no logits
         whole = 2 * TRAINED_LENGTH
         assert {largest for *_, largest in results} == {whole // world_size}
+    if (model, world_size) == ("gpt", 2):
         assert {largest for *_, largest in ranks(split_training, 2, model, False, timeout=60)} == {whole}
 
 
@@ -194,7 +195,7 @@ class _Plain(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("function", [_Twice, _Plain])
-def test_a_function_that_torch_does_not_show_is_refused(ranks, function):
+def test_refuses_custom_autograd_functions(ranks, function):
     with pytest.raises(AssertionError, match="split_outputs=False"):
         ranks(custom_function, 2, function, timeout=60)
 

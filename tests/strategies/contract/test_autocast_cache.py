@@ -24,7 +24,7 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_a_second_use_finds_no_copy_of_the_first(precision: str) -> None:
+def test_autocast_caches_no_weights(precision: str) -> None:
     layer = nn.Linear(64, 64, bias=False)
     with Casts((64, 64)) as casts, AutocastPrecision(precision, "cpu").forward_context():
         layer(layer(torch.ones(2, 64)))

@@ -14,13 +14,13 @@ SHAPE = (4, 8, 3)
 
 
 def inputs(shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
-    """What every rank puts in."""
+    """Return the inputs of all ranks."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(WORLD)]
 
 
 def weights(shape: tuple[int, ...]) -> list[Tensor]:
-    """What every rank's output is multiplied with to make its loss."""
+    """Return the factors of all ranks' outputs in their losses."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(WORLD)]
 
@@ -43,7 +43,7 @@ def chunks(x: Tensor, dim: int) -> tuple[Tensor, ...]:
 def expected(
     name: str, dim: int
 ) -> tuple[Callable[[int, list[Tensor]], Tensor], Callable[[int, list[Tensor]], Tensor]]:
-    """Forward and backward of a rank from what all ranks hold."""
+    """Return forward and backward of a rank as functions of all ranks' inputs."""
     own = lambda rank, xs: xs[rank]  # noqa: E731
     total = lambda rank, xs: sum(xs)  # noqa: E731
     joined = lambda rank, xs: torch.cat(xs, dim)  # noqa: E731
@@ -89,7 +89,7 @@ def rows_sent_and_back(counts: list[list[int]]) -> tuple[Tensor, Tensor]:
     return y.detach()[:, 0], x.grad[:, 0]
 
 
-def test_rows_go_where_they_belong_and_their_gradients_come_back(ranks):
+def test_all_to_all_routes_rows_and_gradients(ranks):
     counts = [[1, 0, 2], [0, 0, 3], [4, 1, 0]]  # [from][to]
     for rank, (y, gradient) in enumerate(ranks(rows_sent_and_back, 3, counts)):
         assert y.tolist() == [float(source) for source in range(3) for _ in range(counts[source][rank])]
@@ -109,7 +109,7 @@ def refusals() -> list[str]:
     return texts
 
 
-def test_what_does_not_divide_is_refused(ranks):
+def test_refuses_indivisible_sizes(ranks):
     slices, counts = ranks(refusals, 2)[0]
     assert "(2, 5)" in slices
     assert "multiple of 2" in slices

@@ -21,7 +21,7 @@ def box(whole: torch.Tensor, offsets: tuple[int, ...], tensor: torch.Tensor) -> 
 @pytest.mark.parametrize(("shape", "dim", "sections"), [
     ((12,), 0, None), ((12, 4), 0, (6, 6)), ((4, 18), 1, (6, 12)), ((18, 5), 0, (6, 6, 6)), ((6, 2, 3), 0, None),
 ])  # fmt: skip
-def test_boxes_of_all_ranks_make_up_the_whole(size, shape, dim, sections):
+def test_boxes_of_all_ranks_cover_the_whole(size, shape, dim, sections):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     seen = torch.zeros(shape, dtype=torch.int64)
     for rank in range(size):

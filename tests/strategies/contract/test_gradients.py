@@ -44,7 +44,7 @@ def split_norm(how: str, max_norm: float) -> tuple[float, list[torch.Tensor | No
 
 @pytest.mark.parametrize(("how", "world_size"), [("shard", 2), ("shard", 4), ("hybrid", 4)])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clipping_of_shards_is_that_of_one_process(ranks, how, world_size, max_norm):
+def test_sharded_clipping_matches_one_process(ranks, how, world_size, max_norm):
     whole = parameters_with_gradients()
     want = torch.nn.utils.clip_grad_norm_(whole, max_norm).item()
     for norm, gradients in ranks(split_norm, world_size, how, max_norm):
@@ -70,22 +70,22 @@ def devices_of_sums() -> list[str]:
     return seen
 
 
-def test_norms_are_summed_on_the_device_that_a_group_sends_from(ranks):
+def test_norms_are_reduced_on_the_group_device(ranks):
     """NCCL refuses tensors on the CPU, where offloaded gradients are, and the norm of none."""
     assert ranks(devices_of_sums, 1) == [["meta"] * 3]
 
 
-def test_values_are_clamped():
+def test_clip_by_value():
     parameters = parameters_with_gradients()
     clip_gradient_value(parameters, 0.1)
     assert max(p.grad.abs().max().item() for p in parameters[:-1]) <= 0.1 + 1e-7
 
 
-def test_no_gradients_have_norm_zero():
+def test_norm_without_gradients_is_zero():
     assert gradient_norm([nn.Parameter(torch.zeros(2))]).item() == 0
 
 
-def test_a_norm_that_is_not_finite_is_an_error_on_request():
+def test_error_if_nonfinite():
     parameters = parameters_with_gradients()
     parameters[0].grad[0, 0] = float("inf")
     with pytest.raises(RuntimeError, match=r"norm of the gradients is inf.*error_if_nonfinite=False"):

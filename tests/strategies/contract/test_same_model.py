@@ -1,4 +1,4 @@
-"""Ranks with another model than the first, and what differs from rank to rank all the same."""
+"""Different models on ranks, and running statistics that may differ."""
 
 import logging
 from typing import Any
@@ -22,7 +22,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("parameter_server", {}),
     ("parameter_server", {"consistency": "async"}),
 ]
-# What the second rank has of its own -> what is said of it.
+# Difference of the second rank -> its description.
 OTHERS = {
     "width": "first.weight (8, 4) (float32, trained), where another has first.weight (6, 4)",
     "depth": "last.weight (1, 8) (float32, trained), where another has more.1.weight (8, 8)",
@@ -53,8 +53,8 @@ def train(strategy: str, options: dict[str, Any], module: Net) -> None:
     trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
 
 
-def others() -> list[tuple[str, str]]:
-    """What is refused, and how; a kind of difference for each strategy, in turn."""
+def refusals() -> list[tuple[str, str]]:
+    """Return the refusal of one kind of difference per strategy."""
     texts = []
     for index, (strategy, options) in enumerate(STRATEGIES):
         kind = list(OTHERS)[index % len(OTHERS)]
@@ -63,23 +63,23 @@ def others() -> list[tuple[str, str]]:
             sizes: dict[str, Any] = {"width": {"width": 6}, "depth": {"depth": 2}, "statistics": {"statistics": True}}
             module = Net(**sizes.get(kind, {}))
             module.last.bias.requires_grad_(kind != "frozen")
-        with pytest.raises(ValueError, match="another model") as refused:
+        with pytest.raises(ValueError, match="a different model") as refused:
             train(strategy, options, module)
         texts.append((kind, str(refused.value)))
         dist.barrier()
     return texts
 
 
-def test_another_model_is_refused_on_every_rank(ranks: Any) -> None:
-    for texts in ranks(others, 2):
+def test_refuses_different_models_on_every_rank(ranks: Any) -> None:
+    for texts in ranks(refusals, 2):
         for kind, text in texts:
-            assert text.startswith("Rank(s) 1 have another model than rank 0"), text
+            assert text.startswith("Rank(s) 1 have a different model than rank 0"), text
             assert OTHERS[kind] in text
             assert "Build the same module on every rank" in text
 
 
-class Said(logging.Handler):
-    """Remembers what was logged."""
+class Recorder(logging.Handler):
+    """Records log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,21 +89,21 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def told(strategy: str, options: dict[str, Any], statistics: bool) -> list[str]:
-    said, logger = Said(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(said)
+def warnings_of(strategy: str, options: dict[str, Any], statistics: bool) -> list[str]:
+    recorder, logger = Recorder(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(recorder)
     try:
         train(strategy, options, Net(statistics=statistics))
     finally:
-        logger.removeHandler(said)
-    return [line for line in said.lines if line.startswith("Statistics such as seen.running_mean differ")]
+        logger.removeHandler(recorder)
+    return [line for line in recorder.lines if line.startswith("Statistics such as seen.running_mean differ")]
 
 
 @pytest.mark.parametrize(("strategy", "words"), [
     ("local_sgd", "whenever replicas are synchronised"), ("parameter_server", "where all ranks meet"),
 ])  # fmt: skip
-def test_it_is_said_what_becomes_of_statistics(ranks: Any, strategy: str, words: str) -> None:
-    (line,), others = ranks(told, 2, strategy, {}, True)
+def test_warns_about_running_statistics(ranks: Any, strategy: str, words: str) -> None:
+    (line,), others = ranks(warnings_of, 2, strategy, {}, True)
     assert words in line
     assert others == []
-    assert ranks(told, 2, strategy, {}, False) == [[], []]
+    assert ranks(warnings_of, 2, strategy, {}, False) == [[], []]

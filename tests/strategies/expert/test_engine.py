@@ -1,4 +1,4 @@
-"""Experts spread over ranks compute what one process computes: outputs and every gradient."""
+"""Experts distributed over ranks compared with one process: outputs and all gradients."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.contract.traffic import recorded
-from trainwright.recipes.moe.model import Experts, MoEConfig, MoEGPT
+from trainwright.recipes.moe.model import Experts, MoEConfig
 from trainwright.strategies.expert.engine import ExpertParallel, validate_experts
 from trainwright.strategies.plan.model_plan import ModelPlan
 
@@ -94,7 +94,7 @@ def plan_of(kind: str) -> ModelPlan:
 
 
 def cut_by(engine: ExpertParallel, module: nn.Module) -> None:
-    """What the strategy does with the engine's answers."""
+    """Split and drop parameters as the strategy does."""
     for name in engine.cuts.keys() | set(engine.dropped()):
         owner, _, key = name.rpartition(".")
         holder = module.get_submodule(owner)
@@ -188,7 +188,7 @@ EXACT = {"rtol": 1e-5, "atol": 2e-6}
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_spread_experts_are_one_process(ranks, kind, world_size):
+def test_matches_one_process(ranks, kind, world_size):
     counts = (11, 5, 1, 8)[:world_size]
     results = ranks(spread_run, world_size, kind, counts)
     compare(results, alone_run(kind, counts), **EXACT)
@@ -196,11 +196,10 @@ def test_spread_experts_are_one_process(ranks, kind, world_size):
     assert held == {name for name, _ in Layer(kind).named_parameters() if name.startswith("experts.")}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("spread", ["last", "one"])
+@pytest.mark.parametrize(("spread", "recompute"), [("last", False), ("one", True)])
 @pytest.mark.parametrize("kind", ["mixtral-eager", "mixtral-grouped", "ours", "listed"])
 def test_ranks_without_tokens(ranks, kind, spread, recompute):
-    """Ranks whose experts get nothing, and a rank that has nothing to send."""
+    """Include experts without tokens and a rank without tokens."""
     counts = (6, 0, 3, 4)
     results = ranks(spread_run, 4, kind, counts, spread, recompute=recompute)
     compare(results, alone_run(kind, counts, spread), **EXACT)
@@ -214,7 +213,7 @@ def test_bfloat16(ranks, kind):
     rounded = alone_run(kind, counts, dtype=torch.bfloat16)
     assert {r["out"].dtype for r in results} == {torch.bfloat16}
     for rank, result in enumerate(results):
-        # No farther from float32 than one process in bfloat16 is, but for luck.
+        # About as close to float32 as one process in bfloat16.
         ours_off = (result["out"].float() - exact[0][rank]).norm()
         assert ours_off <= 1.5 * (rounded[0][rank].float() - exact[0][rank]).norm()
         for name, gradient in result["experts"].items():
@@ -223,80 +222,8 @@ def test_bfloat16(ranks, kind):
             assert (gradient.float() - want).norm() <= 1.5 * off
 
 
-def mixtral_model() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=E,
-            num_experts_per_tok=K,
-            use_cache=False,
-        )
-    )
-
-
-def our_model() -> nn.Module:
-    return MoEGPT(MoEConfig(layers=2, dim=16, heads=2, hidden=16, vocab=32, experts=E, balance=0.1))
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "mixtral": (mixtral_model, "model.layers.{}.mlp.experts", "model.layers"),
-    "ours": (our_model, "blocks.{}.feed_forward.experts", "blocks"),
-}
-
-
-def whole_loss(model: nn.Module, rank: int) -> Tensor:
-    torch.manual_seed(rank)
-    ids = torch.randint(32, (2, 9))
-    out = model(ids[:, :-1])
-    logits, extra = (out[0], 0.1 * out[1].balance) if isinstance(out, tuple) else (out.logits, 0.0)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) + extra
-
-
-def whole_run(kind: str) -> dict[str, Tensor]:
-    """Gradients of the mean loss of all ranks, whole, of a model whose blocks recompute their activations."""
-    make, experts, blocks = MODELS[kind]
-    torch.manual_seed(0)
-    model = make()
-    plan = ModelPlan(experts={experts.format(i): "stacked" for i in range(2)})
-    engine = ExpertParallel(model, plan, dist.group.WORLD)
-    cut_by(engine, model)
-    engine.apply()
-    for block in model.get_submodule(blocks).children():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    whole_loss(model, dist.get_rank()).backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if name in engine.cuts:
-            gradient = engine.cuts[name].whole(gradient)
-        else:
-            dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
-        gradients[name] = gradient
-    return gradients
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_whole_models(ranks, kind):
-    results = ranks(whole_run, 2, kind)
-    torch.manual_seed(0)
-    model = MODELS[kind][0]()
-    (sum(whole_loss(model, rank) for rank in range(2)) / 2).backward()
-    for result in results:
-        assert result.keys() == {name for name, _ in model.named_parameters()}
-        for name, gradient in result.items():
-            want = model.get_parameter(name).grad
-            assert (gradient - want).norm() <= 1e-5 * want.norm() + 1e-8, name
-
-
 def sharded_run(spread: str) -> dict[str, Tensor]:
-    """Two groups that spread the experts, whose ranks of the same experts shard them with FSDP2."""
+    """Run two expert groups whose replicas of the same experts are sharded with FSDP2."""
     rank, counts = dist.get_rank(), (5, 4, 0, 3)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "expert"))
     layer = Layer("mixtral-grouped")
@@ -310,7 +237,7 @@ def sharded_run(spread: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("spread", ["own", "last"])
-def test_experts_are_averaged_over_the_ranks_that_hold_the_same(ranks, spread):
+def test_experts_are_averaged_over_their_replicas(ranks, spread):
     _, _, layer = alone_run("mixtral-grouped", (5, 4, 0, 3), spread)
     for result in ranks(sharded_run, 4, spread):
         assert len(result) == 2
@@ -338,7 +265,7 @@ def traffic_run(counts: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def test_traffic_is_each_token_once_per_rank(ranks):
+def test_tokens_are_sent_once_per_rank(ranks):
     counts = (32, 20)
     results = ranks(traffic_run, 2, counts)
     sent = [sum(result["rows"]) for result in results]
@@ -363,7 +290,7 @@ def balance_run(training: bool) -> tuple[dict[str, float], dict[str, float]]:
     return engine.statistics(), engine.statistics()
 
 
-def test_statistics_are_those_of_the_group(ranks):
+def test_statistics_cover_the_group(ranks):
     # Call 1: experts get 3, 3, 2, 0 of 8, ranks 6 and 2. Call 2: 3, 1, 2, 2, ranks 4 and 4.
     for first, second in ranks(balance_run, 2, True):
         assert first == pytest.approx({"expert_imbalance": 1.5, "rank_imbalance": 1.25, "busiest_expert": 6 / 16})
@@ -387,7 +314,7 @@ def copied_run() -> bool:
     return changed and type(layer.experts).forward is layer.experts.forward.__func__
 
 
-def test_a_copy_computes_with_its_own_parameters(ranks):
+def test_copies_use_their_own_parameters(ranks):
     assert ranks(copied_run, 2) == [True, True]
 
 
@@ -404,19 +331,19 @@ class Model(nn.Module):
     ({}, 2, "expert=2, but the plan of Model has no experts"),
     ({"good": "stacked"}, 3, "expert=3, but good has 4 experts (possible: 1, 2, 4)"),
     ({"bare": "listed"}, 2, "must be called with (tokens, index, weights)"),
-    ({"odd": "stacked"}, 2, "not a row for each of 4 experts has norm of shape (3,)"),
+    ({"odd": "stacked"}, 2, "norm of shape (3,) does not have one row for each of 4 experts"),
     ({"linear": "stacked"}, 2, "its forward takes (input), but experts must be called with (tokens, index"),
     ({"god": "stacked"}, 2, "plan.experts names god, but Model has no such module"),
     ({"good": "piled"}, 2, "plan.experts: good: 'piled' (allowed: stacked, listed)"),
 ])  # fmt: skip
-def test_impossible_experts(experts, size, said):
+def test_refuses_invalid_experts(experts, size, said):
     with torch.device("meta"):
         problems = validate_experts(Model(), ModelPlan(experts=experts), size)
     assert len(problems) == 1
     assert said in problems[0]
 
 
-def test_possible_experts():
+def test_accepts_valid_experts():
     assert validate_experts(Model(), ModelPlan(experts={"good": "stacked"}), 4) == []
     assert validate_experts(Layer("listed"), plan_of("listed"), 2) == []
     assert validate_experts(Model(), ModelPlan(), 1) == []

@@ -64,7 +64,7 @@ def test_going_on_between_two_synchronisations_is_exact(ranks: Any, tmp_path: Pa
         for own, again in zip(one.own[SAVED:], other.own, strict=True):
             assert all(torch.equal(own[name], again[name]) for name in own)
         assert all(torch.equal(one.final[name], other.final[name]) for name in one.final)
-        assert not [text for text in told if "was written with" in text or "Going on from" in text]
+        assert not [text for text in told if "was written with" in text or "Resuming from" in text]
 
 
 class SavingTwice(pl.Callback):
@@ -144,7 +144,7 @@ def test_other_strategies_go_on_from_the_means(ranks: Any, tmp_path: Path, move:
         assert (outer is None) == (read[1] != "diloco")
         if written[1] == read[1] == "diloco":
             assert outer, "the outer momentum is read under another layout, too"
-        lines = [text for text in messages if "was written with" in text or "Going on from" in text]
+        lines = [text for text in messages if "was written with" in text or "Resuming from" in text]
         assert not told or not lines or told in lines[0]
-    first = [text for text in starts[0][2] if "was written with" in text or "Going on from" in text]
+    first = [text for text in starts[0][2] if "was written with" in text or "Resuming from" in text]
     assert bool(first) == bool(told)

@@ -258,7 +258,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
     words = [
         ["optimizes manually", "strategy=ddp"],
         ["LBFGS", "closure", "AdamW"],
-        ["Rank(s) 1", "another model", "first.weight"],
+        ["Rank(s) 1", "a different model", "first.weight"],
         ["servers=3 with 2 rank(s)", "servers=2"],
         ["Stragglers", "step by themselves", "consistency=sync"],
     ]

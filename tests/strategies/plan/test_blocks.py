@@ -45,7 +45,7 @@ class Unsplittable(nn.Module):
         self.head = nn.Linear(4, 1)
 
 
-def test_children_of_a_list_are_blocks_and_nothing_within_them():
+def test_children_of_a_list_are_blocks():
     assert list(find_blocks(Model())) == ["layers.0", "layers.1", "layers.2"]
 
 
@@ -54,11 +54,11 @@ def test_equal_children_of_a_sequence_are_blocks():
     assert list(find_blocks(stack)) == ["0", "2"]
 
 
-def test_hugging_face_names_go_before_structure():
+def test_no_split_modules_precede_structure():
     assert list(find_blocks(Unsplittable())) == ["only"]
 
 
-def test_embeddings_that_hugging_face_does_not_split_are_no_blocks():
+def test_embeddings_in_no_split_modules_are_not_blocks():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.device("meta"):
@@ -66,17 +66,17 @@ def test_embeddings_that_hugging_face_does_not_split_are_no_blocks():
     assert list(find_blocks(model)) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
 
 
-def test_one_of_a_kind_is_no_block():
+def test_single_modules_are_not_blocks():
     assert find_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == {}
     assert find_blocks(nn.ModuleList([nn.Linear(4, 4)])) == {}
 
 
-def test_a_star_stands_for_one_level():
+def test_star_matches_one_level():
     assert list(find_blocks(Model(), ["layers.*"])) == ["layers.0", "layers.1", "layers.2"]
     assert list(find_blocks(Model(), ["layers.1", "first"])) == ["first", "layers.1"]
 
 
-def test_an_unknown_name_is_refused_with_names_that_exist():
+def test_refuses_unknown_names():
     with pytest.raises(ValueError, match=r"blocks: no module is called 'blocks\.\*'.*It has: first, layers"):
         find_blocks(Model(), ["blocks.*"])
 
@@ -89,13 +89,13 @@ def test_an_unknown_name_is_refused_with_names_that_exist():
         ("full", ["layers.*"], "is read with selective only"),
     ],
 )
-def test_contradictory_checkpointing_is_refused(mode, patterns, told):
+def test_refuses_contradictory_checkpointing(mode, patterns, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         SingleDeviceStrategy(activation_checkpointing=mode, checkpoint_modules=patterns)
 
 
 @pytest.mark.parametrize(("mode", "patterns"), [("full", None), ("selective", ["layers.0"])])
-def test_checkpointing_recomputes_and_changes_nothing(mode, patterns):
+def test_checkpointing_recomputes(mode, patterns):
     torch.manual_seed(0)
     plain = Model()
     checked = Model()

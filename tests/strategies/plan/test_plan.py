@@ -67,7 +67,7 @@ LLAMA_BLOCK = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "gpt2", "bert"])
-def test_the_tensor_engine_accepts_plans_of_hugging_face(kind):
+def test_hugging_face_plans_are_valid(kind):
     module = hugging_face(kind)
     accepted(module, make_plan(module, needs=("blocks", "tensor"), tensor_size=2))
 
@@ -86,14 +86,14 @@ def test_decoders_of_hugging_face(kind):
     assert plan.sources["tensor"].startswith("Hugging Face metadata of ")
 
 
-def test_experts_of_hugging_face_are_stacked_and_not_split_by_tensor():
+def test_hugging_face_experts_are_stacked():
     plan = make_plan(hugging_face("mixtral"), needs=("blocks", "tensor", "experts"))
     assert plan.experts == {f"{block}.mlp.experts": "stacked" for block in plan.blocks}
     assert set(of_block(plan, plan.blocks[0])) == {f"self_attn.{part}_proj" for part in "qkvo"}
     assert plan.whole_inputs == tuple(f"{block}.self_attn" for block in plan.blocks)
 
 
-def test_gpt2_has_no_metadata_but_a_known_structure():
+def test_gpt2_is_split_by_structure():
     plan = make_plan(hugging_face("gpt2"), needs=("blocks", "tensor"))
     attention = {"attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise"}
     assert of_block(plan, "model.transformer.h.1") == {**attention, "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
@@ -105,7 +105,7 @@ def test_gpt2_has_no_metadata_but_a_known_structure():
     assert plan.last == ("model.transformer.ln_f", "model.lm_head")
 
 
-def test_a_vocabulary_that_does_not_divide_stays_whole_in_all_its_places():
+def test_indivisible_tied_vocabulary_is_not_split():
     plan = make_plan(hugging_face("gpt2", vocab_size=97), tensor_size=2)
     assert "model.lm_head" not in plan.tensor
     assert "model.transformer.wte" not in plan.tensor
@@ -133,7 +133,7 @@ def test_bert():
     assert "model.bert.embeddings.word_embeddings" not in plan.tensor
 
 
-def test_a_style_that_we_lack_leaves_its_neighbours_whole_too():
+def test_unsupported_style_leaves_siblings_unsplit():
     plan = make_plan(hugging_face("phi3"), needs=("tensor",))
     assert of_block(plan, plan.blocks[0]) == {"mlp.gate_up_proj": "packed_colwise:2", "mlp.down_proj": "rowwise"}
     assert "rowwise_split_input" in plan.sources["tensor"]
@@ -173,7 +173,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(16)
 
 
-def test_torch_encoder_and_where_the_rest_stands():
+def test_torch_encoder_with_stem_and_head():
     plan = make_plan(Encoder(), needs=("blocks", "tensor"))
     attention = {"self_attn": "packed_colwise:3", "self_attn.out_proj": "rowwise"}
     assert of_block(plan, "encoder.layers.2") == {**attention, "linear1": "colwise", "linear2": "rowwise"}
@@ -195,7 +195,7 @@ class Nested(nn.Module):
         self.words = nn.Embedding(5, 4)
 
 
-def test_blocks_in_a_dictionary_and_parts_of_what_stands_outside():
+def test_blocks_in_a_module_dict():
     assert list(find_blocks(Nested())) == ["trunk.a", "trunk.b"]
     plan = make_plan(Nested())
     assert plan.blocks == ("trunk.a", "trunk.b")
@@ -207,7 +207,7 @@ def test_blocks_in_a_dictionary_and_parts_of_what_stands_outside():
         make_plan(Nested(), {"last": ["trunk.a"]})
 
 
-def test_layers_with_pointwise_ones_between_are_pairs():
+def test_pairs_across_pointwise_layers():
     stack = nn.Sequential(
         nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
     )
@@ -226,7 +226,7 @@ class TwoLayers(nn.Module):
 
 
 @pytest.mark.parametrize("between", [nn.LayerNorm(8), nn.Softmax(-1)])
-def test_what_mixes_features_between_two_layers_keeps_them_whole(between):
+def test_feature_mixing_prevents_a_pair(between):
     assert make_plan(TwoLayers(nn.GELU())).tensor == {"fc1": "colwise", "fc2": "rowwise"}
     assert make_plan(TwoLayers(between)).tensor == {}
 
@@ -248,7 +248,7 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(*x.shape[:2], self.n_embd))
 
 
-def test_norms_of_heads_are_no_reason_to_stay_whole_and_norms_of_all_features_are():
+def test_norms_of_heads_and_of_all_features():
     plan = make_plan(nn.Sequential(Attention(4)))
     assert plan.tensor == {**{f"0.w{part}": "colwise" for part in "qkv"}, "0.wo": "rowwise"}
     # ``dim`` is not part of a shape that the code makes: it is the width of the input, which stays.
@@ -288,13 +288,13 @@ class Sharing(nn.Module):
         return x
 
 
-def test_what_blocks_hand_on_to_the_next_stays_as_it_is():
+def test_block_outputs_are_not_gathered():
     plan = make_plan(Sharing())
     assert set(plan.tensor) == {f"stack.{index}.feed_forward.{part}" for index in range(3) for part in (0, 2)}
     assert "stack.*.attention.wq, " in plan.sources["tensor"].replace("wk", "wq").replace("wv", "wq")
 
 
-def test_one_module_in_several_places_is_cut_in_all():
+def test_shared_module_is_split_everywhere():
     model = nn.Module()
     model.words = nn.Embedding(16, 8)
     model.stack = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)))
@@ -317,7 +317,7 @@ class Planned(Encoder):
         }
 
 
-def test_what_a_module_says_goes_over_structure_and_configuration_over_both():
+def test_precedence_of_sources():
     plan = make_plan(Module(Planned()))
     assert of_block(plan, "model.encoder.layers.0") == {
         "self_attn": "packed_colwise:3",
@@ -354,7 +354,7 @@ def test_configuration_deletes():
     ({"heads": {"model.model.layers.*.mlp": ["num_heads"]}}, r"has no integer attribute num_heads"),
     ({"tensor": {"model.model.layers.*.mlp.down_proj": "none"}}, r"gate_proj: colwise.* without its counterpart"),
 ])  # fmt: skip
-def test_a_configuration_that_cannot_be_is_refused(config, told):
+def test_refuses_invalid_configuration(config, told):
     with pytest.raises(ValueError, match=told):
         make_plan(hugging_face("llama"), config)
 
@@ -372,7 +372,7 @@ class Odd(nn.Module):
         self.others = nn.ModuleList(nn.Linear(20, 20) for _ in range(3))
 
 
-def test_what_is_needed_and_not_found_is_told_with_what_to_type():
+def test_missing_parts_name_the_option():
     assert make_plan(Odd()).tensor == {}
     with pytest.raises(ValueError, match="several lists of them, ambiguous") as raised:
         make_plan(Odd(), needs=("blocks", "tensor", "experts"))

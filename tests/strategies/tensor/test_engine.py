@@ -1,4 +1,4 @@
-"""Split modules against the same modules whole: outputs, gradients, random numbers, traffic, refusals."""
+"""Split modules compared with unsplit ones: outputs, gradients, random numbers, traffic, refusals."""
 
 import copy
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def call(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class Holder(nn.Module):
-    """One module under a name, as plans want it."""
+    """Holder of named modules."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -140,14 +140,14 @@ def styles() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_each_style_computes_what_the_whole_module_does(ranks, world_size):
+def test_styles_match_the_unsplit_module(ranks, world_size):
     for found in ranks(styles, world_size, timeout=60):
         for style, values in found.items():
             assert max(values.values()) < TOLERANCE, (style, values)
 
 
 class Stack(nn.Module):
-    """Projections around blocks, so that gradients before and after the blocks are seen, too."""
+    """Blocks between projections, to check gradients before and after the blocks."""
 
     def __init__(self, blocks: list[nn.Module], width: int) -> None:
         super().__init__()
@@ -247,12 +247,11 @@ def encoder_differences(kind: str, sequence: bool) -> dict[str, dict[str, float]
 
 
 @pytest.mark.parametrize("kind", ["first", "first norm whole", "second"])
-def test_encoder_of_torch(ranks, kind):
-    for sequence in (False, True):
-        for world_size in (2, 4):
-            for found in ranks(encoder_differences, world_size, kind, sequence, timeout=60):
-                for case, values in found.items():
-                    assert max(values.values()) < TOLERANCE, (sequence, case, values)
+def test_torch_encoder(ranks, kind):
+    for sequence, world_size in ((False, 4), (True, 2)):
+        for found in ranks(encoder_differences, world_size, kind, sequence, timeout=60):
+            for case, values in found.items():
+                assert max(values.values()) < TOLERANCE, (sequence, case, values)
 
 
 def attention_weights() -> list[float]:
@@ -267,65 +266,17 @@ def attention_weights() -> list[float]:
         for a, b in zip(want, got, strict=True):
             assert (a is None) == (b is None)
             found.append(0.0 if a is None else (a - b).norm().item())
-    for x in (inputs[0][0],):
-        want, got = (m.attention(x, inputs[1][0], inputs[2][0]) for m in (whole, split))
-        found += [(a - b).norm().item() for a, b in zip(want, got, strict=True)]
-    return found
+    want, got = (m.attention(*(x[0] for x in inputs)) for m in (whole, split))
+    return found + [(a - b).norm().item() for a, b in zip(want, got, strict=True)]
 
 
-def test_attention_of_torch_across_widths_with_weights_and_unbatched(ranks):
+def test_multihead_attention_variants(ranks):
     for found in ranks(attention_weights, 2):
         assert max(found) < TOLERANCE
 
 
-def hugging_face(name: str) -> tuple[nn.Module, str, dict[str, str], dict[str, str], dict[str, tuple[str, ...]], str]:
-    """A model; where its blocks are, styles within them and around them, attributes that count heads, its attention."""
-    import transformers
-
-    torch.manual_seed(0)
-    if name == "llama":
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
-        config._attn_implementation = "sdpa"
-        styles = {f"self_attn.{k}_proj": "colwise" for k in "qkv"} | {"self_attn.o_proj": "rowwise"}
-        styles |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-        ends = {"model.embed_tokens": "vocabulary", "lm_head": "colwise_gather"}
-        return transformers.LlamaForCausalLM(config), "model.layers", styles, ends, {}, "self_attn"
-    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=32, n_positions=16)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    styles = {"attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise"}
-    styles |= {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
-    heads = {"attn": ("num_heads", "split_size", "embed_dim")}
-    return transformers.GPT2LMHeadModel(config), "transformer.h", styles, {}, heads, "attn"
-
-
-def hugging_face_differences(name: str, sequence: bool) -> dict[str, float]:
-    model, where, styles, ends, heads, attention = hugging_face(name)
-    blocks = tuple(f"{where}.{i}" for i in range(2))
-    plan = ModelPlan(
-        blocks=blocks,
-        tensor={f"{b}.{k}": v for b in blocks for k, v in styles.items()} | ends,
-        heads={f"{b}.{k}": v for b in blocks for k, v in heads.items()},
-        whole_inputs=tuple(f"{b}.{k}" for b in blocks for k in (attention, "mlp")),
-    )
-    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
-    run = partial(run_on, ids, lambda m, x: m(input_ids=x, use_cache=False).logits)
-    return differences(model.train(), plan, run, sequence_parallel=sequence)
-
-
-@pytest.mark.parametrize(("name", "world_size", "sequence"), [
-    ("llama", 2, False), ("llama", 2, True), ("llama", 4, True),  # a tied head
-    ("gpt2", 2, False), ("gpt2", 4, True),  # packed transposed projections
-])  # fmt: skip
-def test_models_of_hugging_face(ranks, name, world_size, sequence):
-    pytest.importorskip("transformers")
-    for values in ranks(hugging_face_differences, world_size, name, sequence, timeout=60):
-        assert max(values.values()) < TOLERANCE, values
-
-
 class NormedHeads(nn.Module):
-    """A feed-forward with its own norm and residual, and heads with a norm of each: who of them needs a sum?"""
+    """Feed-forward with a norm of all features and one of each head, whose gradients must be summed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +299,7 @@ def beside_differences(sequence: bool) -> tuple[dict[str, float], frozenset[str]
     return values, TensorParallel(whole, plan, dist.group.WORLD, sequence_parallel=sequence).summed
 
 
-def test_whole_parameters_beside_split_ones_are_summed_where_they_must(ranks):
+def test_gradients_of_replicated_parameters_are_summed(ranks):
     for values, summed in ranks(beside_differences, 4, False):
         assert max(values.values()) < TOLERANCE, values
         assert summed == {f"blocks.{i}.head_norm.{key}" for i in range(2) for key in ("weight", "bias")}
@@ -359,7 +310,7 @@ def test_whole_parameters_beside_split_ones_are_summed_where_they_must(ranks):
 
 
 def traffic(sequence: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """What a forward and a backward of two blocks send: kind and elements of the whole."""
+    """Return kind and elements of each collective of two blocks, in forward and backward."""
     torch.manual_seed(0)
     model = gpt()
     cut(model, gpt_plan(), sequence_parallel=sequence)
@@ -385,7 +336,7 @@ def traffic(sequence: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_what_travels_is_what_theory_says(ranks, sequence):
+def test_traffic_matches_theory(ranks, sequence):
     n = 2 * 8 * 32  # hidden states
     forward, backward = ranks(traffic, 2, sequence)[0]
     if sequence:
@@ -461,7 +412,7 @@ def loss_traffic_and_refusals() -> tuple[list[int], list[str], bool]:
     return sent, texts, plain
 
 
-def test_split_logits_send_three_numbers_a_sample_and_refuse_what_they_cannot(ranks):
+def test_traffic_and_refusals_of_sharded_logits(ranks):
     sent, texts, plain = ranks(loss_traffic_and_refusals, 2)[0]
     assert sent == [16, 32]  # the largest; then the normalizer and the target's logit
     assert "softmax" in texts[0]
@@ -481,7 +432,7 @@ class Dropping(nn.Module):
 
 
 def masks(sequence: bool, checkpointed: bool) -> tuple[dict[str, list[Tensor]], Tensor, Tensor]:
-    """What the dropouts dropped, the gradient before the blocks, and the generator's state afterwards."""
+    """Return dropout masks, the gradient before the blocks, and the final state of the generator."""
     torch.manual_seed(0)
     model = Stack([Dropping(), Dropping()], 16)
     cut(model, plan_of(2, {"up": "colwise", "down": "rowwise"}, {}, ()), sequence_parallel=sequence)
@@ -498,14 +449,14 @@ def masks(sequence: bool, checkpointed: bool) -> tuple[dict[str, list[Tensor]], 
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_dropout_is_the_same_where_activations_are_and_differs_where_they_are_split(ranks, sequence):
+def test_dropout_differs_only_on_split_activations(ranks, sequence):
     plain, again = ranks(masks, 2, sequence, False), ranks(masks, 2, sequence, True)
     (one, gradient, state), (other, other_gradient, other_state) = plain
     assert not any(torch.equal(a, b) for a, b in zip(one["inner"], other["inner"], strict=True))
     assert [torch.equal(a, b) for a, b in zip(one["outer"], other["outer"], strict=True)] == [not sequence] * 2
     assert not torch.equal(one["inner"][0], one["inner"][1]), "every block draws anew"
     assert torch.equal(gradient, other_gradient)
-    assert torch.equal(state, other_state), "outside, all ranks go on with the same numbers"
+    assert torch.equal(state, other_state), "outside, ranks draw the same numbers"
     for (first, before, _), (second, after, _) in zip(plain, again, strict=True):
         assert torch.equal(first["inner"][0], second["inner"][0])
         assert len(second["inner"]) == 4  # the blocks ran once more, from the last to the first
@@ -526,13 +477,13 @@ def dropping_outputs(kind: str) -> tuple[Tensor, bool]:
     return y.detach(), torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_encoder_that_drops_stays_the_same_on_all_ranks_and_without_dropout_nothing_is_drawn(ranks):
+def test_dropout_keeps_ranks_consistent(ranks):
     (one, _), (other, _) = ranks(dropping_outputs, 2, "encoder")
     assert torch.equal(one, other)
     assert all(unchanged for _, unchanged in ranks(dropping_outputs, 2, "gpt"))
 
 
-def test_what_draws_is_found():
+def test_draws_randomly():
     assert not draws_randomly(gpt())
     assert not draws_randomly(nn.Dropout(0.0))
     assert draws_randomly(nn.Sequential(nn.Dropout(0.1)))
@@ -542,7 +493,8 @@ def test_what_draws_is_found():
     assert not inner.enter(torch.device("cpu"))
     inner.leave()
     inner.leave()
-    assert not inner.is_inside
+    assert inner.enter(torch.device("cpu"))
+    inner.leave()
 
 
 def problems(module: nn.Module, plan: ModelPlan, size: int, **options: bool) -> str:
@@ -550,7 +502,7 @@ def problems(module: nn.Module, plan: ModelPlan, size: int, **options: bool) -> 
     return " | ".join(validate_tensor(module, plan, size, **given))
 
 
-def test_problems_name_what_was_given_and_what_is_possible():
+def test_problems_name_values_and_alternatives():
     with torch.device("meta"):
         model = gpt(head=True)
         llama = Holder(attention=Holder(q_proj=nn.Linear(16, 16), k_proj=nn.Linear(16, 8)))
@@ -574,7 +526,7 @@ def test_problems_name_what_was_given_and_what_is_possible():
     assert "strategy.plan.blocks" in problems(model, flat, 2, sequence_parallel=True)
 
 
-def test_problems_of_ties_embeddings_and_sides():
+def test_problems_of_ties_and_embeddings():
     tied = Holder(words=nn.Embedding(12, 8), head=nn.Linear(8, 12, bias=False))
     tied.head.weight = tied.words.weight
     text = problems(tied, ModelPlan(tensor={"words": "vocabulary"}), 2)
@@ -593,40 +545,40 @@ def odd_sequence() -> str:
     return str(raised.value)
 
 
-def test_a_sequence_that_does_not_divide_is_refused_in_training_only(ranks):
+def test_refuses_indivisible_sequences_in_training(ranks):
     text = ranks(odd_sequence, 2)[0]
     assert "(2, 7, 32)" in text
     assert "sequence_parallel=false" in text
 
 
-def test_attention_that_is_left_whole_is_refused_where_the_sequence_is_sliced():
+def test_refuses_unsplit_attention_under_sequence_parallelism():
     said = {"tensor": {"blocks.*.attention.*": "none"}}
     assert make_plan(gpt(), said, tensor_size=2).tensor
     with pytest.raises(ValueError, match=r"blocks\.\*\.attention does not compute the same on a slice of the sequence"):
         make_plan(gpt(), said, tensor_size=2, sequence_parallel=True)
 
 
-def compiled_differences(sequence: bool) -> tuple[float, float]:
-    torch.manual_seed(0)
-    model = gpt()
-    cut(model, gpt_plan(), sequence_parallel=sequence)
-    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
-    want = model(ids)
-    want.sum().backward()
-    gradient = model.embedding.weight.grad.clone()
-    model.zero_grad()
-    model.blocks[0].forward = torch.compile(model.blocks[0].forward, backend="eager", fullgraph=True)
-    got = model(ids)
-    got.sum().backward()
-    return (want - got).abs().max().item(), (model.embedding.weight.grad - gradient).abs().max().item()
-
-
-def both_compiled_differences() -> list[tuple[float, float]]:
-    return [compiled_differences(sequence) for sequence in (False, True)]
+def compiled_differences() -> list[tuple[float, float]]:
+    found = []
+    for sequence in (False, True):
+        torch.manual_seed(0)
+        model = gpt()
+        cut(model, gpt_plan(), sequence_parallel=sequence)
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
+        want = model(ids)
+        want.sum().backward()
+        gradient = model.embedding.weight.grad.clone()
+        model.zero_grad()
+        model.blocks[0].forward = torch.compile(model.blocks[0].forward, backend="eager", fullgraph=True)
+        got = model(ids)
+        got.sum().backward()
+        gradients = model.embedding.weight.grad - gradient
+        found.append(((want - got).abs().max().item(), gradients.abs().max().item()))
+    return found
 
 
 def test_a_block_compiles_as_one_graph(ranks):
-    for found in ranks(both_compiled_differences, 2, timeout=120):
+    for found in ranks(compiled_differences, 2, timeout=120):
         for outputs, gradients in found:
             assert outputs < 1e-5
             assert gradients < 1e-4

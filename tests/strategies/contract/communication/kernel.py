@@ -1,9 +1,9 @@
-"""What the kernel says that this process has written, sockets included."""
+"""Bytes written by this process according to the kernel, sockets included."""
 
 from pathlib import Path
 
 
 def written_bytes() -> int:
-    """Bytes given to ``write`` and its kin by all threads of this process since it began."""
+    """Return the bytes passed to ``write`` and similar calls by all threads of this process."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["wchar"])

@@ -35,7 +35,7 @@ def exposed(step, *links):
     return {option.name: option.exposed for option in options_of(step, links)}
 
 
-def test_a_ring_costs_its_rounds_and_its_bytes():
+def test_ring_cost_model():
     # 2 (n - 1) messages, 2 (n - 1) / n of the tensor.
     assert FAST.seconds("all_reduce", 1e9) == pytest.approx(6 * 10e-6 + 1.5e9 / 10e9)
     assert FAST.seconds("all_gather", 1e9) == pytest.approx(3 * 10e-6 + 0.75e9 / 10e9)
@@ -43,7 +43,7 @@ def test_a_ring_costs_its_rounds_and_its_bytes():
 
 
 @pytest.mark.parametrize("ranks", [2, 5, 64])
-def test_two_all_reduces_tell_latency_and_bandwidth(ranks):
+def test_fit_link_recovers_latency_and_bandwidth(ranks):
     link, sizes = MeasuredLink("shard", ranks, 25 * US, 3 * GB), (4096.0, 4194304.0)
     found = fit_link(
         "shard", ranks, sizes, (link.seconds("all_reduce", sizes[0]), link.seconds("all_reduce", sizes[1]))
@@ -52,12 +52,12 @@ def test_two_all_reduces_tell_latency_and_bandwidth(ranks):
     assert found.bandwidth == pytest.approx(link.bandwidth)
 
 
-def test_a_large_tensor_that_seemed_faster_gives_a_link_all_the_same():
+def test_fit_link_with_a_faster_large_tensor():
     found = fit_link("replicate", 2, (4096, 4194304), (2e-3, 1e-3))
     assert (found.latency, found.bandwidth) == (0.5e-3, pytest.approx(4194304 / 1e-3))
 
 
-def test_what_is_exposed_by_each_option():
+def test_exposed_seconds_by_option():
     found = exposed(STEP, SLOW)
     whole = 4 * 6 * 10e-6 + 150e6 / 0.01e9
     assert found["dense"] == pytest.approx(whole - 0.2 * 3 / 4)  # behind backward, two thirds of 300 ms, but its begin
@@ -72,14 +72,14 @@ def test_the_last_piece_is_always_exposed():
     assert overlapped(10.0, 4, window=4.0) == pytest.approx(7.0)
 
 
-def test_accumulation_leaves_less_to_hide_behind():
+def test_accumulation_shrinks_the_overlap_window():
     shares = [exposed(replace(STEP, accumulation=n), SLOW)["dense"] for n in (1, 2, 4)]
     assert shares == sorted(shares)
     assert shares[0] < shares[2]
 
 
 @pytest.mark.parametrize("name", ["dense", "bf16", "topk", "local updates, H=10"])
-def test_more_bandwidth_or_less_latency_is_never_worse(name):
+def test_exposed_seconds_are_monotonic(name):
     by_bandwidth = [exposed(STEP, replace(SLOW, bandwidth=b * GB))[name] for b in (0.01, 0.1, 1, 10)]
     by_latency = [exposed(STEP, replace(SLOW, latency=latency))[name] for latency in (1e-2, 1e-3, 1e-5)]
     assert by_bandwidth == sorted(by_bandwidth, reverse=True)
@@ -87,7 +87,7 @@ def test_more_bandwidth_or_less_latency_is_never_worse(name):
     assert by_bandwidth[0] > by_bandwidth[-1]
 
 
-def test_from_fast_to_slow_the_mildest_that_is_enough_is_chosen():
+def test_recommends_the_mildest_sufficient_option():
     chosen = [advise(STEP, [replace(FAST, bandwidth=b * GB)]).chosen.name for b in (10, 2.7, 1.0, 0.01, 1e-4)]
     assert chosen == ["dense", "dense", "powersgd", "local updates, H=50", "local updates, H=50"]
     between = replace(STEP, compressed_bytes={**STEP.compressed_bytes, "bf16": 10e6})
@@ -101,12 +101,12 @@ def test_latency_alone_makes_compression_useless():
     assert advice.chosen.name.startswith("local updates")
 
 
-def test_what_is_no_choice_is_not_chosen():
+def test_options_without_overrides_are_not_recommended():
     step = replace(STEP, compressed_bytes={"onebit": 1.0, "fp16": 1.0})
     assert advise(step, [SLOW]).chosen.name.startswith("local updates")
 
 
-def test_two_levels_serve_slow_links_between_fast_nodes():
+def test_recommends_hierarchical_averaging():
     links = [
         MeasuredLink("replicate", 16, 10 * US, 0.1 * GB),
         MeasuredLink("within", 8, 10 * US, 100 * GB),
@@ -122,7 +122,7 @@ def test_two_levels_serve_slow_links_between_fast_nodes():
     assert not advice.chosen.changes_numbers
 
 
-def test_axes_that_nobody_changes_count_for_every_option():
+def test_other_axes_count_for_every_option():
     shard = MeasuredLink("shard", 2, 0.0, 1 * GB)
     busy = replace(STEP, sent={**STEP.sent, ("shard", "all_gather"): (3.0, 1.2e9)})
     before, after = exposed(STEP, FAST, shard), exposed(busy, FAST, shard)
@@ -130,7 +130,7 @@ def test_axes_that_nobody_changes_count_for_every_option():
     assert exposed(replace(busy, gradient_bytes=0.0), shard) == {"dense": pytest.approx(1.2 - STEP.window)}
 
 
-def test_no_bucket_is_better_than_the_best():
+def test_best_bucket_size_is_optimal():
     link, size = MeasuredLink("replicate", 8, 20 * US, 1 * GB), 400e6
     whole = link.seconds("all_reduce", size) - link.seconds("all_reduce", 0)
 
@@ -145,7 +145,7 @@ def test_no_bucket_is_better_than_the_best():
     assert best_bucket_bytes(replace(link, latency=0.0), size) == 0.0
 
 
-def test_three_lines_say_what_was_seen_what_to_type_and_why():
+def test_advice_lines():
     lines = advise(STEP, [replace(FAST, bandwidth=1 * GB)], "Buckets of 3 MiB.").lines()
     assert len(lines) == 3
     assert "computes for 300 ms" in lines[0]
@@ -158,12 +158,12 @@ def test_three_lines_say_what_was_seen_what_to_type_and_why():
     assert "type compression=none" in back.lines()[1]
 
 
-def test_waits_that_no_link_explains_are_told_apart():
+def test_reports_unexplained_waits():
     assert "monitor=stragglers" in advise(replace(STEP, waits=0.2), [FAST]).lines()[2]
     assert "monitor=stragglers" not in advise(replace(STEP, waits=0.01), [FAST]).lines()[2]
     assert "monitor=stragglers" not in advise(replace(STEP, waits=14.0), [SLOW]).lines()[2]
 
 
-def test_it_needs_no_torch():
+def test_imports_no_torch():
     code = "import sys, trainwright.strategies.contract.communication.advice as a; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

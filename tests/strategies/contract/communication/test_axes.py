@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "group", "kind", "name"), CASES, ids=lambda value: str(value).replace(" ", ""))
-def test_groups_are_named_by_their_axes(layout, group, kind, name):
+def test_names_of_groups(layout, group, kind, name):
     assert name_of(group, kind, layout) == name
     assert name_of(group[::-1], kind, layout) == name
 
@@ -38,7 +38,7 @@ def test_a_broadcast_reaches_every_rank_once(ranks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_sends_nothing_and_others_no_less_than_needed(kind):
+def test_sent_bytes_are_at_least_the_minimum(kind):
     assert least_bytes(kind, 100, 1) == sent_bytes(kind, 100, 1) == 0
     for ranks in (2, 3, 4, 7):
         sent, least = (

@@ -1,4 +1,4 @@
-"""Bytes that are counted are bytes that the kernel sends, whoever starts the collective."""
+"""Counted bytes compared with those sent by the kernel."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from tests.strategies.contract.communication.kernel import written_bytes
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.communication.calls import listen, unknown_operators
 from trainwright.strategies.contract.communication.meter import CommunicationMeter, Sent, count_sent
-from trainwright.strategies.parameter_server.messages.wire import PAYLOAD, Device, Link
 
 ELEMENTS = 60_000  # large, so that headers are not seen; divides by every number of ranks here
 
@@ -92,7 +91,7 @@ def counted_and_written(layout: Layout) -> dict[str, tuple[str, float, float, in
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_is_counted_is_what_the_kernel_sends(ranks, count):
+def test_counted_bytes_match_the_kernel(ranks, count):
     results = ranks(counted_and_written, count, Layout(replicate=count))
     size = 4 * ELEMENTS
     for rank, result in enumerate(results):
@@ -110,7 +109,7 @@ def test_what_is_counted_is_what_the_kernel_sends(ranks, count):
 
 
 def engines() -> dict[str, tuple[dict[str, float], int]]:
-    """What torch's own engines send in a step: bytes by kind, and what the kernel wrote."""
+    """Return bytes by kind of torch's own engines in a step, and bytes written by the kernel."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     split = distribute_tensor(torch.ones(ELEMENTS), mesh, [Shard(0)])
@@ -140,7 +139,7 @@ def engines() -> dict[str, tuple[dict[str, float], int]]:
     return found
 
 
-def test_engines_in_cpp_are_heard(ranks):
+def test_collectives_started_in_cpp_are_counted(ranks):
     size = 4.0 * ELEMENTS
     for result in ranks(engines, 2):
         assert {name: kinds for name, (kinds, _) in result.items()} == {
@@ -153,7 +152,7 @@ def test_engines_in_cpp_are_heard(ranks):
 
 
 def life() -> tuple[list[int], int, dict[Any, Any]]:
-    """Calls heard by an outer and an inner meter, their axis; nothing once nobody listens."""
+    """Return calls counted by nested meters, and whether kernels are left afterwards."""
     outer = CommunicationMeter()
     x = torch.ones(8)
     dist.all_reduce(x)
@@ -174,49 +173,21 @@ def life() -> tuple[list[int], int, dict[Any, Any]]:
     return [sums["other", "all_reduce"].calls, sums["server", "push"].calls], hooked, inner.take()
 
 
-def test_meters_count_while_they_are_on(ranks):
+def test_meters_count_between_start_and_stop(ranks):
     calls, hooked, inner = ranks(life, 2)[0]
     assert calls == [3, 2]
     assert not hooked, "nothing may be left before torch's operators"
     assert inner == {("replicate", "all_reduce"): Sent(1, 32, 32), ("server", "push"): Sent(2, 150, 150)}
 
 
-def test_without_process_groups_a_meter_counts_what_it_is_told():
+def test_meter_without_process_groups():
     with CommunicationMeter() as meter:
         count_sent("server", "push", 7)
     assert meter.take() == {("server", "push"): Sent(1, 7, 7)}
 
 
-def push_and_pull() -> tuple[dict[Any, Any], int]:
-    """A push of a worker and the answer of a server, in their own group of two."""
-    rank, x = dist.get_rank(), torch.ones(ELEMENTS)
-    store = dist.distributed_c10d._get_default_store()
-    link = Link(store, "link", serves=rank == 1, device=Device())
-    dist.barrier()
-    with CommunicationMeter(Layout(replicate=2)) as meter:
-        before = written_bytes()
-        if rank == 0:
-            link.send(x, PAYLOAD).wait()
-            link.receive(x[: ELEMENTS // 2], PAYLOAD).wait()
-        else:
-            link.receive(x, PAYLOAD).wait()
-            link.send(x[: ELEMENTS // 2].contiguous(), PAYLOAD).wait()
-        written = written_bytes() - before
-    dist.barrier()
-    return meter.take(), written
-
-
-def test_what_goes_to_parameter_servers_and_back_counts(ranks):
-    size = 4 * ELEMENTS
-    (worker, sent_by_worker), (server, sent_by_server) = ranks(push_and_pull, 2)
-    assert worker == {("server", "push"): Sent(1, size, size)}
-    assert server == {("server", "pull"): Sent(1, size / 2, size / 2)}
-    assert size == pytest.approx(sent_by_worker, rel=0.02)
-    assert size / 2 == pytest.approx(sent_by_server, rel=0.02)
-
-
 def failing_listener() -> bool:
-    """The one who listens may raise: the collective is not begun, and torch works on afterwards."""
+    """Check that a raising listener prevents the collective, and that torch works afterwards."""
 
     def fail(call: Any) -> None:
         raise RuntimeError("no more")
@@ -229,9 +200,9 @@ def failing_listener() -> bool:
     return bool((x == 2).all())
 
 
-def test_an_error_of_a_listener_is_seen(ranks):
+def test_listener_errors_propagate(ranks):
     assert ranks(failing_listener, 2) == [True, True]
 
 
-def test_every_operator_of_this_torch_is_known():
+def test_no_unknown_operators():
     assert unknown_operators() == []

@@ -1,4 +1,4 @@
-"""What stands outside of the blocks of a model, which parameters have several names, which modules hold experts."""
+"""Modules and parameters before (stem) and after (head) the blocks of a model; tied parameters; experts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 from trainwright.strategies.plan.names import matching, within
 from trainwright.strategies.plan.proof.trace import Trace
 
-# Names of what comes last wherever it is registered.
+# Names that belong to the head, wherever they are registered.
 _ENDS = ("head", "lm_head", "classifier", "score", "ln_f", "norm_f")
 
 
 def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names that share one parameter, in the order of ``named_parameters``."""
+    """Return groups of names that share one parameter, in the order of ``named_parameters``."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -22,10 +22,10 @@ def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def used_functionally(module: nn.Module, name: str, blocks: Collection[str], trace: Trace) -> bool:
-    """Whether the embedding ``name`` serves as output head, as in ``F.linear(x, self.embedding.weight)``.
+    """Return whether the embedding ``name`` serves as output head, as in ``F.linear(x, self.embedding.weight)``.
 
-    A head that is tied to it is no such use. Where no forward has shown it, it is so if the model has no head: no
-    linear layer of the same length outside of the ``blocks``.
+    A tied head does not count. Without a trace, assume so if there is no linear layer of the same length outside of the
+    ``blocks``.
     """
     weight = module.get_submodule(name).weight
     heads = [
@@ -41,7 +41,7 @@ def used_functionally(module: nn.Module, name: str, blocks: Collection[str], tra
 
 
 def find_experts(module: nn.Module) -> dict[str, str]:
-    """Modules that hold experts: ``stacked`` with one row per expert in each parameter, or ``listed``."""
+    """Return modules of experts: ``stacked`` with one row per expert in each parameter, or ``listed``."""
     found: dict[str, str] = {}
     for name, sub in module.named_modules():
         last = name.rpartition(".")[2]
@@ -63,29 +63,24 @@ def _is_stacked(sub: nn.Module) -> bool:
     return {shape[0] for shape in shapes} == {count if isinstance(count, int) else shapes[0][0]} and shapes[0][0] > 1
 
 
-# ---- before and after the blocks ----------------------------------------------------------------------------------
-
-
-def split_outside(
+def split_stem_and_head(
     module: nn.Module, blocks: Sequence[str], first: Sequence[str], last: Sequence[str], trace: Trace
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What owns parameters outside of the blocks, before and after them.
+    """Return the names of what runs before the blocks and of what runs after them.
 
-    A parameter runs where a forward has shown it to be used. Where none has, what is registered before the first block
-    runs before it, and what is registered after the last one runs after it, but for embeddings and parameters of the
-    modules around the blocks, which run before, and what is called ``head``, ``classifier``, ``score``, ``ln_f``,
-    ``norm_f`` or ``final_...``, which runs after. An embedding that may be a tied head without a module of its own is
-    in both.
+    The trace of a forward decides. Without one, registration before the first or after the last block decides, except
+    that embeddings and parameters of modules around the blocks run before, and ``head``, ``classifier``, ``score``,
+    ``ln_f``, ``norm_f`` or ``final_...`` run after. An embedding that may serve as a functional tied head is in both.
 
     Args:
         module: the whole model.
-        blocks: names of the blocks; without any, there is neither before nor after.
-        first: patterns of modules or parameters that run before, whatever the rules say.
-        last: patterns of those that run after; what is in both runs in both places.
+        blocks: names of the blocks; if empty, so are the results.
+        first: patterns of modules or parameters that run before, overriding the rules.
+        last: patterns of those that run after; matches of both run in both places.
         trace: where a forward used parameters.
 
     Returns:
-        Names of modules, outermost, and of parameters: before, after. What stands between blocks is in neither.
+        Names of outermost modules and of parameters: before, after. Those between blocks are in neither.
 
     Raises:
         ValueError: if a pattern matches nothing outside of the blocks.
@@ -104,7 +99,7 @@ def split_outside(
 
 
 def _units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[str, str]]:
-    """Outermost modules with parameters and parameters outside of the blocks: first, between or last."""
+    """Return outermost modules and parameters outside of the blocks, with ``first``, ``between`` or ``last``."""
     seen = 0
     units: list[tuple[str, str]] = []
 
@@ -127,7 +122,7 @@ def _units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _default_sides(module: nn.Module, name: str, side: str, blocks: Sequence[str], trace: Trace) -> set[str]:
-    owner = _module_or_none(module, name)
+    owner = dict(module.named_modules(remove_duplicate=False)).get(name)
     own = [name] if owner is None else [f"{name}.{n}" for n, _ in owner.named_parameters()]
     tied = {n for group in tied_groups(module) for n in group}
     if tied.isdisjoint(own) and all(n in trace.uses for n in own):
@@ -141,7 +136,7 @@ def _default_sides(module: nn.Module, name: str, side: str, blocks: Sequence[str
 
 
 def _hits(module: nn.Module, sides: dict[str, set[str]], pattern: str, option: str) -> list[str]:
-    """Names among ``sides`` that ``pattern`` matches; what holds a match is replaced there by its parts."""
+    """Return names among ``sides`` that match ``pattern``; containers of a match are replaced by their parts."""
     names = {name for name, _ in module.named_modules(remove_duplicate=False) if name}
     names |= {name for name, _ in module.named_parameters(remove_duplicate=False)}
     found: list[str] = []
@@ -159,7 +154,7 @@ def _hits(module: nn.Module, sides: dict[str, set[str]], pattern: str, option: s
 
 
 def _refine(module: nn.Module, sides: dict[str, set[str]], unit: str, match: str) -> None:
-    """Replace ``unit`` by its parts, down to ``match``; order is kept."""
+    """Replace ``unit`` by its parts, down to ``match``, in order."""
     while unit != match:
         parts = _parts(module, unit)
         expanded: dict[str, set[str]] = {}
@@ -178,10 +173,3 @@ def _parts(module: nn.Module, unit: str) -> list[str]:
     own = [f"{unit}.{name}" for name, p in owner._parameters.items() if p is not None]
     children = [(name, child) for name, child in owner._modules.items() if child is not None]
     return own + [f"{unit}.{name}" for name, child in children if next(child.parameters(), None) is not None]
-
-
-def _module_or_none(module: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        return None

@@ -1,8 +1,8 @@
-"""How many blocks to gather ahead: what a step of ZeRO-3 waits for its parameters and gradients, gone through in order.
+"""Prefetch depth of ZeRO-3, by simulating a micro-batch.
 
-Arithmetic alone. One link serves collectives in the order in which they are asked for, beside computing: in forward and
-backward the parameters of each block, and in backward its gradients, which stand in the way of what is gathered behind
-them. So a depth of 1 is enough where both fit behind computing; a deeper one helps where they only fit together.
+One link serves collectives in order, parallel to compute: all-gathers of each block's parameters in forward and
+backward, and reductions of its gradients in backward, which delay later all-gathers. Depth 1 suffices if both fit
+behind compute per block; a larger depth helps if they fit only in total.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_AHEAD = 4
-"""Blocks that are considered: each takes the memory of a whole one."""
-# Part of what a micro-batch computes that a deeper one must save.
+"""Largest depth considered: each prefetched block takes its full memory."""
+# Fraction of compute that another prefetched block must save.
 _WORTH = 0.01
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Of one of equal blocks, in seconds.
+    """Times of one of equal blocks, in seconds.
 
     Args:
-        blocks: how many there are.
-        forward, backward: computing a micro-batch.
-        gather: parameters.
-        reduce: gradients; 0: not for every micro-batch.
+        blocks: number of blocks.
+        forward, backward: compute of a micro-batch.
+        gather: all-gather of parameters.
+        reduce: reduction of gradients; 0: not in every micro-batch.
     """
 
     blocks: int
@@ -34,11 +34,11 @@ class BlockTimes:
 
     @property
     def compute(self) -> float:
-        """Seconds of a micro-batch without waits."""
+        """Compute seconds of a micro-batch, without waits."""
         return self.blocks * (self.forward + self.backward)
 
     def waits(self, depth: int) -> float:
-        """Seconds that a micro-batch waits if so many blocks are gathered ahead."""
+        """Return the seconds that a micro-batch waits at a prefetch depth."""
         link = _Link(self)
         now = link.passed(0.0, depth, self.forward, 0.0)
         now = link.passed(now, depth, self.backward, self.reduce)
@@ -46,13 +46,13 @@ class BlockTimes:
 
 
 class _Link:
-    """One that is free again at a time."""
+    """Simulated link; ``free`` is when its last collective ends."""
 
     def __init__(self, times: BlockTimes) -> None:
         self._times, self.free = times, 0.0
 
     def passed(self, now: float, depth: int, compute: float, reduce: float) -> float:
-        """When a pass through all blocks has ended that begins ``now``."""
+        """Return the end time of a pass through all blocks that begins ``now``."""
         ready: list[float] = []
         for block in range(self._times.blocks):
             self._gather(ready, block + 1 if depth == 0 else min(max(depth, block + 1), self._times.blocks), now)
@@ -70,11 +70,11 @@ class _Link:
 
 
 def best_depth(times: BlockTimes, room: int = MOST_AHEAD) -> int:
-    """The smallest from 1 on that waits least, by what is worth another block's memory.
+    """Return the smallest depth, at least 1, whose wait is within a tolerance of the best.
 
     Args:
         times: of the blocks.
-        room: blocks that there is memory for; more than :data:`MOST_AHEAD` are not considered.
+        room: number of blocks that fit into memory, capped at :data:`MOST_AHEAD`.
     """
     depths = range(1, max(min(room, MOST_AHEAD), 1) + 1)
     waits = [times.waits(depth) for depth in depths]

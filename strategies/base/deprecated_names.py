@@ -1,4 +1,4 @@
-"""Names that parts of a strategy had on the strategy itself; they can still be read there."""
+"""Deprecated attributes of strategies, which have moved to their parts and can still be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOVED = {
         *("holds_step_gradients", "joins", "leases_samples", "steps_are_collective", "weighs_micro_batches"),
     ),
 }
-FORMER_NAMES = {
+DEPRECATED_NAMES = {
     **{name: f"{part}.{name}" for part, names in _MOVED.items() for name in names},
     "advise_communication": "averaging.advise",
     "compressed_bytes": "averaging.sent_bytes",
@@ -36,30 +36,26 @@ FORMER_NAMES = {
     "open_run_state": "state.open",
     "restore_rank_state": "state.restore",
 }
-"""Former name -> where it is now."""
+"""Deprecated name -> its replacement."""
 
 
-def read_former_name(strategy: Any, name: str) -> Any:
-    """Return what a strategy had under a former name.
+def read_deprecated_name(strategy: Any, name: str) -> Any:
+    """Return the replacement of a deprecated attribute, with a warning.
 
     Raises:
-        AttributeError: if it never had the name.
+        AttributeError: if there is no such attribute.
     """
-    if name not in FORMER_NAMES:
-        return object.__getattribute__(strategy, name)  # raises what has kept it from being found
-    new = FORMER_NAMES[name]
-    warnings.warn(f"strategy.{name} is strategy.{new} now; type that.", DeprecationWarning, stacklevel=3)
+    if name not in DEPRECATED_NAMES:
+        return object.__getattribute__(strategy, name)  # raises the original error
+    new = DEPRECATED_NAMES[name]
+    warnings.warn(f"strategy.{name} is deprecated; use strategy.{new}.", DeprecationWarning, stacklevel=3)
     return attrgetter(new)(strategy)
 
 
-def refuse_former_names(cls: type) -> None:
-    """Refuse a class that overrides what is asked of a part now.
-
-    Raises:
-        TypeError: naming the part.
-    """
-    for name in FORMER_NAMES.keys() & vars(cls).keys():
-        part, _, own = FORMER_NAMES[name].partition(".")
+def refuse_deprecated_names(cls: type) -> None:
+    """Raise a ``TypeError`` if a class overrides a deprecated attribute."""
+    for name in DEPRECATED_NAMES.keys() & vars(cls).keys():
+        part, _, own = DEPRECATED_NAMES[name].partition(".")
         raise TypeError(
             f"{cls.__name__}.{name} has no effect: it is {own} of the strategy's {part} now. Set self.{part} in "
             "__init__ (docs/add_a_strategy.md), or rename the attribute."

@@ -1,4 +1,4 @@
-"""A Hugging Face model without memory, in which one submodule at a time is initialised as the model would."""
+"""Initialization of single submodules of a Hugging Face model on the meta device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from trainwright.checkpoint.foreign.hugging_face import is_pretrained_model
 from trainwright.strategies.plan.names import within
 
 
-class Shell:
-    """A copy of a model whose tensors all are on the meta device.
+class MetaInitializer:
+    """Copy of a model on the meta device that initializes one submodule at a time.
 
-    Hugging Face initialises by ``_init_weights(module)``, a method of the model that is called for every submodule,
-    children before parents, and a parent's turn may set tensors of its children (GPT-2 scales its residual
-    projections so). Here the tensors of one submodule are real for as long as its turn and those of the modules around
-    it take. What those turns write into other tensors is lost, as these are on the meta device: no draw of theirs
-    moves the generator, so that values depend on nothing but its state at the start.
+    Hugging Face calls the model's ``_init_weights(module)`` for every submodule, children first; the call for a parent
+    may set tensors of its children (GPT-2 scales residual projections). Here the tensors of one submodule are real
+    during its own call and those of its ancestors. Other tensors stay on the meta device and draw no random numbers, so
+    values depend only on the initial state of the generator.
 
     Args:
         name: fully qualified name of the model.
-        model: the model, a ``PreTrainedModel``; it is not touched.
+        model: a ``PreTrainedModel``; not modified.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
@@ -32,11 +31,11 @@ class Shell:
         self._model = _emptied(model, {})
 
     def holds(self, name: str) -> bool:
-        """Whether the module called ``name`` is the model or lies in it."""
+        """Return whether the module called ``name`` is the model or lies in it."""
         return within(name, self._name)
 
     def values(self, name: str, tensors: tuple[str, ...]) -> dict[str, Tensor]:
-        """Initial values of ``tensors``, which the module called ``name`` owns, on the CPU; draws from its generator.
+        """Return initial values of ``tensors``, owned by the module called ``name``, on the CPU.
 
         Raises:
             ValueError: if neither ``_init_weights`` nor ``reset_parameters()`` sets one of them.
@@ -58,18 +57,18 @@ class Shell:
         )
 
     def _chain(self, path: str) -> list[nn.Module]:
-        """The submodule and those around it, from the inside out."""
+        """Return the submodule and its ancestors, innermost first."""
         parts = path.split(".") if path else []
         return [self._model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
 
     def _initialised(
         self, owner: nn.Module, tensors: tuple[str, ...], chain: list[nn.Module], *, resets: bool
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Values, and the names of those that nothing has set."""
+        """Return values, and the names of tensors that were not set."""
         found: dict[str, Tensor] = {}
         missing: set[str] = set()
-        # Not-a-number shows what stays as it was. Integers have no such value: what differs after two runs that
-        # started from different ones was not set.
+        # NaN marks floats that were not set. Integers have no NaN: they are unset if two runs from different fill
+        # values differ.
         whole_numbers = any(not getattr(owner, name).is_floating_point() for name in tensors)
         state = torch.get_rng_state()
         for start in (0, 1) if whole_numbers else (0,):
@@ -88,7 +87,7 @@ def _run(
     try:
         for name, meta in empty.items():
             fill = float("nan") if meta.is_floating_point() else start
-            # A buffer may be expanded from one row, which nothing could write into.
+            # Contiguous, since a buffer expanded from one row cannot be written.
             _put(owner, name, torch.full(tuple(meta.shape), fill, dtype=meta.dtype, device="cpu"))
         reset = getattr(owner, "reset_parameters", None)
         if resets and callable(reset):
@@ -102,18 +101,18 @@ def _run(
 
 
 def _initialiser(chain: list[nn.Module]) -> Callable[[nn.Module], Any]:
-    """``_init_weights`` of the innermost model that the first module of ``chain`` is or lies in."""
+    """Return ``_init_weights`` of the innermost Hugging Face model in ``chain``."""
     model = next(module for module in chain if is_pretrained_model(module))
     return cast(Callable[[nn.Module], Any], model._init_weights)
 
 
 def _emptied(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
-    """A copy of ``module`` that shares everything but its tensors, which are on the meta device."""
+    """Return a copy of ``module`` that shares everything except its tensors, which are on the meta device."""
     if id(module) in done:
         return done[id(module)]
     twin = copy.copy(module)
     done[id(module)] = twin
-    # Parameters that stand as plain attributes (of other stages of a pipeline) are tensors too.
+    # Pipeline stages keep parameters of other stages as plain attributes.
     twin.__dict__ = {key: _empty(value) for key, value in module.__dict__.items()}
     twin._parameters = {name: None if p is None else _empty(p) for name, p in module._parameters.items()}
     twin._buffers = {name: None if b is None else _empty(b) for name, b in module._buffers.items()}
@@ -129,7 +128,7 @@ def _empty(value: Any) -> Any:
 
 
 def _put(owner: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter or buffer, past the checks of ``nn.Module``."""
+    """Set a parameter or buffer, bypassing the checks of ``nn.Module``."""
     if name in owner._buffers:
         owner._buffers[name] = value
     else:

@@ -1,4 +1,4 @@
-"""How the processes of a run meet, and leave each other."""
+"""Rendezvous of a run's processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainwright.core.processes.rendezvous import first_store, is_loopback, loop
 
 
 @contextmanager
-def meeting(environment: ClusterEnvironment | None, nodes: int) -> Iterator[None]:
-    """Within it Lightning makes the process group.
+def rendezvous(environment: ClusterEnvironment | None, nodes: int) -> Iterator[None]:
+    """Provide the store while Lightning creates the process group.
 
     Args:
-        environment: of the cluster; ``None``: there is one process.
+        environment: of the cluster; ``None``: one process.
         nodes: number of machines.
 
     Raises:
-        RuntimeError: if another program uses the port at which the ranks are to meet.
+        RuntimeError: if another program uses the port.
     """
     store = None if dist.is_initialized() else first_store(environment, nodes)
     if nodes == 1 and environment is not None and is_loopback(environment.main_address):
@@ -38,12 +38,12 @@ def meeting(environment: ClusterEnvironment | None, nodes: int) -> Iterator[None
             f"The ranks cannot meet at port {port}: another program uses it. Free it, or choose another one with "
             "launch.port=<number> (in a plain script: the environment variable MASTER_PORT)."
         ) from error
-    del store  # torch has shared it by now
-    atexit.register(_leave_group)
+    del store  # torch holds its own reference now
+    atexit.register(_destroy_group)
 
 
-def _leave_group() -> None:
-    """Leave the process group before the interpreter ends: gloo's threads abort a process that they outlive."""
+def _destroy_group() -> None:
+    """Destroy a gloo group before the interpreter exits, which its threads would abort."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        gc.collect()  # DistributedDataParallel holds on to the group
+        gc.collect()  # DistributedDataParallel keeps a reference to the group
         dist.destroy_process_group()
