@@ -5,6 +5,7 @@
     trainwright import-deepspeed ds_config.json [Hydra overrides] [options]
     trainwright generate RUN prompt=TEXT [Hydra overrides] [options]
     trainwright report RUN_DIR [RUN_DIR ...] [options]
+    trainwright new NAME
     trainwright watch RUN_DIR [options]
     trainwright doctor|profile [key=value ...] [options]
 
@@ -26,7 +27,7 @@ from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserve
 from trainwright.launch.ranks.output import ranks_to_stderr
 
 # Verbs that compose no configuration.
-_TOOL_VERBS = ("checkpoint", "report", "watch", "doctor", "profile")
+_TOOL_VERBS = ("checkpoint", "new", "report", "watch", "doctor", "profile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

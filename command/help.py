@@ -21,6 +21,7 @@ from trainwright.launch.schema import RunConfig
 
 _WIDTH = 100
 _VERBS = {
+    "new": "create a project with a module, data, a recipe, a test and CI: `trainwright new --help`",
     "fit": "train a module",
     "validate": "evaluate a module on its validation data",
     "test": "evaluate a module on its test data",

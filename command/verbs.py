@@ -33,6 +33,7 @@ VERIFY, LAYOUT, PLAN = "verify", "layout", "plan"
 _FIRST_WORD_VERBS = {
     "checkpoint": "<verb> PATH [options]",
     "import-deepspeed": "ds_config.json [options]",
+    "new": "NAME",
     "generate": "RUN prompt=TEXT [key=value ...] [--json]",
     "report": "RUN_DIR [options]",
     "watch": "RUN_DIR [options]",

@@ -9,15 +9,21 @@ from tests.command.project import run_command
 
 
 def test_a_new_project_trains_on_two_layouts(tmp_path):
-    assert run_command("new", "my_project", cwd=tmp_path, check=True).stdout.startswith("created my_project/")
+    assert _output("new", "my_project", cwd=tmp_path).startswith("created my_project/")
     folder = tmp_path / "my_project"
     words = ("fit", "--config-dir", "conf", "recipe=my_project", "max_steps=4", "accelerator=cpu")
     for layout in (("run_dir=one",), ("run_dir=two", "strategy=zero3", "devices=2")):
-        run_command(*words, *layout, cwd=folder, check=True)
+        _output(*words, *layout, cwd=folder)
     losses = [_losses(folder / run / "metrics.csv") for run in ("one", "two")]
     assert losses[0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     compile((folder / "tests" / "test_layouts.py").read_text(), "test_layouts.py", "exec")
+
+
+def _output(*words: str, cwd: Path) -> str:
+    done = run_command(*words, cwd=cwd)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def _losses(file: Path) -> list[float]:
