@@ -140,7 +140,11 @@ def _read(source: Any, name: str) -> Iterator[str]:
 
 
 _OPTIONS = {
-    "verify": ("--json              print the report as one JSON document on standard output",),
+    "verify": (
+        "--json              print the report as one JSON document on standard output",
+        "--report FILE       also write the report as one HTML page",
+        "-m, --multirun      compare every combination of the given values: strategy=ddp,zero3",
+    ),
     "layout": (),
     "plan": (
         "--json              print the plan as one JSON document on standard output",
@@ -212,7 +216,7 @@ _EXAMPLES = {
     "verify": (
         "verify recipe=gpt strategy=zero3 devices=4",
         "verify recipe=digits strategy=ddp devices=2 verify.steps=8 --json",
-        "verify --config-dir my_conf recipe=mine strategy=zero2 devices=2",
+        "verify --config-dir my_conf recipe=mine -m strategy=ddp,zero3,pipeline devices=2 --report layouts.html",
     ),
     "layout": (
         "layout recipe=gpt strategy=zero3 devices=4",

@@ -42,7 +42,7 @@ _FIRST_WORD_VERBS = {
 }
 _ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *_FIRST_WORD_VERBS)
 _OPTIONS = (
-    "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html"
+    "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html", "--report"
 )  # fmt: skip
 
 
@@ -227,6 +227,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html")
+    parser.add_argument("--report")
     parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # removed; answered with what to type
     arguments, plain, problems = parser.parse_among_words(words, _OPTIONS)
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
@@ -241,6 +242,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:
         problems.append("--json: only verify and plan write their report as JSON; leave it out")
+    if arguments.report is not None and arguments.verb != VERIFY and not arguments.help:
+        problems.append("--report: only verify takes it; leave it out")
     if arguments.html is not None and arguments.verb != PLAN and not arguments.help:
         problems.append("--html: only plan takes it; leave it out")
     if arguments.prove:

@@ -292,7 +292,7 @@ def test_report() -> None:
         (["ckpt_path=x", "run_dir=here"], ["ckpt_path=x: verify starts", "run_dir=here: verify keeps no files"]),
         (["micro_batch_size=null"], ["global_batch_size and micro_batch_size are both null"]),
         (["strategy=single"], ["strategy=single trains on one device"]),
-        (["-m"], ["--multirun with verify"]),
+        (["-m", "strategy=ddp,zer3"], ["did you mean zero3?"]),
         (["verify.steps=1,2"], ["verify.steps="]),
     ],
 )
@@ -324,12 +324,17 @@ def _temporary_files(pid: int) -> list[Path]:
     return [path for parent in parents for path in parent.glob(f"trainwright-{pid}-*")]
 
 
-def test_zero3_equals_one_process(tmp_path: Path) -> None:
-    words = ("--json", "verify", "recipe=digits", "strategy=zero3", "devices=2", "module.blocks=2")
+def test_layouts_equal_one_process(tmp_path: Path) -> None:
+    words = ("--json", "verify", "-m", "recipe=digits", "strategy=zero3,ddp", "devices=2", "module.blocks=2")
+    words += ("--report", str(tmp_path / "page.html"))
     process = WarmPopen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    report = json.loads(out)  # and nothing else
+    report, of_ddp = json.loads(out)  # and nothing else
+    assert of_ddp["passed"]
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<td>equal</td>") == 2
+    assert "strategy=ddp</th>" in page
     assert report["passed"]
     assert report["start"] is None
     assert report["layout"] == {"shard": 2}

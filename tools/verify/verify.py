@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from trainwright.command.bare_training import only_training, temporary_folder, t
 from trainwright.command.run import plan
 from trainwright.command.schema.compose import compose_checked
 from trainwright.command.schema.expansion import report_import
+from trainwright.command.sweep import Job, expand
 from trainwright.command.verify_options import VerifyOptions, take_options
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.launch.ranks.output import ranks_to_stderr
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, options_of, world_size_of
+from trainwright.tools.verify.page import page
 from trainwright.tools.verify.report import VerifyReport
 
 _DEFAULTS = VerifyOptions()
@@ -208,21 +210,42 @@ def run_verify_command(arguments: argparse.Namespace) -> int:
         ConfigError: if the configuration is invalid.
     """
     options, overrides, problems = take_options(arguments.overrides)
-    if arguments.multirun:
-        problems.append("--multirun with verify: verify compares one layout; run it once per layout")
-    composition = compose_checked(overrides, arguments.config_dir)
-    problems += composition.problems
-    if problems or composition.cfg is None:
-        if composition.cfg is not None and composition.guessed:
+    jobs = expand(overrides, arguments.config_dir) if arguments.multirun else [Job(0, tuple(overrides), ())]
+    compositions = [compose_checked(job.overrides, arguments.config_dir) for job in jobs]
+    for composition in compositions:
+        problems += composition.problems
+        if (problems or len(jobs) > 1) and composition.cfg is not None and composition.guessed:
             problems += [*problems_of(composition.cfg, options), *plan(composition.cfg, "fit")[1]]
-        raise ConfigError(problems)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
     def say(text: str) -> None:
         print(f"verify: {text}", file=sys.stderr, flush=True)
 
-    report_import(composition.import_report, sys.stderr)
+    reports: list[tuple[str, VerifyReport]] = []
+    for job, composition in zip(jobs, compositions, strict=True):
+        assert composition.cfg is not None
+        report_import(composition.import_report, sys.stderr)
+        with ranks_to_stderr():
+            report = verify(composition.cfg, options, on_progress=say)
+        reports.append((" ".join(job.varied), report))
+        if not arguments.json:
+            print(report.to_text().rstrip() + ("\n" if len(jobs) > 1 else ""), flush=True)
+    if arguments.json:
+        documents = [report.to_dict() for _, report in reports]
+        print(json.dumps(documents if arguments.multirun else documents[0], allow_nan=False), flush=True)
+    if arguments.report is not None:
+        _write_page(arguments, reports)
+    return OK if all(report.passed for _, report in reports) else FAILED
 
-    with ranks_to_stderr():
-        report = verify(composition.cfg, options, on_progress=say)
-    print(json.dumps(report.to_dict(), allow_nan=False) if arguments.json else report.to_text().rstrip(), flush=True)
-    return OK if report.passed else FAILED
+
+def _write_page(arguments: argparse.Namespace, reports: Sequence[tuple[str, VerifyReport]]) -> None:
+    multirun = ["-m"] if arguments.multirun else []
+    words = ["verify", *multirun, *arguments.overrides, "--report", arguments.report]
+    try:
+        Path(arguments.report).write_text(page(reports, words), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            [f"--report {arguments.report}: {error.strerror}; type the path of a writable file"]
+        ) from error
+    print(f"page: {arguments.report}", file=sys.stderr, flush=True)
