@@ -108,12 +108,12 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     except ConfigError as error:
         if launcher is None:
             raise
-        Uncaught(Path(cfg.run_dir)).tell(error)
+        Uncaught(Path(cfg.run_dir)).report(error)
         return REFUSED
     except RankError:
         raise
     except Exception as error:
-        Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process
+        Uncaught(Path(cfg.run_dir)).report(error)  # the run was in this process
         return FAILED
     if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, the callbacks of the group monitor say it
         _say_where(result, verb)

@@ -31,7 +31,7 @@ from trainwright.core.failures.error_text import is_refusal, is_secondary, own_p
 from trainwright.core.lightning_internals import _BaseProgress, _CheckpointConnector, _Loop
 from trainwright.core.run.peers import service_of
 from trainwright.core.run.run_directory import CHECKPOINTS
-from trainwright.core.text.bounded import ContentError, natural, understood
+from trainwright.core.text.bounded import ContentError, interpreting, natural
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
@@ -114,7 +114,7 @@ class ResumeConnector(_CheckpointConnector):
             is_told = is_refusal(error) and not isinstance(error, ContentError)
             if is_told or is_secondary(error) or own_place(error):
                 raise
-            with understood(str(self._ckpt_path), problem="holds a state that does not fit this run"):
+            with interpreting(str(self._ckpt_path), problem="holds a state that does not fit this run"):
                 raise
 
     def restore_loops(self) -> None:

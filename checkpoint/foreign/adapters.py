@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.foreign.hugging_face import LAYER_ADAPTERS
 from trainwright.checkpoint.foreign.torch_file import LazyTensor
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 _IN_PYTHON = "merge in Python (merge_and_unload() of peft) and save the model"
 _INSIDE = "base_model.model."
@@ -151,7 +151,7 @@ class Adapter:
 
     def _merge(self, owner: str, parameter: str, dtype: torch.dtype) -> Tensor:
         layer = copy.deepcopy(self.model.get_submodule(owner))
-        with torch.no_grad(), understood(owner, _IN_PYTHON.capitalize() + ".", "cannot be merged"):
+        with torch.no_grad(), interpreting(owner, _IN_PYTHON.capitalize() + ".", "cannot be merged"):
             layer.load_state_dict(
                 {name: self.weights[f"{owner}.{name}"].read() for name in layer.state_dict()}, assign=True
             )
@@ -215,7 +215,7 @@ def _built(facts: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Any]]) 
             "it in Python (save_pretrained() of peft), or give format=safetensors."
         )
     advice = "Save the adapter in Python (save_pretrained() of peft), or give format=safetensors."
-    with understood(str(facts["class"]), advice, "cannot be built with its adapter"), warnings.catch_warnings():
+    with interpreting(str(facts["class"]), advice, "cannot be built with its adapter"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of training
         config: Any = cls.config_class.from_dict(facts["config"])  # type: ignore[union-attr]
         config._attn_implementation = "eager"  # another one may be code that is fetched

@@ -25,7 +25,7 @@ from trainwright.checkpoint.read.run_state import RunState, StoredTensor
 from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
 from trainwright.checkpoint.store.paths import is_remote, local_path
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 from trainwright.core.text.sizes import size_text
 
 Format = Literal["safetensors", "hf", "peft", "lightning", "torch"]
@@ -211,7 +211,7 @@ def _written_once(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTens
 
 
 def _safetensors(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         weights, tied = _written_once(_all_converted(_weights(state), order.dtype))
     # Tied names as the safetensors package writes them: what is left out, and what to take instead.
     metadata = {"format": "pt", **tied}
@@ -230,7 +230,7 @@ def _safetensors(state: RunState, order: _Order) -> None:
 
 
 def _hugging_face(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         kept, files = _hugging_face_content(state, order)
     _write_folder(order, _all_converted(kept, order.dtype), {"format": "pt"}, files)
 
@@ -275,7 +275,7 @@ def _merged(state: RunState, facts: Mapping[str, Any]) -> dict[str, LazyTensor]:
 
 
 def _peft(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         adapter = _adapter(state, _peft_facts(state, order.model))
         files = {"adapter_config.json": adapter.config, **_files_beside(state, order, adapter.base)}
         weights = adapter.own()
@@ -324,7 +324,7 @@ def _chosen(found: Sequence[dict[str, Any]], model: str | None, path: str, kind:
 
 
 def _lightning(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         tree, changed = as_lightning(state.tree)
     if changed:
         warnings.warn(
@@ -335,7 +335,7 @@ def _lightning(state: RunState, order: _Order) -> None:
 
 
 def _torch(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         weights = _all_converted(_weights(state), order.dtype)
     _write_torch(order, weights, _num_bytes(_written_once(weights)[0].values()))
 

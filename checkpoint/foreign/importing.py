@@ -30,7 +30,7 @@ from trainwright.checkpoint.store.paths import join_path, local_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import parse_json, understood
+from trainwright.core.text.bounded import interpreting, parse_json
 from trainwright.core.text.sizes import size_text
 
 _MOST_EXPANDED = 1 << 30
@@ -201,7 +201,7 @@ def import_checkpoint(source: str, to: str | Path, *, trust: bool = False, overw
     taken = Folder(target)
     if not overwrite and (taken.exists() or taken.is_file()):
         raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
-    with understood(source, "Give another file."):
+    with interpreting(source, "Give another file."):
         content = _content(source, trust)
     write(content, target)
     return target if "://" in target else Path(local_path(target))
@@ -280,7 +280,7 @@ def _json_beside(tensors: SafetensorsFolder, name: str) -> dict[str, Any] | None
     folder = tensors.folder
     if name not in folder.names():
         return None
-    with understood(join_path(folder.path, name), "Remove or replace it."):
+    with interpreting(join_path(folder.path, name), "Remove or replace it."):
         content = parse_json(folder.read(name))
     return content if isinstance(content, dict) else None
 

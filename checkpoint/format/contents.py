@@ -14,7 +14,7 @@ from trainwright.checkpoint.format.records import STATE, TENSORS, WHOLE, file_of
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import ContentError, parse_json, understood
+from trainwright.core.text.bounded import ContentError, interpreting, parse_json
 
 _BOXES = re.compile(r"boxes_\d+\.json")
 
@@ -35,11 +35,11 @@ def problems_of_contents(path: str, manifest: Manifest) -> list[str]:
         tensors = plain_tensors(folder, manifest)
         files = {record.name for record in records_of(path, manifest)}
         problems = []
-        with understood(join_path(folder.path, TENSORS)):
+        with interpreting(join_path(folder.path, TENSORS)):
             for key, tensor in tensors.items():
                 problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
                 problems += [f"{TENSORS}: {key} of shape {tensor.shape} {problem}"] if problem else []
-        with understood(join_path(folder.path, STATE)):
+        with interpreting(join_path(folder.path, STATE)):
             state = parse_json(read_whole(folder, manifest.files[STATE]))
             if not isinstance(state, dict):
                 raise ContentError("it holds no mapping")
@@ -58,7 +58,7 @@ def plain_tensors(folder: Folder, manifest: Manifest) -> dict[str, PlainMetadata
     if TENSORS not in manifest.files:
         raise CheckpointError(f"{folder.path} has no {TENSORS}, in which its tensors would be told of.")
     data = read_whole(folder, manifest.files[TENSORS])
-    with understood(join_path(folder.path, TENSORS)):
+    with interpreting(join_path(folder.path, TENSORS)):
         if manifest.version == WHOLE:
             return plain_from_json(data)
         directory = Directory.from_bytes(data, len(records_of(folder.path, manifest)))
@@ -80,7 +80,7 @@ def _all_boxes(folder: Folder, manifest: Manifest, keys: Collection[str]) -> dic
     found: dict[str, set[StoredBox]] = {}
     for name in sorted(filter(_BOXES.fullmatch, manifest.files)):
         data = read_whole(folder, manifest.files[name])
-        with understood(join_path(folder.path, name)):
+        with interpreting(join_path(folder.path, name)):
             for key, boxes in boxes_from_json(data).items():
                 if key not in keys:
                     raise ContentError(f"it tells of {key!r}, which {TENSORS} does not name")

@@ -32,7 +32,7 @@ from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import TENSORS
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 # Each rank reads what it holds by itself, and DCP says so at every reading.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -94,7 +94,7 @@ def from_json(data: bytes, files: Mapping[str, Any], path: str) -> dict[str, Sto
     Raises:
         CheckpointError: if something is not as it must be.
     """
-    with understood(join_path(path, TENSORS)):
+    with interpreting(join_path(path, TENSORS)):
         stored = {
             key: StoredMetadata(plain.shape, dtype_named(plain.dtype), plain.boxes)
             for key, plain in plain_from_json(data).items()

@@ -27,7 +27,7 @@ from trainwright.checkpoint.store.storage import Folder
 from trainwright.checkpoint.write.split import boxes_file
 from trainwright.checkpoint.write.writing import name_of
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a box that is wanted."""
@@ -102,7 +102,7 @@ class _Divided:
         self._files: dict[int, dict[str, list[Box]]] = {}
         self._found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         data = self._read(TENSORS)
-        with understood(join_path(folder.path, TENSORS)):
+        with interpreting(join_path(folder.path, TENSORS)):
             self._directory = Directory.from_bytes(data, manifest.num_files)
             self._dtypes = {entry.dtype: dtype_named(entry.dtype) for entry in _entries(self._directory)}
 
@@ -160,7 +160,7 @@ class _Divided:
         what = f"{self._folder.path}: of {key} of shape {entry.shape}, the part from {begin} to {end}"
         if held not in (expected, -1):
             raise CheckpointError(f"{what} is there with {held} of its {expected} elements.")
-        with understood(what):
+        with interpreting(what):
             whole = begin, [last - first for first, last in zip(begin, end, strict=True)]
             parts = [_common(begin, end, box) for box in found.values()]
             if expected and not tiles(whole, [part for part in parts if 0 not in part[1]]):
@@ -191,7 +191,7 @@ class _Divided:
 
     def _read_boxes(self, name: str) -> dict[str, list[Box]]:
         data = self._read(name)
-        with understood(join_path(self._folder.path, name)):
+        with interpreting(join_path(self._folder.path, name)):
             return boxes_from_json(data)
 
     def _read(self, name: str) -> bytes:

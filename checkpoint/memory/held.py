@@ -17,7 +17,7 @@ from trainwright.checkpoint.format.tree import decode
 from trainwright.checkpoint.read.run_state import StoredTensor
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class HeldSource:
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
-        with understood(self.path, "Resume from the newest checkpoint on disk with ckpt_path=last."):
+        with interpreting(self.path, "Resume from the newest checkpoint on disk with ckpt_path=last."):
             tree: dict[str, Any] = decode(self._content.tree, lambda key: StoredTensor(self, key))
         return tree
 

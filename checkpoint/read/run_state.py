@@ -24,7 +24,7 @@ from trainwright.checkpoint.format.tree import check_sections, decode
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
-from trainwright.core.text.bounded import parse_json, understood
+from trainwright.core.text.bounded import interpreting, parse_json
 
 
 def holds_run_state(path: str) -> bool:
@@ -122,7 +122,7 @@ class RunState:
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
-        with understood(self._place(STATE)):
+        with interpreting(self._place(STATE)):
             tree: dict[str, Any] = decode(self.plain_tree, self._tensor)
             check_sections(tree)
         return tree
@@ -130,7 +130,7 @@ class RunState:
     @property
     def plain_tree(self) -> Any:
         """The tree as JSON, keys in the places of tensors."""
-        with understood(self._place(STATE)):
+        with interpreting(self._place(STATE)):
             return parse_json(self._folder.read(STATE))
 
     def _tensor(self, key: str) -> StoredTensor:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trainwright.core.failures.failure import RankError, ends, first_failure
-from trainwright.core.failures.records import Beginning, read_result
+from trainwright.core.failures.failure import RankError, end_summaries, first_failure
+from trainwright.core.failures.records import AttemptStart, read_result
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.local.attempt import pass_on
 from trainwright.launch.members.generations import Generations, Parted, first_beginning
@@ -86,7 +86,7 @@ class MemberEnds:
         """How those of them ended that were not told to, in a line each."""
         gone = {rank: member for rank, member in enumerate(self._generations.now.members) if member in members}
         codes = {rank: exit_codes[member] for rank, member in gone.items() if member in exit_codes}
-        return ends(self._generations.folder, codes)
+        return end_summaries(self._generations.folder, codes)
 
 
 # Seconds between two looks at the mailbox; ends of processes are noticed at once.
@@ -131,7 +131,7 @@ class ReplicaAttempt(RankAttempt):
         self._setback: Setback | None = None
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> AttemptStart | None:
         """How it began to train; None as long as it has not."""
         return first_beginning(self.records)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.failures.records import Beginning, read_beginning
+from trainwright.core.failures.records import AttemptStart, read_attempt_start
 from trainwright.launch.outcome.outcome import Outcome, setback_in
 from trainwright.launch.recovery.restarts import Setback
 from trainwright.launch.watchdog.monitor import HangMonitor
@@ -48,9 +48,9 @@ class RankAttempt(ABC):
         """
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> AttemptStart | None:
         """How it began to train; None as long as it has not."""
-        return read_beginning(self.records)
+        return read_attempt_start(self.records)
 
     def setback(self, failure: RankError) -> Setback:
         """What the policy must know of a failure of this attempt."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.failures.records import read_beginning, read_result, read_steps
+from trainwright.core.failures.records import read_attempt_start, read_result, read_steps
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.outcome.ending import notices, told_to_end
 from trainwright.launch.recovery.restarts import Setback, setback_of
@@ -39,7 +39,7 @@ def setback_in(records: Path, failure: RankError) -> Setback:
         records: its folder.
         failure: what ended it.
     """
-    steps, beginning = read_steps(records), read_beginning(records)
+    steps, beginning = read_steps(records), read_attempt_start(records)
     step = steps.get(failure.rank, max(steps.values(), default=None))
     return setback_of(failure, step, None if beginning is None else beginning.step)
 

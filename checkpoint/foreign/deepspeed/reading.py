@@ -33,7 +33,7 @@ from trainwright.checkpoint.foreign.unpickle import Inert, load_inert
 from trainwright.checkpoint.store.paths import join_path, normal_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -242,7 +242,7 @@ def read_deepspeed(path: str | os.PathLike[str]) -> DeepSpeedCheckpoint:
     """
     files = find_files(path)
     advice = "Use another checkpoint, or convert it with the zero_to_fp32.py beside it and import what that writes."
-    with understood(files.folder, advice, "is damaged, or not in DeepSpeed's form"):
+    with interpreting(files.folder, advice, "is damaged, or not in DeepSpeed's form"):
         return _read(files)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError, first_failure
-from trainwright.core.run.interrupt import HeldSignals, Interrupted
+from trainwright.core.run.interrupt import DeferredSignals, Interrupted
 from trainwright.launch.engines.ray.actors import RankActors
 from trainwright.launch.engines.ray.room import Room
 from trainwright.launch.outcome.attempt import RankAttempt
@@ -38,7 +38,7 @@ class RayAttempts:
         signals: held while Ray is asked.
     """
 
-    def __init__(self, verb: str, room: Room, signals: HeldSignals) -> None:
+    def __init__(self, verb: str, room: Room, signals: DeferredSignals) -> None:
         self._verb = verb
         self._room = room
         self._signals = signals

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
-from trainwright.core.run.interrupt import HeldSignals
+from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
 from trainwright.launch.engines.ray.places import total
 from trainwright.launch.engines.ray.room import Room
@@ -97,7 +97,7 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
         Interrupted: if this process was told to end; all ranks have ended.
         ConfigError: if the cluster cannot be reached, or has no room.
     """
-    with HeldSignals(notices(cfg)) as signals, cluster(cfg, signals):
+    with DeferredSignals(notices(cfg)) as signals, cluster(cfg, signals):
         log = RestartLog(Path(cfg.run_dir))
         room = Room(cfg, verb, log, signals)
         sizes = None if cfg.launch.min_devices is None else room
@@ -111,7 +111,7 @@ _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @contextlib.contextmanager
-def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
+def cluster(cfg: DictConfig, signals: DeferredSignals) -> Iterator[None]:
     """Be connected to the cluster of a run; one of this machine is started before and ended after it.
 
     Args:
@@ -135,11 +135,11 @@ def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
         if address == _LOCAL:
             options |= _own_cluster(cfg)
         try:
-            with signals.held():
+            with signals.deferred():
                 _connect(address, options)
             yield
         finally:
-            with signals.held():
+            with signals.deferred():
                 ray.shutdown()
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
-from trainwright.core.run.interrupt import HeldSignals
+from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.launch.engines.ray.places import bundles
 from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import Setback
@@ -33,7 +33,7 @@ class Room:
         signals: held while Ray is asked.
     """
 
-    def __init__(self, cfg: DictConfig, verb: str, log: RestartLog, signals: HeldSignals) -> None:
+    def __init__(self, cfg: DictConfig, verb: str, log: RestartLog, signals: DeferredSignals) -> None:
         self._cfg = cfg
         self._verb = verb
         self._log = log
@@ -63,7 +63,7 @@ class Room:
         import ray
 
         if self._group is not None:
-            with self._signals.held(), contextlib.suppress(Exception):  # the cluster may be gone
+            with self._signals.deferred(), contextlib.suppress(Exception):  # the cluster may be gone
                 ray.util.remove_placement_group(self._group)
             self._group = None
 
@@ -111,11 +111,11 @@ class Room:
 
         cfg = resized(self._cfg, devices, self._samples, self._cfg.nodes)
         end = time.monotonic() + seconds
-        with self._signals.held():
+        with self._signals.deferred():
             group = ray.util.placement_group(bundles(cfg), strategy=cfg.launch.placement)
             self._group = group  # to be given back, if the wait for it is interrupted
         while True:
-            with self._signals.held():
+            with self._signals.deferred():
                 if group.wait(min(_LOOK_SECONDS, seconds)):
                     self._is_new = True
                     return True

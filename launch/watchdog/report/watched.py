@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainwright.core.processes.process import RUNNING, SLEEPING, STOPPED, is_alive, state_of, stop_of
+from trainwright.core.processes.process import RUNNING, SLEEPING, STOPPED, is_alive, state_of, stop_id
 from trainwright.launch.watchdog.boxes import SETUP, Progress
 
 # Stopped for so long while others run, a process was not stopped with them: who suspends a job, or continues it, sends
@@ -68,7 +68,7 @@ class Watched:
         Args:
             passed: seconds since the look before; ``None`` = nothing counts that was seen up to now.
         """
-        stop = stop_of(self.progress.process) if passed is not None and self.state == STOPPED else None
+        stop = stop_id(self.progress.process) if passed is not None and self.state == STOPPED else None
         same = stop is not None and stop == self.stop
         self._stopped = self._stopped + min(passed or 0.0, _LONGEST_STOPPED_LOOK) if same else 0.0
         self.stop = stop

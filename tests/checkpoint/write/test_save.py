@@ -179,8 +179,8 @@ def rewritten(path: Path, old: bytes, new: bytes) -> None:
     (b'"rank_00000.safetensors"', b'"../../etc/passwd"', "no file of the manifest"),
     (b"[[[0,0],[7,5]", b"[[[0,0],[9,5]", "cannot have a box"),
     (b"[[[0,0],[7,5]", b"[[[0,0],[6,5]", "30 of its 35 elements"),
-    (b'"float32"', b'"load"', "cannot be understood"),
-    (b'"boxes"', b'"boxen"', "cannot be understood"),
+    (b'"float32"', b'"load"', "is malformed"),
+    (b'"boxes"', b'"boxen"', "is malformed"),
 ])  # fmt: skip
 def test_metadata_is_not_trusted(tmp_path, old, new, text):
     write(content_of(1), str(tmp_path / "x"))

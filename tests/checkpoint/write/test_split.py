@@ -241,7 +241,7 @@ def test_files_outside_of_the_folder_are_refused(checkpoint: Path) -> None:
     (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) is there with 25 of its 35"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,3],[1,5],1]]", r"cannot have a box at \(1, 3\)"),
     (b"[[[1,0],[1,5],1]]", b"[[[1],[1],1]]", r"cannot have a box at \(1,\)"),
-    (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json cannot be understood"),
+    (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json is malformed"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],99]]", r"rank_00099.safetensors"),
 ])  # fmt: skip
 def test_boxes_that_do_not_make_up_the_whole(checkpoint: Path, old: bytes, new: bytes, text: str) -> None:
