@@ -1,7 +1,7 @@
-"""What ranks tell each other where most say the same: each says it in few bytes, and what is said is sent once.
+"""Collectives for plain values that are equal on most ranks: values are compared by hash, and each is sent once.
 
-``all_gather_object`` sends what each rank says to every rank, padded to the longest. Of 100,000 ranks that have nothing
-to say, each reads 100,000 answers, and they are pickles: whoever reaches a socket of a rank could have it run code.
+``all_gather_object`` sends every rank's value to every rank, padded to the longest, as pickles, which can run code of
+anything that reaches a rank's socket.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.errors import CheckpointError
 
-# torch has renamed it.
+# Renamed in newer torch versions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Numbers by which ranks say what they have to say: its hash (128 bits) and its length.
+# Numbers that identify a value: its hash (128 bits) and length.
 _WORDS = 3
 _CPU = torch.device("cpu")
 
 
 def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> list[Any]:
-    """What every rank of a group says, by rank. A collective.
+    """Return the values of all ranks of a group, by rank. A collective.
 
-    Each rank sends 24 bytes to each, and then what is said, once for all who say it. Nothing more is sent where all say
-    the same. Ranks that said the same share one object, which is not to be changed.
+    Each rank sends 24 bytes to each other, then each distinct value is sent once; nothing more if all are equal. Ranks
+    with
+    equal values share one object, which must not be modified.
 
     Args:
-        value: what this rank says; see :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
+        value: of this rank; see :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
         group: ``None``: all ranks.
-        device: where collectives of the group run.
+        device: of the group's collectives.
     """
     if dist.get_world_size(group) == 1:
         return [value]
@@ -56,13 +57,13 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: tor
 
 
 def from_rank(value: Any, source: int, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> Any:
-    """What one rank of a group says, on every rank. A collective.
+    """Broadcast a value of one rank of a group. A collective.
 
     Args:
-        value: of that rank; others' does not count. See :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
-        source: the rank, by its place in the group.
+        value: of that rank; ignored on others. See :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
+        source: the rank within the group.
         group: ``None``: all ranks.
-        device: where collectives of the group run.
+        device: of the group's collectives.
 
     Raises:
         UnsupportedValueError: on every rank, if the value cannot be sent.
@@ -93,7 +94,7 @@ def _packed(value: Any) -> tuple[bytes, UnsupportedValueError | None]:
 
 
 def any_of_ranks(value: bool, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> bool:
-    """Whether it is so on any rank. A collective of one number; ``group`` is ``None`` where this process is alone."""
+    """Return whether ``value`` is true on any rank. A collective of one number; ``group=None``: this process alone."""
     if group is None:
         return value
     flag = torch.tensor(int(value), device=device)
@@ -102,11 +103,11 @@ def any_of_ranks(value: bool, group: dist.ProcessGroup | None, device: torch.dev
 
 
 def problems_of_ranks(problem: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
-    """What is wrong, by rank; empty if nothing is. A collective of one number while nothing is.
+    """Return the problems of all ranks, by rank. A collective of one number if there are none.
 
     Args:
         problem: of this rank; ``None``: none.
-        group: of the CPU; ``None``: this process is alone.
+        group: of the CPU; ``None``: this process alone.
     """
     if not any_of_ranks(problem is not None, group):
         return {}
@@ -115,13 +116,11 @@ def problems_of_ranks(problem: Any, group: dist.ProcessGroup | None) -> dict[int
 
 
 def rows_of_ranks(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The numbers of every rank, ``(ranks, numbers)``, in one tensor: as many tensors as ranks take long to make.
-
-    A collective, where there is a process group.
+    """All-gather a vector into a tensor ``(ranks, numbers)``, faster than one tensor per rank. A collective.
 
     Args:
-        mine: of this rank, ``(numbers,)``, as many on each; where collectives of the group run.
-        group: ``None``: all ranks.
+        mine: of this rank, ``(numbers,)``, the same length on each; on the device of the group's collectives.
+        group: ``None``: all ranks; without a process group, this process alone.
     """
     if not dist.is_available() or not dist.is_initialized():
         return mine.view(1, -1)
@@ -132,12 +131,12 @@ def rows_of_ranks(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
 
 @dataclass(frozen=True)
 class Kin:
-    """Which ranks say the same.
+    """Partition of ranks by equal values.
 
     Args:
-        of_rank: by rank, a number that those have in common who say the same; numbered by their first ranks.
-        firsts: by that number, the first rank.
-        lengths: by that number, the bytes of what they say.
+        of_rank: by rank, the index of its value; values are numbered by their first rank.
+        firsts: by index, the first rank with the value.
+        lengths: by index, its bytes.
     """
 
     of_rank: list[int]
@@ -146,12 +145,12 @@ class Kin:
 
 
 def kin_of(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> Kin:
-    """Find out which ranks have the same bytes. A collective of 24 bytes from each.
+    """Return which ranks have equal bytes. A collective of 24 bytes from each.
 
     Args:
-        own: of this rank.
+        own: bytes of this rank.
         group: ``None``: all ranks.
-        device: where collectives of the group run.
+        device: of the group's collectives.
     """
     digest = xxhash.xxh3_128_digest(own)
     words = [int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)]
@@ -174,17 +173,18 @@ def _numbered(words: Tensor) -> Kin:
 
 
 def to_first(own: bytes, kin: Kin, group: dist.ProcessGroup | None, every: int | None = None) -> dict[int, bytes]:
-    """Bring what is said to the first rank, once for all who say it. A collective.
+    """Gather each distinct value once. A collective.
 
     Args:
         own: bytes of this rank.
-        kin: of these bytes, see :func:`kin_of`.
+        kin: partition by these bytes, see :func:`kin_of`.
         group: of the CPU; ``None``: all ranks.
-        every: how many that say something else have a rank for themselves to which it is brought: the first of those
-            who say what comes first among it. ``None``: all are brought to the first rank.
+        every: number of consecutive values per receiving rank, which is the first rank with the first of them.
+            ``None``: all
+            are sent to the first rank.
 
     Returns:
-        What was brought to this rank, by its number; empty on ranks to which nothing is.
+        The values received, by index; empty on other ranks.
     """
     rank, every = dist.get_rank(group), every or len(kin.firsts)
     number = kin.of_rank[rank]

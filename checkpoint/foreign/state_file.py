@@ -1,9 +1,9 @@
-"""A run state in one ordinary file, as ``torch.save`` writes it.
+"""A run state in one file of ``torch.save``.
 
-``torch.load(path)`` gives Lightning's dict of the run: ``state_dict``, ``optimizer_states``, ``callbacks``, ... The
-same file is a run state: further records of the archive hold its manifest and the JSON of
-``tree``, and each tensor is stored once for both. Our readers take these records alone, so
-nothing of the pickle is looked at, and every record is held against its hash first.
+``torch.load(path)`` returns Lightning's checkpoint dict: ``state_dict``, ``optimizer_states``, ``callbacks``, ... The
+same
+file is a run state: further zip records hold its manifest and the JSON of ``tree``, and each tensor is stored once for
+both. Readers of run states use only these records, never the pickle, and verify their hashes.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from trainwright.core.text.bounded import json_bytes
 
 
 def write_file(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
-    """Write a run state into one file and publish it; it blocks until it can be read. A collective.
+    """Write a run state into one file and publish it; blocks until it is readable. A collective.
 
-    The first rank writes all. It holds everything but what each rank has of its own, which the others send it.
+    The first rank writes the file. It holds everything but rank-local tensors, which the others send.
 
     Args:
-        content: what this rank holds.
-        path: of the file, local or any fsspec path. What is there is replaced once the new one is whole.
-        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+        content: of this rank.
+        path: of the file, local or any fsspec path. An existing one is replaced once the new one is complete.
+        group: a gloo group of all ranks for exclusive use; ``None``: this process alone.
 
     Returns:
-        What was published, on the first rank; ``None`` on the others.
+        The published manifest on the first rank; ``None`` on the others.
 
     Raises:
-        CheckpointError: on every rank, if it could not be written; what was there before is untouched.
+        CheckpointError: on every rank, if it could not be written; an existing one is untouched.
     """
     source = _gathered(content, group)
     with alike(path, group):
@@ -58,7 +58,7 @@ def write_file(content: Content, path: str, group: dist.ProcessGroup | None = No
 
 
 def _gathered(content: Content, group: dist.ProcessGroup | None) -> HeldSource | None:
-    """On the first rank, what all ranks hold; ``None`` on the others."""
+    """Return a reader of the tensors of all ranks on the first; ``None`` on the others."""
     source = HeldSource(HeldState(0, content))
     if group is None:
         return source
@@ -95,11 +95,11 @@ def _stored(tensor: LazyTensor, record: str) -> StoredMetadata:
 
 @contextmanager
 def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
-    """A file that is there whole at the end, or not at all."""
+    """Yield a file that is published atomically at the end."""
     if not is_remote(path):
         target = Path(local_path(path))
         refuse_full(target, needed)
-        replaces = holds_run_state(path)  # also a folder, of a run under another layout
+        replaces = holds_run_state(path)  # may be a folder
         with fresh_path(target, overwrite=True, may_replace=lambda _: replaces) as pending, pending.open("wb") as file:
             yield file
         return
@@ -119,7 +119,7 @@ def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
 
 
 class _Stream:
-    """An object of a store as a file that is written from its beginning to its end."""
+    """A write-only sequential file over an object of a store."""
 
     def __init__(self, output: RemoteOutput) -> None:
         self._output = output
@@ -137,4 +137,4 @@ class _Stream:
         return self._at
 
     def flush(self) -> None:
-        """Nothing to do: the store decides when it sends."""
+        """Do nothing: the store decides when it sends."""

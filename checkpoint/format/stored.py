@@ -1,4 +1,4 @@
-"""Where the boxes of a checkpoint's tensors are, read from the files that tell it."""
+"""Index of the boxes of a checkpoint's tensors, read from its metadata files."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting
 
 Region = tuple[Sequence[int], Sequence[int]]
-"""Offsets and sizes of a box that is wanted."""
+"""Offsets and sizes of a requested box."""
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint."""
+    """Index of the tensors of a checkpoint."""
 
     def keys(self) -> Collection[str]:
-        """Names of all."""
+        """Return the names of all tensors."""
 
     def keys_under(self, prefix: str) -> list[str]:
-        """Names that begin with ``prefix``."""
+        """Return the names that begin with ``prefix``."""
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole; :class:`KeyError` if there is none of that name."""
+        """Return the shape of the whole tensor; :class:`KeyError` if there is none of that name."""
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype; :class:`KeyError` if there is none of that name."""
+        """Return the dtype of a tensor; :class:`KeyError` if there is none of that name."""
 
     def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
-        """Where its boxes are.
+        """Return the locations of a tensor's boxes.
 
         Args:
             key: its name.
-            regions: what is wanted of it; ``None``: all. Boxes that have nothing of it may be left out.
+            regions: requested parts; ``None``: all. Boxes that do not overlap them may be omitted.
 
         Raises:
-            CheckpointError: if the checkpoint does not say where all of it is.
+            CheckpointError: if the boxes do not cover the requested parts.
         """
 
 
 def stored_tensors(folder: Folder, manifest: Manifest) -> StoredTensors:
-    """The tensors of the checkpoint in ``folder``.
+    """Return the index of the checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: if the file that tells of them cannot be understood.
+        CheckpointError: if its metadata is malformed.
     """
     if manifest.version == WHOLE:
         return _InOneFile(from_json(folder.read(TENSORS), manifest.files, folder.path))
@@ -72,7 +72,7 @@ def stored_tensors(folder: Folder, manifest: Manifest) -> StoredTensors:
 
 
 class _InOneFile:
-    """As runs of few ranks write it: one file tells all."""
+    """Index of format version 1: one file lists all boxes."""
 
     def __init__(self, stored: Mapping[str, StoredMetadata]) -> None:
         self._stored = stored
@@ -94,7 +94,7 @@ class _InOneFile:
 
 
 class _Divided:
-    """As runs of many ranks write it: a directory, and files of boxes that are read when one of theirs is wanted."""
+    """Index of format version 2: a directory, and box files that are read on demand."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self._folder = folder
@@ -121,7 +121,7 @@ class _Divided:
     def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
         entry = self._entry(key)
         rank, _ = rank_and_name(key)
-        if rank is not None:  # a rank writes its own into its file, in one piece
+        if rank is not None:  # rank-local tensors are one box in the rank's own file
             box = StoredBox((0,) * len(entry.shape), entry.shape, file_of(rank), key)
             return StoredMetadata(entry.shape, self.dtype(key), (box,))
         if regions is None or 0 in entry.shape:
@@ -139,18 +139,18 @@ class _Divided:
         end: tuple[int, ...],
         found: dict[tuple[int, ...], StoredBox],
     ) -> None:
-        """Add boxes to those that are found, by their offsets, until they have all of a part of a tensor.
+        """Add boxes to ``found``, by offsets, until they cover a part of a tensor.
 
         Raises:
-            CheckpointError: if there is a part that no box has. It would be left as it is in memory.
+            CheckpointError: if they do not cover it; the rest would silently keep its values.
         """
         expected = math.prod(last - first for first, last in zip(begin, end, strict=True))
 
         def common(boxes: Iterable[StoredBox]) -> int:
             return sum(overlap(begin, end, box.offsets, _ends(box.offsets, box.sizes)) for box in boxes)
 
-        held = common(found.values()) if expected or 0 not in entry.shape else -1  # an empty tensor has a box as well
-        # What many ranks hold is told in many files; one that has been read for another tensor is as good as any.
+        held = common(found.values()) if expected or 0 not in entry.shape else -1  # an empty tensor has a box too
+        # Boxes of many ranks are listed in many files; prefer one that is already loaded.
         for number in sorted(self._near(entry.places, begin, end), key=lambda each: each not in self._files):
             if held == expected:
                 break
@@ -159,15 +159,15 @@ class _Divided:
             found.update(boxes)
         what = f"{self._folder.path}: of {key} of shape {entry.shape}, the part from {begin} to {end}"
         if held not in (expected, -1):
-            raise CheckpointError(f"{what} is there with {held} of its {expected} elements.")
+            raise CheckpointError(f"{what} has only {held} of its {expected} elements.")
         with interpreting(what):
             whole = begin, [last - first for first, last in zip(begin, end, strict=True)]
             parts = [_common(begin, end, box) for box in found.values()]
             if expected and not tiles(whole, [part for part in parts if 0 not in part[1]]):
-                raise CheckpointError(f"{what} has boxes that overlap, so some of it is there twice.")
+                raise CheckpointError(f"{what} has overlapping boxes.")
 
     def _near(self, places: tuple[BoxPlace, ...], begin: tuple[int, ...], end: tuple[int, ...]) -> list[int]:
-        """Numbers of the files with boxes that may have something of a part; alike tensors are asked for alike."""
+        """Return numbers of the box files that may overlap a part, cached by the tensor's pattern."""
         asked = id(places), begin, end
         if asked not in self._found:
             self._found[asked] = [
@@ -176,7 +176,7 @@ class _Divided:
         return self._found[asked]
 
     def _boxes_in(self, number: int, key: str, entry: Entry) -> dict[tuple[int, ...], StoredBox]:
-        """The boxes of a tensor that one file tells of, by their offsets."""
+        """Return the boxes of a tensor in one box file, by their offsets."""
         if number not in self._files:
             self._files[number] = self._read_boxes(boxes_file(number))
         boxes = {}
@@ -197,8 +197,8 @@ class _Divided:
     def _read(self, name: str) -> bytes:
         record = self._manifest.files.get(name)
         if record is None:
-            raise CheckpointError(f"{self._folder.path} has no {name}, in which its tensors would be told of.")
-        # Whoever verified the checkpoint read other files of it; what leads to those that are wanted is small.
+            raise CheckpointError(f"{self._folder.path} has no {name}, which lists its tensors.")
+        # Verified again: ranks verify disjoint shares of the files, and metadata is small.
         return read_whole(self._folder, record)
 
     def _entry(self, key: str) -> Entry:
@@ -213,7 +213,7 @@ def _entries(directory: Directory) -> list[Entry]:
 
 
 def _common(begin: Sequence[int], end: Sequence[int], box: StoredBox) -> Region:
-    """What a box has of the part from ``begin`` to ``end``."""
+    """Return the overlap of a box with the part from ``begin`` to ``end``."""
     first = [max(place, offset) for place, offset in zip(begin, box.offsets, strict=True)]
     last = [min(place, other) for place, other in zip(end, _ends(box.offsets, box.sizes), strict=True)]
     return first, [max(0, stop - start) for start, stop in zip(first, last, strict=True)]

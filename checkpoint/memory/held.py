@@ -1,4 +1,4 @@
-"""A run state that one rank holds in memory, and what it reads like."""
+"""Snapshots of a rank's run state in memory, and reading from them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from trainwright.core.text.bounded import interpreting
 
 @dataclass(frozen=True)
 class HeldState:
-    """What a rank contributed to the state of one step; a Trainer goes on from it with ``fit(..., ckpt_path=held)``.
+    """One rank's part of the state of a step; resume from it with ``fit(..., ckpt_path=snapshot)``.
 
     Args:
         step: optimizer steps done.
-        content: its tree and its boxes of tensors; the boxes lie in memory that a later copy overwrites, see who made
-            it.
-        copied: a CUDA event that is reached when the copy is there; ``None``: it is.
+        content: its tree and tensor boxes; later snapshots may overwrite the memory of the boxes.
+        copied: CUDA event recorded after the copy; ``None``: already copied.
     """
 
     step: int
@@ -36,26 +35,27 @@ class HeldState:
     copied: Any = None
 
     def __repr__(self) -> str:
-        return f"the copy in memory of step {self.step}"  # for messages, where else a path stands
+        return f"the copy in memory of step {self.step}"  # replaces a path in messages
 
     def wait(self) -> None:
-        """Block until the copy is there; at once where nothing came from a CUDA device."""
+        """Block until the copy is complete; returns at once if nothing came from a CUDA device."""
         if self.copied is not None:
             self.copied.synchronize()
 
 
 PENDING = HeldState(0, Content({}, {}, {}))
-"""In place of a state that a rank is given by others once it is set up, see ``joins`` of its strategy."""
+"""Placeholder for a snapshot that other ranks send after setup, see ``joins`` of the strategy's traits."""
 
 
 class HeldSource:
-    """A :class:`HeldState` opened for reading, as ``RunState`` is one on disk.
+    """Reader of a :class:`HeldState`, the counterpart of ``RunState`` on disk.
 
-    A ``TensorSource`` of what this rank holds: it serves the layout that it was
-    made under, and others in which this rank holds nothing more, such as fewer or more replicas.
+    A ``TensorSource`` of what this rank holds: it serves the layout it was made under, and others in which this rank
+    holds
+    nothing more, such as other numbers of replicas.
 
     Args:
-        held: a state that is complete, see ``complete`` of ``strategy.run_state``.
+        held: complete, see ``complete`` of ``strategy.run_state``.
     """
 
     def __init__(self, held: HeldState) -> None:
@@ -66,26 +66,26 @@ class HeldSource:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What a manifest would say of the state."""
+        """Description, as in a manifest."""
         return self._content.about
 
     @cached_property
     def tree(self) -> dict[str, Any]:
-        """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
+        """Everything that is not a tensor; tensors are :class:`StoredTensor`."""
         with interpreting(self.path, "Resume from the newest checkpoint on disk with ckpt_path=last."):
             tree: dict[str, Any] = decode(self._content.tree, lambda key: StoredTensor(self, key))
         return tree
 
     def keys(self) -> Collection[str]:
-        """Names of the tensors of which this rank holds something."""
+        """Return the names of the tensors that this rank holds, wholly or partly."""
         return self._tensors.keys()
 
     def keys_under(self, prefix: str) -> list[str]:
-        """Those that begin with ``prefix``."""
+        """Return the names that begin with ``prefix``."""
         return [key for key in self._tensors if key.startswith(prefix)]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole tensor.
+        """Return the shape of the whole tensor.
 
         Raises:
             CheckpointError: if this rank holds nothing of it.
@@ -93,7 +93,7 @@ class HeldSource:
         return self._parts(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype.
+        """Return its dtype.
 
         Raises:
             CheckpointError: if this rank holds nothing of it.
@@ -101,7 +101,7 @@ class HeldSource:
         return self._parts(key).dtype
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """A copy of a box of a tensor, see :class:`~trainwright.checkpoint.format.source.TensorSource`.
+        """Copy a box of a tensor, see :class:`~trainwright.checkpoint.format.source.TensorSource`.
 
         Raises:
             CheckpointError: if this rank does not hold all of it.
@@ -118,31 +118,31 @@ class HeldSource:
         """Copy into the boxes of ``tensors``, in place, converted to their dtype and device.
 
         Raises:
-            CheckpointError: if this rank does not hold all of what is wanted; what came before it is copied then.
+            CheckpointError: if this rank does not hold all of them; those before are already copied.
         """
         for key, wanted in tensors.items():
             held = self._parts(key)
             if held.shape != wanted.shape:
-                raise CheckpointError(f"{self.path}: {key} of shape {wanted.shape} was asked for, it has {held.shape}.")
+                raise CheckpointError(f"{self.path}: {key} of shape {wanted.shape} was requested, it has {held.shape}.")
             for part in wanted.parts:
                 copied = sum(_copy_common(part, own) for own in held.parts)
                 if copied != part[1].numel():
                     raise self._not_held(f"{copied} of the {part[1].numel()} elements of {key} at {part[0]}")
 
-    # ---- what several ranks hold parts of --------------------------------------------------------------------------
+    # ---- tensors sharded over ranks --------------------------------------------------------------------------------
 
     def is_whole(self, key: str) -> bool:
-        """Whether this rank holds all of a tensor."""
+        """Return whether this rank holds all of a tensor."""
         parts = self._parts(key)
         return sum(tensor.numel() for _, tensor in parts.parts) == math.prod(parts.shape)
 
     def parts(self) -> dict[str, TensorParts]:
-        """What this rank holds, without what is its own alone."""
-        # A view that is sent takes along the whole memory that it is in.
+        """Return copies of the tensors of this rank, without rank-local ones."""
+        # Cloned, since sending a view sends its whole storage.
         return {key: parts.map(Tensor.clone) for key, parts in self._tensors.items() if not key.startswith("rank/")}
 
     def joined(self, of_ranks: Sequence[Mapping[str, TensorParts]]) -> HeldSource:
-        """The same state with what other ranks hold of its tensors.
+        """Return a reader that also has the parts of other ranks.
 
         Args:
             of_ranks: :meth:`parts` of every rank.
@@ -154,7 +154,7 @@ class HeldSource:
             more = [(offsets, box) for offsets, box in parts.parts if offsets not in known]
             tensors[key] = TensorParts(parts.shape, parts.dtype, [*known.items(), *more])
         joined = copy.copy(self)
-        joined.__dict__.pop("tree", None)  # its tensors are to be read from here
+        joined.__dict__.pop("tree", None)  # its tensors refer to this reader
         joined._tensors = tensors
         return joined
 
@@ -165,14 +165,14 @@ class HeldSource:
 
     def _not_held(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path[0].upper()}{self.path[1:]} holds {what} on this rank. A rank can go on in memory where it "
+            f"{self.path[0].upper()}{self.path[1:]} holds {what} on this rank. A rank can resume from memory if it "
             "holds what it held before (the same layout, or another number of replicas); resume from a checkpoint on "
             "disk, which serves any layout."
         )
 
 
 def _copy_common(target: Part, source: Part) -> int:
-    """Copy the box that two boxes have in common; the number of its elements."""
+    """Copy the overlap of two boxes; return its number of elements."""
     into, of = [], []
     for start, length, other, extent in zip(target[0], target[1].shape, source[0], source[1].shape, strict=True):
         first, last = max(start, other), min(start + length, other + extent)

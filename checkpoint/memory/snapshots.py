@@ -1,4 +1,4 @@
-"""The last few states of this rank in its own memory, to go back to without reading anything."""
+"""Ring buffer of snapshots in a rank's own memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trainwright.checkpoint.write.staging import Staging
 
 @dataclass
 class _Place:
-    """Memory for one copy, used again for later ones."""
+    """Memory for one snapshot, reused for later ones."""
 
     staging: Staging
     held: HeldState | None = None
 
 
 class Snapshots:
-    """Copies of what this rank holds, in its own host memory; nothing is sent to anybody.
+    """The last snapshots of this rank, in its own host memory; no communication.
 
-    A copy from a CUDA device goes into page-locked memory on a stream of its own, so that taking one does not wait for
-    the device. The memory is that of ``keep`` states; it is used again and again.
+    Copies from a CUDA device go into page-locked memory on a separate stream, so that taking one does not wait for the
+    device. Memory for ``keep`` states is allocated once and reused.
 
     Args:
-        keep: how many are kept; the oldest is overwritten by the next one.
+        keep: number of snapshots; the oldest is overwritten by the next one.
 
     Raises:
         ValueError: if ``keep`` is less than 1.
@@ -36,53 +36,53 @@ class Snapshots:
         self._places = [_Place(Staging()) for _ in range(keep)]
 
     def keep_at_least(self, count: int) -> None:
-        """Keep more copies from now on, if there are fewer than ``count``."""
+        """Increase ``keep`` to at least ``count``."""
         self._places += [_Place(Staging()) for _ in range(count - len(self._places))]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that are held."""
+        """Bytes of host memory in use."""
         return sum(place.staging.num_bytes for place in self._places)
 
     def steps(self) -> list[int]:
-        """Steps of which there is a copy, newest first."""
+        """Return the steps of the snapshots, newest first."""
         return sorted((place.held.step for place in self._places if place.held is not None), reverse=True)
 
     def take(self, content: Content, step: int) -> HeldState:
-        """Copy; a copy of the same step is replaced, else the oldest one if there are ``keep``.
+        """Take a snapshot; it replaces one of the same step, else the oldest if there are ``keep``.
 
         Args:
-            content: everything that this rank holds; it may change as soon as this returns.
+            content: of this rank; it may change as soon as this returns.
             step: optimizer steps done.
         """
         place = self._place_for(step)
-        place.held = None  # if there is no memory, half a copy must not be taken for one
+        place.held = None  # a failed copy must not leave a partial snapshot
         staged = place.staging.stage(content.tensors)
         place.held = HeldState(step, replace(content, tensors=staged.tensors), staged.copied)
         return place.held
 
     def newest(self, before_or_at: int | None = None) -> HeldState | None:
-        """The newest copy, of a step that is not later than ``before_or_at``; ``None``: there is none.
+        """Return the newest snapshot of step ``before_or_at`` or earlier; ``None``: there is none.
 
-        It is valid until it is overwritten: ``keep`` copies later.
+        It is valid until it is overwritten, ``keep`` snapshots later.
         """
         held = [place.held for place in self._places if place.held is not None]
         held = [each for each in held if before_or_at is None or each.step <= before_or_at]
         return max(held, key=lambda each: each.step, default=None)
 
     def oldest(self) -> HeldState | None:
-        """The oldest copy; ``None``: there is none."""
+        """Return the oldest snapshot; ``None``: there is none."""
         held = [place.held for place in self._places if place.held is not None]
         return min(held, key=lambda each: each.step, default=None)
 
     def forget_after(self, step: int) -> None:
-        """Forget the copies of later steps, which a run that went back to ``step`` makes anew."""
+        """Drop the snapshots of later steps, after a roll-back to ``step``."""
         for place in self._places:
             if place.held is not None and place.held.step > step:
                 place.held = None
 
     def release(self) -> None:
-        """Forget all copies and give the memory back."""
+        """Drop all snapshots and free the memory."""
         for place in self._places:
             place.held = None
             place.staging.release()
@@ -92,7 +92,7 @@ class Snapshots:
 
 
 def _age(place: _Place, step: int) -> tuple[int, int]:
-    """What is overwritten first has the least: the same step, what is free, what is oldest."""
+    """Return a sort key, lowest for what to overwrite first: the same step, a free place, the oldest."""
     if place.held is None:
         return (1, 0)
     return (0, 0) if place.held.step == step else (2, place.held.step)

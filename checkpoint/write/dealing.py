@@ -1,4 +1,4 @@
-"""Which rank writes what several hold, settled before anything is copied."""
+"""Assignment of boxes that several ranks hold to the ranks that write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.checkpoint.format.directory import OF_RANK
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.write.split import ListSplit, split_of
 
-# In the place of the number where ranks are compared: those that differ by it alone are dealt to as one.
+# Replaces the rank in keys, so that ranks that differ by it alone form one group.
 _OWN = "rank/*/"
 
 
@@ -41,11 +41,11 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class WriterKin:
-    """Ranks that hold the same, such as those that hold one shard in all replicas.
+    """Ranks that hold the same boxes, such as one shard in all replicas.
 
     Args:
         ranks: in order.
-        boxes: that each of them holds; with ``rank/*/`` before what is a rank's own.
+        boxes: of each of them; keys of rank-local tensors begin with ``rank/*/``.
     """
 
     ranks: Sequence[int]
@@ -54,16 +54,16 @@ class WriterKin:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who writes what.
+    """Assignment of boxes to writing ranks.
 
     Args:
         own: positions of the boxes that this rank writes, among all that it holds.
-        kins: all ranks, those that hold the same together; on the first rank alone.
-        winners: which kin writes a box that several hold, by its number.
-        split: how what is said of files and boxes is divided among the ranks; ``None``: the first rank says it all.
-        led: by number, the kin whose boxes this rank writes down, where that is divided.
-        common: the rank that writes a box that several kin hold, of those that one of ``led`` holds.
-        composed: by name, the files that this rank makes of the deal; the same at every save, so made once.
+        kins: all groups; on the first rank only.
+        winners: index of the group that writes a box that several groups hold.
+        split: division of metadata among ranks; ``None``: the first rank writes all of it.
+        led: by index, the groups whose boxes this rank lists, if metadata is divided.
+        common: writing rank of each box that several groups hold, of those that one of ``led`` holds.
+        composed: metadata files of this rank by name, built once, since they are the same at every save.
     """
 
     own: frozenset[int]
@@ -75,47 +75,49 @@ class Deal:
     composed: dict[str, bytes] = field(default_factory=dict, compare=False)
 
     def written(self) -> Iterator[tuple[Box, int]]:
-        """Each box of the checkpoint and the rank that writes it. On the first rank alone."""
+        """Yield each box of the checkpoint and the rank that writes it. On the first rank only."""
         for number, kin in enumerate(self.kins):
             for name, box in own_boxes(kin):
                 yield from ((box._replace(key=f"{OF_RANK}{rank}/{name}"), rank) for rank in kin.ranks)
             yield from self.written_by(number, kin)
 
     def written_by(self, number: int, kin: WriterKin) -> Iterator[tuple[Box, int]]:
-        """Each box that these kin write, and the rank of them that does; without what is a rank's own."""
+        """Yield each box that a group writes and the rank that writes it; without rank-local tensors."""
         writers = share_out(kin.boxes, len(kin.ranks), number, self.winners)
         yield from ((kin.boxes[position], kin.ranks[writer]) for position, writer in writers.items())
 
 
 def own_boxes(kin: WriterKin) -> Iterator[tuple[str, Box]]:
-    """What each rank of these kin has of its own, with the name that follows its number."""
+    """Yield the rank-local boxes of a group, with their names after the rank."""
     return ((box.key.removeprefix(_OWN), box) for box in kin.boxes if is_own(box))
 
 
 def is_own(box: Box) -> bool:
-    """Whether a box is what each of its ranks has of its own, which no other could write."""
+    """Return whether a box is rank-local, so that no other rank could write it."""
     return box.key.startswith(_OWN)
 
 
 class Dealer:
-    """Leaves each rank those of its boxes that it shall write, so that nobody copies what another one writes.
+    """Selects the boxes that each rank writes, so that no rank copies what another one writes.
 
-    Where all ranks hold the same (data parallel training), each then copies a part only. Who holds what seldom changes
-    during a run, so the deal is kept, and the ranks agree by one number that it still holds. When it is made, ranks
-    that hold the same speak through the first of them: what is sent grows with what differs, not with the ranks.
+    With replicated state each rank copies only a part. Sharding seldom changes during a run, so the assignment is kept,
+    and
+    ranks confirm with one number that it still holds. Ranks that hold the same boxes send them once, so traffic grows
+    with
+    what differs, not with the number of ranks.
 
     Args:
-        group: a gloo group of all ranks; ``None``: this process alone, which keeps everything.
+        group: a gloo group of all ranks; ``None``: this process alone, which writes everything.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.last: Deal | None = None
-        """The deal that holds; ``None`` before the first."""
+        """The current assignment; ``None`` before the first."""
         self._boxes: list[Box] | None = None
 
     def deal(self, tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
-        """The boxes of ``tensors`` that this rank shall write. A collective."""
+        """Return the boxes of ``tensors`` that this rank writes. A collective."""
         rank = 0 if self.group is None else dist.get_rank(self.group)
         boxes = boxes_of(tensors, rank)
         if any_of_ranks(boxes != self._boxes, self.group):
@@ -126,7 +128,7 @@ class Dealer:
 
 
 def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
-    """Settle who writes what. A collective.
+    """Compute the assignment. A collective.
 
     Args:
         boxes: of this rank, in order, see :func:`boxes_of`.
@@ -166,11 +168,11 @@ def _boxes(plain: list[list[Any]]) -> list[Box]:
 
 
 def boxes_of(tensors: Mapping[str, TensorParts], rank: int = 0) -> list[Box]:
-    """The boxes of a rank, in order.
+    """Return the boxes of a rank, in order.
 
     Args:
-        tensors: what it holds.
-        rank: its number, which is left out of the keys of what is its own.
+        tensors: held by the rank.
+        rank: its number, replaced in the keys of rank-local tensors.
     """
     mine = f"{OF_RANK}{rank}/"
     return [
@@ -188,10 +190,9 @@ def boxes_of(tensors: Mapping[str, TensorParts], rank: int = 0) -> list[Box]:
 
 
 def choose_writers(kins: Sequence[WriterKin]) -> dict[Box, int]:
-    """Which kin writes a box that several hold, by its number, so that ranks write about as many bytes.
+    """Return the index of the group that writes each box that several groups hold, balancing bytes per rank.
 
-    The largest boxes are given first, each to the holder whose ranks have least so far. What only one holds leaves
-    nothing to choose; it counts before the others are dealt.
+    Greedy: the largest boxes first, each to the holder with the least load per rank. Boxes with one holder count first.
     """
     holders: dict[Box, list[int]] = {}
     for number, kin in enumerate(kins):
@@ -215,19 +216,20 @@ def choose_writers(kins: Sequence[WriterKin]) -> dict[Box, int]:
 def share_out(
     boxes: Sequence[Box], ranks: int, number: int = 0, winners: Mapping[Box, int] | None = None
 ) -> dict[int, int]:
-    """Give each box to one of the ranks that hold the same, so that they write about as many bytes.
+    """Assign each box to one of the ranks of a group, balancing bytes.
 
-    The largest boxes are given first, each to the rank that has least so far; before them, those that other kin hold
-    too, so that these are where :func:`writers_of_common` says, who does not know the others.
+    Greedy: the largest boxes first, each to the rank with the least load; boxes that other groups hold too come first
+    of
+    all, so that :func:`writers_of_common` gets the same result without knowing the others.
 
     Args:
-        boxes: that each of them holds.
-        ranks: how many they are.
-        number: of these kin.
-        winners: which kin writes a box that several hold.
+        boxes: of the group.
+        ranks: number of its ranks.
+        number: index of the group.
+        winners: index of the group that writes a box that several groups hold.
 
     Returns:
-        Position of a box -> which of the ranks writes it; without what is a rank's own, or written by other kin.
+        Position of a box -> index of the writing rank; without rank-local boxes and those that other groups write.
     """
     winners = winners or {}
     dealt = [p for p, box in enumerate(boxes) if not is_own(box) and winners.get(box, number) == number]
@@ -241,11 +243,11 @@ def share_out(
 
 
 def writers_of_common(winners: Mapping[Box, int], members: Sequence[Sequence[int]]) -> dict[Box, int]:
-    """The rank that writes each box that several kin hold.
+    """Return the rank that writes each box that several groups hold.
 
     Args:
-        winners: which kin does, by its number.
-        members: of each kin, by its number, the ranks.
+        winners: index of the group that writes it.
+        members: ranks of each group.
     """
     won: dict[int, list[Box]] = {}
     for box, number in winners.items():
@@ -265,7 +267,7 @@ def _keep(tensors: Mapping[str, TensorParts], positions: frozenset[int]) -> dict
             if position in positions:
                 own.append(part)
             position += 1
-        if own:  # what is kept whole may know how to be read: an import is not in memory yet
+        if own:  # a whole may be of a lazy subclass: imports are not in memory yet
             is_whole = len(own) == len(parts.parts)
             kept[key] = parts if is_whole else TensorParts(parts.shape, parts.dtype, own)
     return kept

@@ -1,4 +1,4 @@
-"""Writing a run state: all ranks together, whole or not at all."""
+"""Writing of a run state by all ranks together, atomically."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 from trainwright.core.text.sizes import size_text
 
-# Numbers by which a rank tells of a file: whether there is one, its size, its hash; and what it lists, if it is a list.
+# Numbers that describe a file: whether it exists, size, hash (2); for lists, number and bytes of listed files.
 _NUMBERS = 6
 
 
 @dataclass
 class Content:
-    """What one rank contributes to a checkpoint.
+    """One rank's part of a checkpoint.
 
     Args:
-        tree: everything that is not a tensor, as JSON (see ``tree``); that of the first rank
-            is written.
-        tensors: the boxes of tensors that this rank holds, by key. Ranks may hold the same box; one writes it.
-        about: what the manifest says of the checkpoint, as JSON; that of the first rank is written.
-        deal: who writes what, where ``tensors`` are what this rank shall write; ``None``: that is not settled.
+        tree: everything that is not a tensor, as JSON (see ``tree``); the first rank's is written.
+        tensors: boxes of tensors on this rank, by key. Ranks may hold the same box; one writes it.
+        about: description for the manifest, as JSON; the first rank's is written.
+        deal: assignment of boxes to ranks, if ``tensors`` are already what this rank writes; ``None``: not assigned
+            yet.
     """
 
     tree: Any
@@ -58,37 +58,38 @@ class Content:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that this rank holds."""
+        """Bytes of the tensors on this rank."""
         return sum(parts.num_bytes for parts in self.tensors.values())
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Content:
-        """The same content with every tensor exchanged for what ``function`` makes of it, of the same shape."""
+        """Return the same content with ``function`` applied to every tensor; it must keep the shape."""
         return replace(self, tensors={key: parts.map(function) for key, parts in self.tensors.items()})
 
 
 def dealt_out(content: Content, dealer: Dealer) -> Content:
-    """What this rank shall write of ``content``. A collective."""
+    """Return the part of ``content`` that this rank writes. A collective."""
     return replace(content, tensors=dealer.deal(content.tensors), deal=dealer.last)
 
 
 def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
-    """Write a checkpoint and publish it; it blocks until it can be read. A collective.
+    """Write and publish a checkpoint; blocks until it is readable. A collective.
 
-    What each rank sends does not grow with the number of ranks: the bytes that it writes, the record of its file, and
-    whether anything is wrong. Of many ranks, several write down what others have written, see
-    ``split``; only what the first rank publishes makes a checkpoint of it. Who writes what is
-    settled by :mod:`trainwright.checkpoint.write.dealing`, at every call unless ``content`` has been dealt out.
+    Traffic per rank does not grow with the number of ranks: the record of its file and whether it failed. With many
+    ranks,
+    several write metadata, see ``split``; only the first rank publishes. Boxes are assigned to ranks by
+    :mod:`trainwright.checkpoint.write.dealing` at every call, unless ``content`` already is.
 
     Args:
-        content: what this rank holds; it must not change meanwhile.
-        path: folder of the checkpoint, local or any fsspec path. What is there is replaced once the new one is whole.
-        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+        content: of this rank; it must not change meanwhile.
+        path: folder of the checkpoint, local or any fsspec path. An existing one is replaced once the new one is
+            complete.
+        group: a gloo group of all ranks for exclusive use; ``None``: this process alone.
 
     Returns:
-        What was published, on the first rank; ``None`` on the others.
+        The published manifest on the first rank; ``None`` on the others.
 
     Raises:
-        CheckpointError: on every rank, if one of them failed; nothing new is there then, and what was there is whole.
+        CheckpointError: on every rank, if one of them failed; an existing checkpoint is untouched then.
     """
     rank = 0 if group is None else dist.get_rank(group)
     content = content if content.deal is not None else dealt_out(content, Dealer(group))
@@ -124,7 +125,7 @@ def _write_together(
 
 
 def _meet(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
-    """Let the first rank make the folder, if there is room, and tell the others."""
+    """Create the folder on the first rank, if there is room, and join it on the others."""
     pending, answer = None, ""
     if rank == 0:
         try:
@@ -144,7 +145,7 @@ def _meet(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) ->
 
 
 def _told(value: str, group: dist.ProcessGroup | None) -> str:
-    """What the first rank of the group says."""
+    """Return the first rank's value."""
     if group is None:
         return value
     told: str = from_rank(value, 0, group)
@@ -152,9 +153,9 @@ def _told(value: str, group: dist.ProcessGroup | None) -> str:
 
 
 def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
-    """Bytes of the tensors of all ranks."""
+    """Return the bytes of the tensors of all ranks."""
     own = 0
-    with suppress(Exception):  # writing it will fail, and say why; the others must not wait for this rank here
+    with suppress(Exception):  # writing will fail and report it; the others must not wait here
         own = content.num_bytes
     total = torch.tensor(own, dtype=torch.int64)
     if group is not None:
@@ -172,7 +173,7 @@ def _publish(
         for key, tensor in stored.items():
             problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
             if problem is not None:
-                raise CheckpointError(f"{key} of shape {tensor.shape}, as the ranks hold it, {problem}.")
+                raise CheckpointError(f"{key} of shape {tensor.shape}, as sharded over the ranks, {problem}.")
         tensors = to_json(stored)
     else:
         if TENSORS not in deal.composed:
@@ -198,17 +199,14 @@ def _refuse_full(path: str, needed: int) -> None:
     free = free_bytes(path)
     if free is not None and free < needed:
         raise CheckpointError(
-            f"{path}: a checkpoint of {size_text(needed)} does not fit into the {size_text(free)} that are free there. "
+            f"{path}: a checkpoint of {size_text(needed)} does not fit into {size_text(free)} of free space. "
             "Nothing was written. Free space, or choose a folder on another disk (checkpoint.*.dirpath=...)."
         )
 
 
 @contextmanager
 def alike(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """End this context with an error on every rank if one has met an error, in the words of those that have.
-
-    A collective: whoever meets an error tells the others, which would wait for it.
-    """
+    """Raise on every rank if the context raises on one, with the messages of all that failed. A collective."""
     problem: BaseException | None = None
     try:
         yield
@@ -224,18 +222,16 @@ def alike(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     if len(set(texts.values())) == 1 and all(is_plain for _, is_plain in found.values()):
         raise CheckpointError(f"{next(iter(texts.values()))} (rank {', '.join(map(str, texts))})") from problem
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-    raise CheckpointError(
-        f"The checkpoint {path} was not written; what was there before is untouched. {causes}"
-    ) from problem
+    raise CheckpointError(f"The checkpoint {path} was not written; an existing one is untouched. {causes}") from problem
 
 
 def records_of_ranks(
     record: FileRecord | None, pending: PendingFolder, group: dist.ProcessGroup | None
 ) -> list[FileRecord]:
-    """The records of the files of all ranks, on the first; 48 bytes from each. A collective.
+    """Return the file records of all ranks on the first; 48 bytes from each. A collective.
 
     Args:
-        record: of the file of this rank; ``None``: it wrote none.
+        record: of this rank's file; ``None``: it wrote none.
         pending: the folder.
         group: of all ranks; ``None``: this process alone.
     """
@@ -252,21 +248,20 @@ def records_of_ranks(
 def write_divided(
     pending: PendingFolder, deal: Deal, split: ListSplit, record: FileRecord | None, group: dist.ProcessGroup
 ) -> tuple[dict[str, FileRecord], dict[str, Listed]]:
-    """Let the ranks that ``split`` says write lists of files and files of boxes. A collective, which nobody leaves
-    early: what a rank raises, it raises when it has told the others.
+    """Write lists of files and box files on the ranks that ``split`` assigns. A collective, to the end even on errors.
 
     Args:
         pending: the folder.
-        deal: who has written what.
-        split: how that is divided.
-        record: of the file of this rank; ``None``: it wrote none.
+        deal: assignment of boxes to ranks.
+        split: division of metadata among ranks.
+        record: of this rank's file; ``None``: it wrote none.
         group: of all ranks.
 
     Returns:
-        The records of these files by name, and what the lists among them tell of; both on the first rank alone.
+        Records of these files and summaries of the lists, by name; on the first rank only.
 
     Raises:
-        CheckpointError: on a rank that could not write; files are missing in what is returned on the first then.
+        CheckpointError: on a rank that could not write; the first rank's result then lacks files.
     """
     rank = dist.get_rank(group)
     lists, boxes = split.lists, split.boxes
@@ -294,7 +289,7 @@ def write_divided(
 def _records_of_list(
     record: FileRecord | None, pending: PendingFolder, split: ListSplit, group: dist.ProcessGroup
 ) -> list[FileRecord]:
-    """The records of the files of one list, on the rank that writes it."""
+    """Return the records of the files of one list, on the rank that writes it."""
     rank, own = dist.get_rank(group), _numbers_of(record)
     ranks = split.list_of(rank)
     if rank != ranks[0]:
@@ -311,7 +306,7 @@ def _at_first(
     pending: PendingFolder,
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[FileRecord, Listed]]:
-    """What the ranks that wrote files for all tell of them, by name, on the first rank."""
+    """Return the records of the metadata files of all ranks, by name, on the first rank."""
     rank = dist.get_rank(group)
     mine = {name: _numbers_of(record, listed) for name, record, listed in own}
     found = {}

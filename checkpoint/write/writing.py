@@ -1,4 +1,4 @@
-"""The file of tensors that a rank writes, and where in such files the boxes of a checkpoint are."""
+"""A rank's tensor file, and the index of the boxes in these files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from trainwright.core.errors import CheckpointError
 
 
 def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorParts]) -> FileRecord:
-    """Write boxes into this rank's file, tensor after tensor.
+    """Write boxes into this rank's file, one tensor at a time.
 
     Args:
-        pending: the folder, which nobody sees yet.
+        pending: the unpublished folder.
         rank: this rank.
-        tensors: the boxes, by key; one at least.
+        tensors: the boxes, by key; at least one.
 
     Raises:
-        CheckpointError: if they could not be written.
+        CheckpointError: if writing fails.
     """
     boxes = [(held, offsets, box.shape, key) for key, held in tensors.items() for offsets, box in held.parts]
-    # Widest dtypes first, so that every tensor begins at a multiple of its element's size and can be mapped.
+    # Widest dtypes first, so that every tensor is aligned to its element size.
     boxes.sort(key=lambda box: -box[0].dtype.itemsize)
     names = [name_of(key, offsets, sizes, held.shape) for held, offsets, sizes, key in boxes]
     entries = [
@@ -41,7 +41,7 @@ def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorP
     try:
         writer = TensorFileWriter(file, entries)
         for name, (held, offsets, _, _) in zip(names, boxes, strict=True):
-            writer.write(name, held.part_at(offsets).detach())  # of an import it is read here, one at a time
+            writer.write(name, held.part_at(offsets).detach())  # reads lazy tensors of imports one at a time
         writer.close()
     except BaseException:
         file.abort()
@@ -50,7 +50,7 @@ def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorP
 
 
 def stored_by(deal: Deal) -> dict[str, StoredMetadata]:
-    """Where each box is once all ranks have written what they were dealt; on the first rank."""
+    """Return the location of each box after all ranks have written; on the first rank."""
     boxes: dict[str, list[StoredBox]] = {}
     wholes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for box, rank in deal.written():
@@ -64,9 +64,9 @@ def stored_by(deal: Deal) -> dict[str, StoredMetadata]:
 
 
 def led_boxes(deal: Deal) -> bytes:
-    """The file of boxes that this rank makes: all that the kin hold that it leads, ``key -> [[offsets, sizes, rank]]``.
+    """Return this rank's box file: all boxes of the groups that it leads, ``key -> [[offsets, sizes, rank]]``.
 
-    What other kin hold too is in the files of all of them: who goes on as one of them finds its own in one file.
+    Boxes that other groups hold too are in the files of all of them, so that a resuming rank finds its own in one file.
     """
     found: dict[str, set[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
     for number, kin in deal.led.items():
@@ -79,10 +79,10 @@ def led_boxes(deal: Deal) -> bytes:
 
 
 def directory_of(deal: Deal) -> Directory:
-    """All tensors, and which file of boxes has something of each; on the first rank.
+    """Return all tensors, and which box files locate each; on the first rank.
 
     Raises:
-        CheckpointError: if what the ranks hold of a tensor is not the whole of it.
+        CheckpointError: if the ranks together do not hold a whole tensor.
     """
     assert deal.split is not None
     entries: dict[str, Entry] = {}
@@ -101,7 +101,7 @@ def directory_of(deal: Deal) -> Directory:
     for key, entry in entries.items():
         if held[key] != math.prod(entry.shape):
             raise CheckpointError(
-                f"{key} of shape {entry.shape}, as the ranks hold it, is there with {held[key]} of its "
+                f"{key} of shape {entry.shape}, as sharded over the ranks, has only {held[key]} of its "
                 f"{math.prod(entry.shape)} elements."
             )
     tensors = {
@@ -118,7 +118,7 @@ def _with_box(place: BoxPlace | None, file: int, offsets: Sequence[int], sizes: 
 
 
 def _owned(kins: Sequence[WriterKin], ranks: int) -> tuple[list[Mapping[str, Entry]], list[tuple[int, int]]]:
-    """Sets of what ranks have of their own, and how many that follow each other have which."""
+    """Return the sets of rank-local tensors, and the run-length encoding of which ranks have which."""
     numbers: dict[tuple[tuple[str, str, tuple[int, ...]], ...], int] = {}
     of_rank = [0] * ranks
     for kin in kins:
@@ -130,5 +130,5 @@ def _owned(kins: Sequence[WriterKin], ranks: int) -> tuple[list[Mapping[str, Ent
 
 
 def name_of(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """Name of a box in its file: the key alone for a tensor that is one box."""
+    """Return the name of a box in its file: the key itself if the box is the whole tensor."""
     return key if tuple(sizes) == tuple(shape) else f"{key}@{','.join(map(str, offsets))}"

@@ -57,9 +57,7 @@ class ContentError(ValueError):
 
 
 @contextmanager
-def interpreting(
-    where: str, advice: str = "Use another checkpoint.", problem: str = "is malformed"
-) -> Iterator[None]:
+def interpreting(where: str, advice: str = "Use another checkpoint.", problem: str = "is malformed") -> Iterator[None]:
     """Convert errors of interpreting a file's contents into :class:`CheckpointError`.
 
     Args:

@@ -83,15 +83,15 @@ def test_overlapping_boxes_are_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, "tensors.json", overlap)
     problems, _ = verified(str(checkpoint))
     assert len(problems) == 1
-    assert "layer.weight of shape (4, 3) has boxes that overlap" in problems[0]
+    assert "layer.weight of shape (4, 3) has overlapping boxes" in problems[0]
     assert listed(str(checkpoint.parent), deep=True)[0].problems == problems
     for reader in (read_all, *(EXPORTS[name] for name in ("safetensors", "lightning", "torch"))):
-        with pytest.raises(CheckpointError, match="boxes that overlap"):
+        with pytest.raises(CheckpointError, match="overlapping boxes"):
             reader(str(checkpoint))
 
 
 @pytest.mark.parametrize(
-    ("box", "text"), [([[1, 0], [2, 6], 1], "boxes that overlap"), ([[2, 0], [2, 6], 9], "rank_00009")]
+    ("box", "text"), [([[1, 0], [2, 6], 1], "overlapping boxes"), ([[2, 0], [2, 6], 9], "rank_00009")]
 )
 def test_overlapping_boxes_of_many_ranks_are_refused(tmp_path: Path, box: Any, text: str) -> None:
     path = tmp_path / "step_4"

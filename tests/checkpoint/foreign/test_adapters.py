@@ -147,7 +147,7 @@ def test_what_is_not_merged_is_exported_by_itself(tmp_path, config, options):
     path = saved(tmp_path / "run.ckpt", network)
     again = loaded_by_peft(export(path, tmp_path / "peft", "peft"), model("llama", False))
     assert torch.equal(logits(again), logits(network))
-    with pytest.raises(CheckpointError, match="has layers of the kind .*nothing is merged here.*merge_and_unload"):
+    with pytest.raises(CheckpointError, match="has layers of the kind .*cannot be merged here.*merge_and_unload"):
         export(path, tmp_path / "hf", "hf", merge=True)
     assert not (tmp_path / "hf").exists()
 
@@ -203,7 +203,7 @@ def test_one_active_adapter_is_exported(tmp_path):
     network.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=2))
     network.set_adapter("other")
     changed(network)
-    with pytest.warns(UserWarning, match="active adapter 'other' is exported; 'default' are left out"):
+    with pytest.warns(UserWarning, match="active adapter 'other' is exported; 'default' are skipped"):
         folder = export(saved(tmp_path / "run.ckpt", network), tmp_path / "peft", "peft")
     assert torch.equal(logits(loaded_by_peft(folder, model("llama", False))), logits(network))
     network.base_model.set_adapter(["default", "other"])
@@ -213,11 +213,11 @@ def test_one_active_adapter_is_exported(tmp_path):
 
 @pytest.mark.parametrize(("adapter", "about", "message"), [
     ("lora", {"peft": []}, "without a PeftModel"),
-    ("lora", {"hugging_face": []}, "not in the layers of a Hugging Face model"),
-    ("lora", {"class": "Path"}, "Path is no model of transformers"),
+    ("lora", {"hugging_face": []}, "not one of those in layers of a Hugging Face model"),
+    ("lora", {"class": "Path"}, "Path is not a transformers model"),
     ("lora", {"config": {"num_hidden_layers": 1}}, r"other tensors than the checkpoint \(.*layers\.1"),
-    ("prompt", {}, r"\(PROMPT_TUNING\) is not in the layers"),
-    ("lora", {"peft_type": "XLORA", "adapters": {"a": "https://host/a"}}, r"\(XLORA\) is not in the layers"),
+    ("prompt", {}, r"\(PROMPT_TUNING\) is not one of those in layers"),
+    ("lora", {"peft_type": "XLORA", "adapters": {"a": "https://host/a"}}, r"\(XLORA\) is not one of those in layers"),
 ])  # fmt: skip
 def test_what_is_not_known_is_refused(tmp_path, monkeypatch, adapter, about, message):
     monkeypatch.setitem(KINDS, "prompt", ("PromptTuningConfig", {"num_virtual_tokens": 3}))
@@ -278,6 +278,6 @@ def test_a_link_among_the_files_of_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "secret").write_text("x")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read .*a link is not followed"):
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read .*links are not followed"):
         export(path, tmp_path / "hf", "hf", tokenizer=tmp_path / "mine")
     assert not (tmp_path / "hf").exists()

@@ -170,7 +170,7 @@ def test_believes_no_other_order_of_parameters(tmp_path):
         state["param_shapes"] = [dict(reversed(first.items())), *others]
 
     edit(step / "mp_rank_00_model_states.pt", swap)
-    with pytest.raises(CheckpointError, match="lies elsewhere on rank 0"):
+    with pytest.raises(CheckpointError, match="has another position on rank 0"):
         read_deepspeed(step)
     # With this option the written places are those without it, and the order of the shapes is the true one.
     config = {"zero_optimization": {"round_robin_gradients": True}}
@@ -239,8 +239,8 @@ def test_refuses_truncated_files(tmp_path):
 @pytest.mark.parametrize(("name", "reason"), [
     ("mp_rank_01_model_states.pt", "tensor parallelism"),
     ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
-    ("layer_03-model_states.pt", "pipeline or by experts"),
-    ("layer_0_expert_3_mp_rank_00_model_states.pt", "pipeline or by experts"),
+    ("layer_03-model_states.pt", "pipeline or expert parallelism"),
+    ("layer_0_expert_3_mp_rank_00_model_states.pt", "pipeline or expert parallelism"),
 ])  # fmt: skip
 def test_refuses_other_parallelism(tmp_path, name, reason):
     step = write_deepspeed(tmp_path / "run", make_trained(), stage=2, ranks=2)
@@ -258,7 +258,7 @@ def test_says_where_nothing_is(tmp_path):
         read_deepspeed(tmp_path)
     (tmp_path / "latest").write_text("global_step7")
     assert not is_deepspeed(tmp_path)
-    with pytest.raises(CheckpointError, match="names a checkpoint that is not there"):
+    with pytest.raises(CheckpointError, match="names a missing checkpoint"):
         read_deepspeed(tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_latest_leads_nowhere_else(tmp_path, name):
     write_deepspeed(tmp_path / "run", make_trained(), stage=2, ranks=1)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "latest").write_text(name)
-    with pytest.raises(CheckpointError, match="names a checkpoint that is not there"):
+    with pytest.raises(CheckpointError, match="names a missing checkpoint"):
         read_deepspeed(tmp_path / "other")
 
 

@@ -51,7 +51,7 @@ def test_weights_beside_the_optimizer_in_a_folder_of_dcp(tmp_path):
     dcp.save({**weights, "optimizer": moments, "train_state": {"step": 5}}, checkpoint_id=tmp_path / "step-5")
     with pytest.raises(CheckpointError, match="pickle"):
         import_checkpoint(str(tmp_path / "step-5"), tmp_path / "run.ckpt")
-    with pytest.warns(UserWarning, match="left out: optimizer, train_state"):
+    with pytest.warns(UserWarning, match="skipped: optimizer, train_state"):
         path = import_checkpoint(str(tmp_path / "step-5"), tmp_path / "run.ckpt", trust=True)
     assert equal(weights_of(path), weights)
 
@@ -97,7 +97,7 @@ def test_a_torch_file(tmp_path, key):
 
 def test_what_is_left_out_of_a_torch_file_is_said(tmp_path):
     torch.save({"model": {"a": torch.ones(2)}, "optimizer": {"state": {}}, "step": 3}, tmp_path / "m.pt")
-    with pytest.warns(UserWarning, match="weights under 'model' are imported; left out: optimizer, step"):
+    with pytest.warns(UserWarning, match="weights under 'model' are imported; skipped: optimizer, step"):
         import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
 
 
@@ -189,7 +189,7 @@ def test_hyper_parameters_that_are_no_values_are_left_out(tmp_path):
         "hyper_parameters": {"width": 3, "loss": torch.nn.MSELoss()},
     }
     torch.save(checkpoint, tmp_path / "l.ckpt")
-    with pytest.warns(UserWarning, match=r"loss \(MSELoss\) are left out"):
+    with pytest.warns(UserWarning, match=r"loss \(MSELoss\) are skipped"):
         path = import_checkpoint(str(tmp_path / "l.ckpt"), tmp_path / "run.ckpt", trust=True)
     assert RunState.open(str(path)).tree["hyper_parameters"] == {"width": 3}
 
@@ -291,7 +291,7 @@ def test_every_layout_begins_from_hugging_face(ranks, tmp_path, strategy, option
 def test_what_is_there_is_kept_unless_told(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "m.pt")
     import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
-    with pytest.raises(CheckpointError, match="exists already.*--overwrite"):
+    with pytest.raises(CheckpointError, match="already exists.*--overwrite"):
         import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
     import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt", overwrite=True)
 

@@ -148,7 +148,7 @@ def test_trust_lets_code_run(tmp_path):
 def test_plain_values_in_a_newer_pickle(tmp_path):
     """Torch's safe reader knows protocol 2 alone; nothing else is tried in its place."""
     torch.save(value(), tmp_path / "x.ckpt", pickle_protocol=4)
-    with pytest.raises(CheckpointError, match=rf"in a form that .*{TYPE_THIS}.*pickle_protocol=2"):
+    with pytest.raises(CheckpointError, match=rf"has a pickle protocol that .*{TYPE_THIS}.*pickle_protocol=2"):
         load_ordinary(tmp_path / "x.ckpt")
     assert_value(load_ordinary(tmp_path / "x.ckpt", trust=True))
 

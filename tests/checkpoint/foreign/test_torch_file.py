@@ -110,5 +110,5 @@ def test_a_file_that_cannot_seek_gets_a_readable_archive():
 
 def test_a_tensor_that_is_not_what_it_said_is_an_error(tmp_path):
     wrong = LazyTensor("w", (3,), torch.float32, lambda: torch.zeros(4))
-    with (tmp_path / "x.pt").open("wb") as file, pytest.raises(ValueError, match=r"w was said to have shape \(3,\)"):
+    with (tmp_path / "x.pt").open("wb") as file, pytest.raises(ValueError, match=r"w was declared with shape \(3,\)"):
         write_torch_file(file, {"w": wrong})

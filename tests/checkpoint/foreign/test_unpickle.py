@@ -312,8 +312,8 @@ def reduced(function: str, *args: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("function", "args", "text"), [
-    ("builtins.bytearray", (1 << 31,), "arguments that are no text"),
-    ("_codecs.encode", ("x" * 10, "punycode"), "arguments that are no text"),
+    ("builtins.bytearray", (1 << 31,), "arguments that are not text"),
+    ("_codecs.encode", ("x" * 10, "punycode"), "arguments that are not text"),
     *[(f"collections.{name}", (TENSOR,), "items of another") for name in ("Counter", "OrderedDict")],
     ("collections.OrderedDict", ([TENSOR],), "items of another"),
     ("builtins.set", (TENSOR,), "items of another"),
@@ -354,7 +354,7 @@ def test_two_pickles_are_refused(tmp_path, name):
 
 def test_what_is_no_torch_file(tmp_path):
     (tmp_path / "text.pt").write_text("hello, world")
-    with pytest.raises(CheckpointError, match=r"text\.pt \(12 bytes\) is no torch file"):
+    with pytest.raises(CheckpointError, match=r"text\.pt \(12 bytes\) is not a torch file"):
         load_inert(tmp_path / "text.pt")
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "script.pt")
     with pytest.raises(CheckpointError, match="TorchScript"):

@@ -108,7 +108,7 @@ def test_not_strict_leaves_out_what_does_not_fit():
     matched = match_names(module, source, strict=False, where="weights/", say=said.append)
     assert set(matched) == set(blocks(3)) - {"norm.weight"}
     assert said == [
-        "weights/ was loaded in part; not loaded:\n  missing (1): extra\n  unexpected (1): other\n"
+        "weights/ was partially loaded; not loaded:\n  missing (1): extra\n  unexpected (1): other\n"
         "  of another shape (1): norm.weight: (4,), in the file (5,)"
     ]
 
@@ -143,7 +143,7 @@ def test_equal_names_win_over_a_copy_with_a_prefix():
 
 
 def test_two_keys_that_differ_by_a_wrapper_only():
-    with pytest.raises(CheckpointError, match="same but for wrappers"):
+    with pytest.raises(CheckpointError, match="differ by wrapper names only"):
         match_names({"a.w": (1,)}, Source({"a.w": (1,), "a._orig_mod.w": (1,)}))
 
 

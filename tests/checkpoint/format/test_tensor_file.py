@@ -240,10 +240,10 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
 @pytest.mark.parametrize(("data", "message"), [
     (b"", "0 bytes"),
     (b"\0" * 7, "7 bytes"),
-    (struct.pack("<Q", 1 << 63) + b"{}", "header is said to have"),
-    (struct.pack("<Q", 3) + b"{}", "header is said to have 3"),
-    (struct.pack("<Q", 0), "header is said to have 0"),
-    (with_header(b"[]"), "no JSON object"),
+    (struct.pack("<Q", 1 << 63) + b"{}", "header should have"),
+    (struct.pack("<Q", 3) + b"{}", "header should have 3"),
+    (struct.pack("<Q", 0), "header should have 0"),
+    (with_header(b"[]"), "not a JSON object"),
     (with_header(b"{]"), "not JSON"),
     (with_header(b"\xff\xfe"), "not JSON"),
     (with_header(b"[" * 50_000), "nests deeper than 200 levels"),
@@ -259,7 +259,7 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
     (with_header({"x": entry(place=(4, 0))}, b"1234"), "needs 4 bytes"),
     (with_header({"x": entry(place=(0, 5))}, b"12345"), "needs 4 bytes"),
     (with_header({"x": entry(place=(1, 5))}, b"12345"), "begins at 1"),
-    (with_header({"x": entry(), "y": entry(place=(2, 6))}, b"123456"), "begins at 2, and what is before it ends at 4"),
+    (with_header({"x": entry(), "y": entry(place=(2, 6))}, b"123456"), "begins at 2, and the tensor before it ends at 4"),
     (with_header({"x": entry(), "y": entry(place=(5, 9))}, b"123456789"), "begins at 5"),
     (with_header({"x": entry()}, b"123"), "describes"),
     (with_header({"x": entry()}, b"12345"), "describes"),
@@ -267,7 +267,7 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
     (with_header(b'{"x":%b,"x":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"), "something twice"),
 ])  # fmt: skip
 def test_files_that_are_not_of_the_format(data, message):
-    with pytest.raises(CheckpointError, match=f"no whole safetensors file: .*{message}"):
+    with pytest.raises(CheckpointError, match=f"not a complete safetensors file: .*{message}"):
         TensorFileReader(lambda: io.BytesIO(data))
 
 

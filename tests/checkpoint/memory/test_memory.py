@@ -116,7 +116,7 @@ def interrupt(moment):
     if rank() == 1:
         break_at(copies, moment)
     copies.save(content(3), 3)
-    with pytest.raises(CheckpointError, match="the one before is whole"):
+    with pytest.raises(CheckpointError, match="the previous one is complete"):
         copies.wait()
     mend(copies)
     assert_is(copies.restore(have=rank() != 0), 2)

@@ -149,7 +149,7 @@ def test_removing(parent):
     remove(target)
     assert everything(parent) == []
     assert not Folder(target).exists()
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         remove(target)
 
 
@@ -157,7 +157,7 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     for attempt in (lambda: remove(tmp_path / "mine"), lambda: PendingFolder.create(tmp_path / "mine")):
-        with pytest.raises(CheckpointError, match="is no checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
             attempt()
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years"
     assert os.listdir(tmp_path) == ["mine"]

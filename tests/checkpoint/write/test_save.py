@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made_is_said_on_all_ranks(ranks, tmp_path):
 
 def test_no_room_is_known_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "free_bytes", lambda path: 100)
-    with pytest.raises(CheckpointError, match=r"does not fit into the .* that are free there"):
+    with pytest.raises(CheckpointError, match=r"does not fit into .* of free space"):
         write(content_of(1), str(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
 
@@ -176,7 +176,7 @@ def rewritten(path: Path, old: bytes, new: bytes) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "text"), [
-    (b'"rank_00000.safetensors"', b'"../../etc/passwd"', "no file of the manifest"),
+    (b'"rank_00000.safetensors"', b'"../../etc/passwd"', "which the manifest does not list"),
     (b"[[[0,0],[7,5]", b"[[[0,0],[9,5]", "cannot have a box"),
     (b"[[[0,0],[7,5]", b"[[[0,0],[6,5]", "30 of its 35 elements"),
     (b'"float32"', b'"load"', "is malformed"),

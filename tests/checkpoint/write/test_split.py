@@ -238,7 +238,7 @@ def test_files_outside_of_the_folder_are_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "text"), [
-    (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) is there with 25 of its 35"),
+    (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) has only 25 of its 35"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,3],[1,5],1]]", r"cannot have a box at \(1, 3\)"),
     (b"[[[1,0],[1,5],1]]", b"[[[1],[1],1]]", r"cannot have a box at \(1,\)"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json is malformed"),
@@ -262,7 +262,7 @@ def test_what_is_read_later_is_held_against_the_manifest_again(checkpoint: Path)
 def test_older_readers_are_told_to_update(checkpoint: Path) -> None:
     with mock.patch.object(records, "VERSION", records.WHOLE), pytest.raises(CheckpointError) as error:
         read_manifest(checkpoint)
-    assert "version 2 of the format; this installation reads versions up to 1: update trainwright" in str(error.value)
+    assert "format version 2; this installation reads versions up to 1: update trainwright" in str(error.value)
 
 
 @pytest.mark.parametrize("more", [
@@ -311,7 +311,7 @@ def lose_a_row(path: str) -> str:
 
 def test_a_tensor_that_is_not_whole_is_not_published(ranks: Any, tmp_path: Path) -> None:
     for message in ranks(lose_a_row, RANKS, str(tmp_path / "x")):
-        assert "split of shape (7, 5), as the ranks hold it, is there with 30 of its 35 elements" in message
+        assert "split of shape (7, 5), as sharded over the ranks, has only 30 of its 35 elements" in message
     assert list(tmp_path.iterdir()) == []
 
 
