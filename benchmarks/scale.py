@@ -40,16 +40,23 @@ from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.callbacks.traffic.stragglers import StepTimes, find_stragglers
 from trainwright.checkpoint.exchange import distinct
 from trainwright.checkpoint.exchange import groups as gloo_groups
-from trainwright.checkpoint.exchange.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, problems_of_ranks
 from trainwright.checkpoint.format.dcp import from_json, to_json
 from trainwright.checkpoint.format.manifest import MANIFEST, read_manifest, records_of
 from trainwright.checkpoint.format.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
-from trainwright.checkpoint.format.stored import stored_tensors
+from trainwright.checkpoint.format.tensor_index import tensor_index
 from trainwright.checkpoint.store.storage import Folder
-from trainwright.checkpoint.write.dealing import Box, Deal, WriterKin, choose_writers, share_out, writers_of_common
+from trainwright.checkpoint.write.assignment import (
+    Assignment,
+    Box,
+    ReplicaGroup,
+    choose_writers,
+    share_out,
+    writers_of_common,
+)
+from trainwright.checkpoint.write.box_index import directory_of, led_box_file, stored_by
 from trainwright.checkpoint.write.save import Content, write
-from trainwright.checkpoint.write.split import ListSplit, split_of
-from trainwright.checkpoint.write.writing import directory_of, led_boxes, stored_by
+from trainwright.checkpoint.write.split import MetadataSplit, divide_metadata
 from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
 from trainwright.core.run.launcher import Launcher
@@ -284,7 +291,7 @@ def said(layout: Layout) -> Cost:
     """What all ranks say, while all say the same."""
     with world(layout.world_size), sent() as calls:
         begin = time.process_time()
-        of_all_ranks({"loss": 1.0}, dist.group.WORLD)
+        all_gather_values({"loss": 1.0}, dist.group.WORLD)
         return _cost(begin, calls)
 
 
@@ -306,52 +313,52 @@ def _boxes(layout: Layout, shard: int) -> list[Box]:
     return [*boxes, *scalars, *own]
 
 
-def _kins(layout: Layout) -> list[WriterKin]:
+def _groups(layout: Layout) -> list[ReplicaGroup]:
     if layout.replicate == 1:
-        return [WriterKin([rank], _boxes(layout, rank)) for rank in range(layout.world_size)]
+        return [ReplicaGroup([rank], _boxes(layout, rank)) for rank in range(layout.world_size)]
     lines = layout.groups("replicate")
-    return [WriterKin(ranks, _boxes(layout, number)) for number, ranks in enumerate(lines)]
+    return [ReplicaGroup(ranks, _boxes(layout, number)) for number, ranks in enumerate(lines)]
 
 
-def deal(layout: Layout) -> Cost:
+def assignment(layout: Layout) -> Cost:
     """Who writes what, on rank 0, from what those say who differ; bytes that it is told."""
-    kins = _kins(layout)
+    groups = _groups(layout)
     begin = time.process_time()
-    winners = choose_writers(kins)
-    share_out(kins[0].boxes, len(kins[0].ranks), 0, winners)
+    winners = choose_writers(groups)
+    share_out(groups[0].boxes, len(groups[0].ranks), 0, winners)
     taken = time.process_time() - begin
-    told = sum(60 * len(kin.boxes) for kin in kins) + 24 * layout.world_size
-    return Cost(taken, told, len(kins))
+    told = sum(60 * len(replicas.boxes) for replicas in groups) + 24 * layout.world_size
+    return Cost(taken, told, len(groups))
 
 
 @dataclass(frozen=True)
 class Told:
     """What is said of the files and boxes of a state."""
 
-    kins: list[WriterKin]
+    groups: list[ReplicaGroup]
     winners: dict[Box, int]
-    split: ListSplit | None
+    split: MetadataSplit | None
 
     @classmethod
     def of(cls, layout: Layout) -> Told:
         """As the ranks of a layout agree on it."""
-        kins = _kins(layout)
+        groups = _groups(layout)
         of_rank = [0] * layout.world_size
-        for number, kin in enumerate(kins):
-            for rank in kin.ranks:
+        for number, replicas in enumerate(groups):
+            for rank in replicas.ranks:
                 of_rank[rank] = number
-        lengths = [len(json.dumps(kin.boxes, separators=(",", ":"))) for kin in kins]
-        said = distinct.Kin(of_rank, [kin.ranks[0] for kin in kins], lengths)
-        return cls(kins, choose_writers(kins), split_of(said))
+        lengths = [len(json.dumps(replicas.boxes, separators=(",", ":"))) for replicas in groups]
+        said = distinct.EqualRanks(of_rank, [replicas.ranks[0] for replicas in groups], lengths)
+        return cls(groups, choose_writers(groups), divide_metadata(said))
 
-    def deal(self, file: int = 0) -> Deal:
+    def assignment(self, file: int = 0) -> Assignment:
         """That of a rank that writes a file of boxes down; of the first one, that of the first rank."""
         if self.split is None:
-            return Deal(frozenset(), self.kins, self.winners)
-        first = file * self.split.kins
-        led = dict(list(enumerate(self.kins))[first : first + self.split.kins])
-        common = writers_of_common(self.winners, [kin.ranks for kin in self.kins])
-        return Deal(frozenset(), self.kins, self.winners, self.split, led, common)
+            return Assignment(frozenset(), self.groups, self.winners)
+        first = file * self.split.groups
+        led = dict(list(enumerate(self.groups))[first : first + self.split.groups])
+        common = writers_of_common(self.winners, [replicas.ranks for replicas in self.groups])
+        return Assignment(frozenset(), self.groups, self.winners, self.split, led, common)
 
 
 def _record(name: str, data: bytes = b"") -> FileRecord:
@@ -361,7 +368,7 @@ def _record(name: str, data: bytes = b"") -> FileRecord:
 def one_file(told: Told) -> Cost:
     """One `tensors.json` and one `manifest.json` for all: made, written down and read again, by one rank."""
     begin = time.process_time()
-    stored = stored_by(Deal(frozenset(), told.kins, told.winners))
+    stored = stored_by(Assignment(frozenset(), told.groups, told.winners))
     text = to_json(stored)
     names = {box.file for tensor in stored.values() for box in tensor.boxes}
     manifest = Manifest({name: _record(name) for name in names}).to_bytes()
@@ -370,18 +377,18 @@ def one_file(told: Told) -> Cost:
 
 
 def first_files(told: Told) -> dict[str, bytes]:
-    """What the first rank composes of one deal."""
-    deal = told.deal()
+    """What the first rank composes of one assignment."""
+    assignment = told.assignment()
     if told.split is None:
-        return {TENSORS: to_json(stored_by(deal))}
-    return {TENSORS: directory_of(deal).to_bytes(), told.split.boxes[0][0]: led_boxes(deal)}
+        return {TENSORS: to_json(stored_by(assignment))}
+    return {TENSORS: directory_of(assignment).to_bytes(), told.split.boxes[0][0]: led_box_file(assignment)}
 
 
 def each_files(told: Told, composed: dict[str, bytes]) -> dict[str, bytes]:
     """What the first rank says at each save of the files of ranks, and the manifest."""
     known = {name: _record(name, data) for name, data in composed.items()}
     if told.split is None:
-        ranks = sum(len(kin.ranks) for kin in told.kins)
+        ranks = sum(len(replicas.ranks) for replicas in told.groups)
         return {MANIFEST: Manifest({**known, **{n: _record(n) for n in map(file_of, range(ranks))}}).to_bytes()}
     split = told.split
     name = split.lists[0][0]
@@ -410,12 +417,12 @@ def made_again(told: Told) -> Cost:
 
 
 def opened(told: Told) -> Cost:
-    """What a rank reads to find its own boxes and its part of the files to verify; it is the first of the last kin."""
-    kin, rank = told.kins[-1], told.kins[-1].ranks[0]
+    """What a rank reads to find its own boxes and its part of the files to verify, on the first of the last group."""
+    replicas, rank = told.groups[-1], told.groups[-1].ranks[0]
     composed = first_files(told)
     if told.split is not None:
-        file = told.split.boxes_of(len(told.kins) - 1)
-        composed[told.split.boxes[file][0]] = led_boxes(told.deal(file))
+        file = told.split.boxes_of(len(told.groups) - 1)
+        composed[told.split.boxes[file][0]] = led_box_file(told.assignment(file))
     with tempfile.TemporaryDirectory() as name, counted_reads() as reads:
         for file_name, data in {**composed, **each_files(told, composed)}.items():
             Path(name, file_name).write_bytes(data)
@@ -424,8 +431,8 @@ def opened(told: Told) -> Cost:
         for number, each in enumerate(manifest.lists):
             if number == 0:  # that of its part
                 records_of(name, manifest, each)
-        tensors = stored_tensors(Folder(name, manifest), manifest)
-        for box in kin.boxes:
+        tensors = tensor_index(Folder(name, manifest), manifest)
+        for box in replicas.boxes:
             key = box.key.replace("rank/*/", f"rank/{rank}/")
             tensors.boxes(key, [(box.offsets, box.sizes)])
         return Cost(time.process_time() - begin, sum(reads), None, len(reads))
@@ -462,10 +469,10 @@ def metadata(measure: Callable[[Told], Cost], one_copy: bool = False) -> Callabl
 def save(layout: Layout) -> Cost:
     """What rank 0 sends to save a state again, and how long it takes, its tensors apart."""
     told = Told.of(layout)
-    deal = replace(told.deal(), kins=[], winners={}, composed=first_files(told))
+    assignment = replace(told.assignment(), groups=[], winners={}, composed=first_files(told))
     with tempfile.TemporaryDirectory() as folder, world(layout.world_size), sent() as calls:
         begin = time.process_time()
-        write(Content({}, {}, {}, deal), f"{folder}/checkpoint", dist.group.WORLD)
+        write(Content({}, {}, {}, assignment), f"{folder}/checkpoint", dist.group.WORLD)
         return _cost(begin, calls)
 
 
@@ -497,7 +504,7 @@ ITEMS = (
     Item("replica check, hashing apart", "1000 steps", replicas),
     Item("is anything wrong", "a save", problems),
     Item("what all ranks say", "a save", said),
-    Item("deal, on rank 0", "first save", deal),
+    Item("assigning boxes, on rank 0", "first save", assignment),
     Item("save, beside tensors", "a save", save),
     Item("metadata, one file for all", "a save", metadata(one_file)),
     Item("metadata, first save, rank 0", "first save", metadata(made)),

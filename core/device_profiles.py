@@ -67,8 +67,7 @@ class DeviceProfile:
         host_memory_bytes: host memory per device, bytes.
         operation_seconds: overhead of launching one torch operation; 0: not counted.
         gather_seconds: overhead of gathering a block's parameters, or reducing its gradients, beside the collective,
-            with
-            stage 3; 0: not counted.
+            with stage 3; 0: not counted.
         measured_on: machine that was measured, see :func:`machine_name`; empty: published or assumed figures.
         source: of the figures, for messages; empty: from the group ``device``.
         share: fraction of a core per rank that the figures above are for, where ranks outnumber cores; 1: a core each.
@@ -120,8 +119,7 @@ def profile_of(cfg: DictConfig) -> DeviceProfile:
 
     Raises:
         ValueError: if a value is missing or not positive, or the GPU of this machine has no profile; the message says
-            what
-            to type.
+            what to type.
     """
     plain: Any = OmegaConf.to_container(cfg.device, resolve=True)
     if plain.get("name") == AUTO:
@@ -326,9 +324,4 @@ def _this_host(profile: DeviceProfile) -> DeviceProfile:
 
     cores = num_cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return replace(
-        profile,
-        memory_bytes=memory // cores,
-        host_memory_bytes=memory // cores,
-        devices_per_node=cores,
-    )
+    return replace(profile, memory_bytes=memory // cores, host_memory_bytes=memory // cores, devices_per_node=cores)

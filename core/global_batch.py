@@ -77,10 +77,8 @@ class Waves:
     """Distribution of an epoch's samples over data ranks.
 
     A *wave* is what all data ranks read at the same time: ``micro_batch_size x data_ranks`` consecutive samples in the
-    order
-    of the epoch, of which rank r reads the r-th part. So the samples of a global batch do not depend on the layout.
-    Samples
-    of an incomplete last wave are dealt evenly; a rank may get none.
+    order of the epoch, of which rank r reads the r-th part. So the samples of a global batch do not depend on the
+    layout. Samples of an incomplete last wave are dealt evenly; a rank may get none.
 
     Args:
         samples: samples of the epoch.

@@ -24,8 +24,7 @@ class Layout:
         context: ranks that split the sequence of the same samples (1 is off).
         tensor: ranks that split each weight of a layer (1 is off).
         expert: ranks that hold different experts (1 is off). It adds no ranks: it divides ``shard x context``, and
-            ``-1``
-            takes all of that.
+            ``-1`` takes all of that.
 
     Raises:
         ValueError: if a size is neither -1 nor at least 1, or if more than one axis is -1; the message lists all.
@@ -89,8 +88,8 @@ class Layout:
         """Return the closed layout for ``world_size`` ranks.
 
         Raises:
-            ValueError: if the axes cannot make up exactly ``world_size`` ranks, or ``expert`` does not divide
-                ``shard x context``; the message lists both.
+            ValueError: if the axes cannot make up exactly ``world_size`` ranks, or ``expert`` does not divide ``shard x
+                context``; the message lists both.
         """
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         is_open = -1 in self.sizes.values()
@@ -146,8 +145,7 @@ class Layout:
 
         Args:
             axes: names of axes. ``expert`` means the ranks that hold different experts of one set, ``expert_shard``
-                those of
-                the same ``shard x context`` that hold the same experts.
+                those of the same ``shard x context`` that hold the same experts.
         """
         within, between = self._places(axes)
         return [[first + place for place in within] for first in between]

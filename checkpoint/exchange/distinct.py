@@ -26,12 +26,11 @@ _WORDS = 3
 _CPU = torch.device("cpu")
 
 
-def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> list[Any]:
+def all_gather_values(value: Any, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> list[Any]:
     """Return the values of all ranks of a group, by rank. A collective.
 
     Each rank sends 24 bytes to each other, then each distinct value is sent once; nothing more if all are equal. Ranks
-    with
-    equal values share one object, which must not be modified.
+    with equal values share one object, which must not be modified.
 
     Args:
         value: of this rank; see :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
@@ -41,22 +40,26 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: tor
     if dist.get_world_size(group) == 1:
         return [value]
     own = pack(value)
-    kin = kin_of(own, group, device)
-    if len(kin.lengths) == 1:
-        return [value] * len(kin.of_rank)
-    begins = [0, *accumulate(kin.lengths)]
+    equal = equal_ranks(own, group, device)
+    if len(equal.lengths) == 1:
+        return [value] * len(equal.of_rank)
+    begins = [0, *accumulate(equal.lengths)]
     block = torch.zeros(begins.pop(), dtype=torch.uint8, device=device)
     rank = dist.get_rank(group)
-    mine = kin.of_rank[rank]
-    if kin.firsts[mine] == rank:
+    mine = equal.of_rank[rank]
+    if equal.firsts[mine] == rank:
         block[begins[mine] : begins[mine] + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     dist.all_reduce(block, group=group)
     octets = block.cpu().numpy()
-    said = [unpack(octets[begin : begin + length].tobytes()) for begin, length in zip(begins, kin.lengths, strict=True)]
-    return [said[number] for number in kin.of_rank]
+    values = [
+        unpack(octets[begin : begin + length].tobytes()) for begin, length in zip(begins, equal.lengths, strict=True)
+    ]
+    return [values[number] for number in equal.of_rank]
 
 
-def from_rank(value: Any, source: int, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> Any:
+def broadcast_value(
+    value: Any, source: int, group: dist.ProcessGroup | None = None, device: torch.device = _CPU
+) -> Any:
     """Broadcast a value of one rank of a group. A collective.
 
     Args:
@@ -80,10 +83,10 @@ def from_rank(value: Any, source: int, group: dist.ProcessGroup | None = None, d
     dist.broadcast(block, group=group, group_src=source)
     if is_source and error is None:
         return value
-    said = unpack(block.cpu().numpy().tobytes())
+    received = unpack(block.cpu().numpy().tobytes())
     if failed:
-        raise error or CheckpointError(said)
-    return said
+        raise error or CheckpointError(received)
+    return received
 
 
 def _packed(value: Any) -> tuple[bytes, UnsupportedValueError | None]:
@@ -111,11 +114,11 @@ def problems_of_ranks(problem: Any, group: dist.ProcessGroup | None) -> dict[int
     """
     if not any_of_ranks(problem is not None, group):
         return {}
-    said = [problem] if group is None else of_all_ranks(problem, group)
-    return {rank: each for rank, each in enumerate(said) if each is not None}
+    values = [problem] if group is None else all_gather_values(problem, group)
+    return {rank: each for rank, each in enumerate(values) if each is not None}
 
 
-def rows_of_ranks(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_gather_rows(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All-gather a vector into a tensor ``(ranks, numbers)``, faster than one tensor per rank. A collective.
 
     Args:
@@ -130,7 +133,7 @@ def rows_of_ranks(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
 
 
 @dataclass(frozen=True)
-class Kin:
+class EqualRanks:
     """Partition of ranks by equal values.
 
     Args:
@@ -144,7 +147,7 @@ class Kin:
     lengths: list[int]
 
 
-def kin_of(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> Kin:
+def equal_ranks(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> EqualRanks:
     """Return which ranks have equal bytes. A collective of 24 bytes from each.
 
     Args:
@@ -155,10 +158,10 @@ def kin_of(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _
     digest = xxhash.xxh3_128_digest(own)
     words = [int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)]
     mine = torch.tensor([*words, len(own)], dtype=torch.int64, device=device)
-    return _numbered(rows_of_ranks(mine, group).cpu())
+    return _numbered(all_gather_rows(mine, group).cpu())
 
 
-def _numbered(words: Tensor) -> Kin:
+def _numbered(words: Tensor) -> EqualRanks:
     known: dict[tuple[int, int, int], int] = {}
     of_rank: list[int] = []
     firsts: list[int] = []
@@ -169,35 +172,36 @@ def _numbered(words: Tensor) -> Kin:
             firsts.append(rank)
             lengths.append(length)
         of_rank.append(number)
-    return Kin(of_rank, firsts, lengths)
+    return EqualRanks(of_rank, firsts, lengths)
 
 
-def to_first(own: bytes, kin: Kin, group: dist.ProcessGroup | None, every: int | None = None) -> dict[int, bytes]:
+def gather_distinct(
+    own: bytes, equal: EqualRanks, group: dist.ProcessGroup | None, every: int | None = None
+) -> dict[int, bytes]:
     """Gather each distinct value once. A collective.
 
     Args:
         own: bytes of this rank.
-        kin: partition by these bytes, see :func:`kin_of`.
+        equal: partition by these bytes, see :func:`equal_ranks`.
         group: of the CPU; ``None``: all ranks.
         every: number of consecutive values per receiving rank, which is the first rank with the first of them.
-            ``None``: all
-            are sent to the first rank.
+            ``None``: all are sent to the first rank.
 
     Returns:
         The values received, by index; empty on other ranks.
     """
-    rank, every = dist.get_rank(group), every or len(kin.firsts)
-    number = kin.of_rank[rank]
+    rank, every = dist.get_rank(group), every or len(equal.firsts)
+    number = equal.of_rank[rank]
     begin = number - number % every
-    leader = kin.firsts[begin]
+    leader = equal.firsts[begin]
     if rank != leader:
-        if kin.firsts[number] == rank:
+        if equal.firsts[number] == rank:
             dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), _global(leader, group), group=group)
         return {}
     found = {number: own}
-    for other in range(begin + 1, min(begin + every, len(kin.firsts))):
-        block = torch.empty(kin.lengths[other], dtype=torch.uint8)
-        dist.recv(block, _global(kin.firsts[other], group), group=group)
+    for other in range(begin + 1, min(begin + every, len(equal.firsts))):
+        block = torch.empty(equal.lengths[other], dtype=torch.uint8)
+        dist.recv(block, _global(equal.firsts[other], group), group=group)
         found[other] = block.numpy().tobytes()
     return found
 

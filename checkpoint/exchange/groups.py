@@ -22,7 +22,7 @@ def default_store() -> dist.Store:
     return store
 
 
-def all_come(key: str, patience: timedelta) -> bool:
+def wait_for_all(key: str, patience: timedelta) -> bool:
     """Wait in the default store until all ranks have arrived; return whether they did in time.
 
     Args:
@@ -43,8 +43,7 @@ def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Create a gloo group of all ranks; a collective.
 
     Creating a group waits in the store for the full timeout if another rank has failed. A barrier fails at once when
-    that
-    rank's connection breaks, so it comes first.
+    that rank's connection breaks, so it comes first.
 
     Args:
         timeout: of the group's collectives; ``None``: torch's default.

@@ -1,9 +1,8 @@
 """Plain values as bytes for messages between ranks. Reading them runs no code.
 
 In addition to values of checkpoints (``tree.py``) it supports records: dataclasses, named tuples, and classes
-registered
-as nodes of ``torch.utils._pytree`` (such as outputs of Hugging Face models). The class of a record is looked up by name
-among loaded modules: nothing is imported, and no dataclass constructor runs.
+registered as nodes of ``torch.utils._pytree`` (such as outputs of Hugging Face models). The class of a record is looked
+up by name among loaded modules: nothing is imported, and no dataclass constructor runs.
 """
 
 from __future__ import annotations

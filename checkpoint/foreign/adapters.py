@@ -1,8 +1,7 @@
 """Export of peft adapters: as peft's files, or merged into the base weights.
 
 The model is rebuilt on the meta device from its configuration, so that peft selects the adapter's tensors and merges
-each
-layer. Tensors are read when they are written, one layer at a time.
+each layer. Tensors are read when they are written, one layer at a time.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ class Adapter:
 
         Raises:
             CheckpointError: if ``transformers`` or ``peft`` is missing, if not exactly one adapter is active, or if the
-                model
-                cannot be rebuilt.
+                model cannot be rebuilt.
         """
         prefix = f"{facts['prefix']}." if facts["prefix"] else ""
         active = facts["active"]

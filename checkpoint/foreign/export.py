@@ -22,7 +22,7 @@ from trainwright.checkpoint.foreign.tokenizer_files import TOKENIZER_FILES, toke
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, check_torch_file, write_torch_file
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
-from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
+from trainwright.checkpoint.store.atomic import atomic_path, refuse_full
 from trainwright.checkpoint.store.paths import is_remote, local_path
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting
@@ -86,34 +86,27 @@ def export(
         path: a checkpoint of this package, local or any fsspec path.
         to: target, a local path.
         format: ``"safetensors"``: the weights under the module's names, as one file (``to`` ends in ``.safetensors``)
-            or a
-            folder of shards with an index. ``"hf"``: a folder for ``from_pretrained``, of the Hugging Face model in the
-            module. ``"peft"``: a folder for ``PeftModel.from_pretrained``, of the active adapter in the module; needs
-            peft.
-            ``"lightning"``: a ``.ckpt`` file for ``load_from_checkpoint`` and Lightning's own Trainer. ``"torch"``: a
-                file
-            with ``{name: tensor}``.
+            or a folder of shards with an index. ``"hf"``: a folder for ``from_pretrained``, of the Hugging Face model
+            in the module. ``"peft"``: a folder for ``PeftModel.from_pretrained``, of the active adapter in the module;
+            needs peft. ``"lightning"``: a ``.ckpt`` file for ``load_from_checkpoint`` and Lightning's own Trainer.
+            ``"torch"``: a file with ``{name: tensor}``.
         max_shard_bytes: most bytes of tensors in one file, unless a single tensor is larger; ``None``: 5 GB in a
-            folder, no
-            limit for one file. Only for ``"safetensors"`` and ``"hf"``.
+            folder, no limit for one file. Only for ``"safetensors"`` and ``"hf"``.
         dtype: convert floating-point weights to it (``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"``);
-            ``None``:
-            unchanged. Not for ``"lightning"``, whose optimizer states belong to the original weights.
+            ``None``: unchanged. Not for ``"lightning"``, whose optimizer states belong to the original weights.
         overwrite: replace an earlier export; off: refuse if ``to`` exists.
         model: for ``"hf"`` and ``"peft"`` and modules with several such models, the attribute path of the one to
             export.
         merge: for ``"hf"``, merge the model's active adapter (LoRA, DoRA or IA3 of peft) into the weights; needs peft.
         tokenizer: for ``"hf"`` and ``"peft"``, a folder with the tokenizer's files, which are copied beside the
-            weights;
-            ``None``: the ``tokenizer/`` of the checkpoint's run directory, if there is one.
+            weights; ``None``: the ``tokenizer/`` of the checkpoint's run directory, if there is one.
 
     Returns:
         The file or folder that was written.
 
     Raises:
         CheckpointError: if the checkpoint cannot be read or lacks what the format needs, if an argument does not apply
-            to the
-            format, or if ``to`` cannot be written; nothing is left there then.
+            to the format, or if ``to`` cannot be written; nothing is left there then.
         DamagedCheckpoint: if the checkpoint is damaged.
     """
     order = _Order(_target(to), max_shard_bytes, _dtype(dtype), overwrite, model, merge, tokenizer)
@@ -234,7 +227,7 @@ def _safetensors(state: RunState, order: _Order) -> None:
             f"The weights have {size_text(_num_bytes(weights.values()))}, more than max_shard_bytes="
             f"{order.max_shard_bytes} allows in one file. Give a folder instead of {order.target.name}."
         )
-    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
+    with atomic_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
         _write_file(pending, weights, weights, metadata)
 
 
@@ -362,7 +355,7 @@ _WRITERS: dict[str, Callable[[RunState, _Order], None]] = {
 
 def _write_torch(order: _Order, tree: Any, needed: int) -> None:
     refuse_full(order.target, needed)
-    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_nothing) as pending:
+    with atomic_path(order.target, overwrite=order.overwrite, may_replace=_nothing) as pending:
         with pending.open("wb") as file:
             write_torch_file(file, tree)
         check_torch_file(pending)
@@ -388,7 +381,7 @@ def _write_folder(
             "metadata": {"total_size": _num_bytes(weights.values())},
             "weight_map": {key: file for file, keys in zip(names, shards, strict=True) for key in keys},
         }
-    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
+    with atomic_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
         pending.mkdir()
         for file, keys in zip(names, shards, strict=True):
             _write_file(pending / file, weights, keys, metadata)

@@ -91,8 +91,7 @@ def adapter_tensors(module: nn.Module) -> dict[str, str]:
 
     Returns:
         Name in ``module.state_dict()`` -> name of the base tensor that it was copied from (``modules_to_save``), or an
-        empty
-        text if it has initial values of its own.
+        empty text if it has initial values of its own.
     """
     found: dict[str, str] = {}
     outer = ""
@@ -109,7 +108,7 @@ def adapter_tensors(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def refuse_late_weights(module: nn.Module, where: str) -> None:
+def refuse_weights_under_adapters(module: nn.Module, where: str) -> None:
     """Raise if base weights would be loaded under adapters whose initial values depend on other base weights.
 
     Raises:

@@ -20,11 +20,11 @@ from torch import Tensor
 from trainwright.checkpoint.foreign.deepspeed.merge import FlatTensor
 from trainwright.checkpoint.foreign.deepspeed.reading import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
 from trainwright.checkpoint.foreign.lightning_file import with_cursors
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import MANIFEST
-from trainwright.checkpoint.format.tree import encode, encode_what_can_be, reference
+from trainwright.checkpoint.format.tree import encode, encode_supported, reference
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.paths import join_path, local_path
 from trainwright.checkpoint.store.storage import Folder
@@ -105,7 +105,7 @@ class Encoder:
             values = vars(values)
         if not isinstance(values, dict):
             return encode(values, self.put, section)
-        tree, left_out = encode_what_can_be(values, self.put, section)
+        tree, left_out = encode_supported(values, self.put, section)
         if left_out:
             warnings.warn(
                 f"The hyper-parameters {', '.join(left_out)} are skipped, since a checkpoint holds plain values. Pass "
@@ -175,13 +175,12 @@ def import_checkpoint(source: str, to: str | Path, *, trust: bool = False, overw
     """Write a checkpoint of this package from another tool's file or folder, which is not modified.
 
     Weights keep their names. A Lightning ``.ckpt`` keeps everything, and a DeepSpeed folder its optimizer: resume the
-    run from
-    these with ``ckpt_path=<to>``. Other kinds have weights only: start from them with ``init_from=<to>``.
+    run from these with ``ckpt_path=<to>``. Other kinds have weights only: start from them with ``init_from=<to>``.
 
     Args:
         source: a ``.safetensors`` file or a folder of them (a ``config.json`` beside them is kept), a Lightning
-            ``.ckpt``, a
-            torch file with ``{name: tensor}``, or a DeepSpeed folder; local or any fsspec path except web addresses.
+            ``.ckpt``, a torch file with ``{name: tensor}``, or a DeepSpeed folder; local or any fsspec path except web
+            addresses.
         to: folder of the new checkpoint, local or any fsspec path.
         trust: load files whose objects run code. Off: refuse them. DeepSpeed's are read as data either way.
         overwrite: replace an existing checkpoint; off: refuse if ``to`` exists.
@@ -254,8 +253,8 @@ def _of_safetensors(source: str) -> Content:
         f"weights/{key}": StreamedTensor(tensors.shape(key), tensors.dtype(key), partial(tensors.read, key))
         for key in keys
     }
-    told = about("weights") | ({} if facts is None else {"hugging_face": [facts]})
-    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, streamed, told)
+    description = about("weights") | ({} if facts is None else {"hugging_face": [facts]})
+    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, streamed, description)
 
 
 def _hugging_face(tensors: SafetensorsFolder) -> dict[str, Any] | None:
@@ -287,7 +286,7 @@ def _json_beside(tensors: SafetensorsFolder, name: str) -> dict[str, Any] | None
 
 
 def _of_torch_file(source: str, trust: bool) -> Content:
-    loaded = load_ordinary(source, trust=trust)
+    loaded = load_pickled(source, trust=trust)
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{source} holds a {type(loaded).__name__}, not a mapping of tensors. Give {_KINDS}.")
     if isinstance(loaded.get(WEIGHTS), Mapping) and _LIGHTNING in loaded:
@@ -302,9 +301,9 @@ def _of_lightning(loaded: Mapping[str, Any]) -> Content:
     encoder = Encoder()
     tree = {key: encoder.entry(key, value) for key, value in with_cursors(loaded).items()}
     kind = "run state" if "optimizer_states" in loaded else "weights"
-    told = about(kind, loaded.get("global_step", 0), loaded.get("epoch", 0))
-    told["versions"]["lightning"] = str(loaded[_LIGHTNING])
-    return Content(tree, encoder.tensors, told)
+    description = about(kind, loaded.get("global_step", 0), loaded.get("epoch", 0))
+    description["versions"]["lightning"] = str(loaded[_LIGHTNING])
+    return Content(tree, encoder.tensors, description)
 
 
 def _weights_of(loaded: Mapping[str, Any], source: str) -> Mapping[str, Any]:
@@ -360,10 +359,10 @@ def of_deepspeed(source: str) -> Content:
                 "resumes from the import counts steps and epochs from 0, with the optimizer's state.",
                 stacklevel=2,
             )
-    told = about("run state" if found.optimizer else "weights", found.global_step, found.epoch)
-    told["world_size"], told["strategy"] = found.ranks, f"deepspeed_stage_{found.stage}"
-    told["versions"]["deepspeed"] = found.version
-    return Content(tree, encoder.tensors, told)
+    description = about("run state" if found.optimizer else "weights", found.global_step, found.epoch)
+    description["world_size"], description["strategy"] = found.ranks, f"deepspeed_stage_{found.stage}"
+    description["versions"]["deepspeed"] = found.version
+    return Content(tree, encoder.tensors, description)
 
 
 def _schedulers(found: DeepSpeedCheckpoint, encoder: Encoder) -> list[Any]:

@@ -28,8 +28,7 @@ def as_lightning(state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return Lightning's checkpoint dict, with a ``LazyTensor`` for each tensor.
 
     All its values are accepted by ``torch.load(weights_only=True)``: paths and dates become texts, arrays tensors,
-    OmegaConf
-    configurations dicts.
+    OmegaConf configurations dicts.
 
     Args:
         state: the tree of a run state.

@@ -1,8 +1,8 @@
 """Bounds on pickles that torch's safe reader lacks.
 
 ``torch.load(weights_only=True)`` runs no code of a file, but a few bytes of nested pairs with shared halves, or a set
-of
-the items of a huge tensor, keep it busy forever. This module simulates the opcodes of a pickle and measures each value.
+of the items of a huge tensor, keep it busy forever. This module simulates the opcodes of a pickle and measures each
+value.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def check_pickle(file: BinaryIO) -> None:
     Raises:
         NewerPickleError: if it has opcodes of protocol 3 or newer.
         ContentError: if a value contains itself, nests deeper than :data:`~trainwright.core.text.bounded.DEPTH`,
-            unfolds to
-            more than :data:`~trainwright.core.text.bounded.MOST_VALUES`, or is made by iterating over a tensor.
+            unfolds to more than :data:`~trainwright.core.text.bounded.MOST_VALUES`, or is made by iterating over a
+            tensor.
         Exception: of other types if it is malformed.
     """
     stack: list[_Value] = []

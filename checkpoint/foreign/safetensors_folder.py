@@ -27,8 +27,7 @@ class SafetensorsFolder:
 
     Args:
         path: a ``.safetensors`` file, an index file (``*.safetensors.index.json``), or a folder; local or any fsspec
-            path. In
-            a folder with an index, only its files count; without one all ``.safetensors`` files do.
+            path. In a folder with an index, only its files count; without one all ``.safetensors`` files do.
 
     Attributes:
         path: as given.
@@ -37,8 +36,7 @@ class SafetensorsFolder:
 
     Raises:
         CheckpointError: if there is no such path, no file to read, more than one index, a missing file of the index, a
-            file
-            name that leads out of the folder, a tensor that index and file disagree about, or one in two files.
+            file name that leads out of the folder, a tensor that index and file disagree about, or one in two files.
     """
 
     def __init__(self, path: str) -> None:
@@ -158,7 +156,9 @@ def _read_index(folder: Folder, index: str) -> dict[str, str]:
 
 def _difference(weight_map: Mapping[str, str], places: Mapping[str, str]) -> str:
     key = next(key for key in [*weight_map, *places] if weight_map.get(key) != places.get(key))
-    said, found = weight_map.get(key), places.get(key)
+    listed, found = weight_map.get(key), places.get(key)
     if found is None:
-        return f"{key} should be in {said} and is in none."
-    return f"{key} is in {found}, but should be in {said}." if said is not None else f"{key} of {found} is not listed."
+        return f"{key} should be in {listed} and is in none."
+    return (
+        f"{key} is in {found}, but should be in {listed}." if listed is not None else f"{key} of {found} is not listed."
+    )

@@ -1,9 +1,8 @@
 """A run state in one file of ``torch.save``.
 
 ``torch.load(path)`` returns Lightning's checkpoint dict: ``state_dict``, ``optimizer_states``, ``callbacks``, ... The
-same
-file is a run state: further zip records hold its manifest and the JSON of ``tree``, and each tensor is stored once for
-both. Readers of run states use only these records, never the pickle, and verify their hashes.
+same file is a run state: further zip records hold its manifest and the JSON of ``tree``, and each tensor is stored once
+for both. Readers of run states use only these records, never the pickle, and verify their hashes.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from typing import Any, BinaryIO, cast
 
 import torch.distributed as dist
 
-from trainwright.checkpoint.exchange.distinct import from_rank, kin_of, to_first
+from trainwright.checkpoint.exchange.distinct import broadcast_value, equal_ranks, gather_distinct
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.foreign.lightning_file import as_lightning
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, TorchFileWriter
-from trainwright.checkpoint.format.boxes import StoredBox
-from trainwright.checkpoint.format.dcp import StoredMetadata, to_json
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata
+from trainwright.checkpoint.format.dcp import to_json
 from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS, Manifest
-from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import holds_run_state
-from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
+from trainwright.checkpoint.store.atomic import atomic_path, refuse_full
 from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import write_error
-from trainwright.checkpoint.write.save import Content, alike
+from trainwright.checkpoint.write.save import Content, fail_together
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 
@@ -53,24 +52,24 @@ def write_file(content: Content, path: str, group: dist.ProcessGroup | None = No
         CheckpointError: on every rank, if it could not be written; an existing one is untouched.
     """
     source = _gathered(content, group)
-    with alike(path, group):
+    with fail_together(path, group):
         return None if source is None else _write(source, content, normal_path(path))
 
 
-def _gathered(content: Content, group: dist.ProcessGroup | None) -> HeldSource | None:
+def _gathered(content: Content, group: dist.ProcessGroup | None) -> SnapshotReader | None:
     """Return a reader of the tensors of all ranks on the first; ``None`` on the others."""
-    source = HeldSource(HeldState(0, content))
+    source = SnapshotReader(Snapshot(0, content))
     if group is None:
         return source
     is_first = dist.get_rank(group) == 0
-    known = from_rank(set(content.tensors) if is_first else None, 0, group)
+    known = broadcast_value(set(content.tensors) if is_first else None, 0, group)
     own = pack({key: parts for key, parts in content.tensors.items() if key not in known})
-    kin = kin_of(own, group)
-    of_ranks = to_first(own, kin, group)
-    return source.joined([unpack(of_ranks[number]) for number in kin.of_rank]) if is_first else None
+    equal = equal_ranks(own, group)
+    of_ranks = gather_distinct(own, equal, group)
+    return source.joined([unpack(of_ranks[number]) for number in equal.of_rank]) if is_first else None
 
 
-def _write(source: HeldSource, content: Content, path: str) -> Manifest:
+def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:
     lazy = {
         key: LazyTensor(key, source.shape(key), source.dtype(key), partial(source.read, key))
         for key in source.keys()  # noqa: SIM118
@@ -90,7 +89,7 @@ def _write(source: HeldSource, content: Content, path: str) -> Manifest:
 
 def _stored(tensor: LazyTensor, record: str) -> StoredMetadata:
     box = StoredBox((0,) * len(tensor.shape), tensor.shape, record, tensor.key)
-    return StoredMetadata(tensor.shape, tensor.dtype, (box,))
+    return StoredMetadata(tensor.shape, str(tensor.dtype).removeprefix("torch."), (box,))
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
         target = Path(local_path(path))
         refuse_full(target, needed)
         replaces = holds_run_state(path)  # may be a folder
-        with fresh_path(target, overwrite=True, may_replace=lambda _: replaces) as pending, pending.open("wb") as file:
+        with atomic_path(target, overwrite=True, may_replace=lambda _: replaces) as pending, pending.open("wb") as file:
             yield file
         return
     store, name = file_system(path)

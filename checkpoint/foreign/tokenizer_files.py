@@ -23,8 +23,7 @@ def tokenizer_files(checkpoint: str, folder: str | Path | None) -> dict[str, byt
     Args:
         checkpoint: path of the exported checkpoint.
         folder: of the files; ``None``: ``tokenizer/`` of the run directory whose ``checkpoints/`` has the checkpoint,
-            if there
-            is such a folder.
+            if there is such a folder.
 
     Raises:
         CheckpointError: if a file is a symbolic link, not a regular file or too large, or if ``folder`` has none of

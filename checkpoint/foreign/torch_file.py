@@ -2,8 +2,7 @@
 
 ``torch.save`` needs all tensors in memory. Here the objects are pickled first, with placeholders for tensors still on
 disk; then each tensor is read, written and freed. The file is a zip archive of ``data.pkl`` and the bytes of each
-storage,
-uncompressed and aligned to 64 bytes for memory-mapping.
+storage, uncompressed and aligned to 64 bytes for memory-mapping.
 """
 
 from __future__ import annotations

@@ -92,13 +92,11 @@ def load_inert(path: str | os.PathLike[str]) -> Any:
 
     Returns:
         The saved object. A ``defaultdict`` or ``AttributeDict`` becomes a plain dict; an object of any other class
-        unknown to
-        torch's safe reader becomes an :class:`Inert`, and the class itself a subclass of :class:`Inert`.
+        unknown to torch's safe reader becomes an :class:`Inert`, and the class itself a subclass of :class:`Inert`.
 
     Raises:
         CheckpointError: if there is no such file, it is damaged, or it is still unreadable: functions of the system,
-            items in
-            an object that is not a list or dict, or, in the format before torch 1.6, any object.
+            items in an object that is not a list or dict, or, in the format before torch 1.6, any object.
     """
     path = normal_path(path)
     with open_file(path) as file:
@@ -120,12 +118,12 @@ def load_safely(path: str, file: BinaryIO, map_location: Any = "cpu", *, inert: 
     """
     check_file(path, file, advice)
     try:
-        with _stand_ins(file) if inert else nullcontext():
+        with _inert_globals(file) if inert else nullcontext():
             value = torch_load(path, file, map_location, weights_only=True)
         _check_tensors(value, _length(file))
     except Exception as error:
         # torch raises arbitrary errors: EOFError, RuntimeError, KeyError, UnpicklingError, ...
-        raise _why(path, file, error, advice) from error
+        raise _load_error(path, file, error, advice) from error
     return value
 
 
@@ -139,7 +137,7 @@ def torch_load(path: str, file: BinaryIO, map_location: Any, *, weights_only: bo
     return torch.load(local_path(path) if mapped else file, map_location, weights_only=weights_only, mmap=mapped)
 
 
-def _stand_ins(file: BinaryIO) -> AbstractContextManager[Any]:
+def _inert_globals(file: BinaryIO) -> AbstractContextManager[Any]:
     """Let torch's safe reader create an :class:`Inert` for unknown classes."""
     if not zipfile.is_zipfile(file):
         return nullcontext()
@@ -151,14 +149,14 @@ def _stand_ins(file: BinaryIO) -> AbstractContextManager[Any]:
     return safe_globals(cast(Any, makers))
 
 
-def _why(path: str, file: BinaryIO, error: Exception, advice: str) -> CheckpointError:
+def _load_error(path: str, file: BinaryIO, error: Exception, advice: str) -> CheckpointError:
     """Return the error for a refused or a damaged file."""
     text = str(error)
     named = _REFUSED.search(text)
     if "Unsupported operand" in text:
         return _newer(path, advice)
     if not isinstance(error, pickle.UnpicklingError):
-        return DamagedFile(path, _what_is_wrong(_length(file), error))
+        return DamagedFile(path, _damage(_length(file), error))
     return CheckpointError(
         f"{path} holds Python objects ({named[1] if named else shortened(one_line(text))}) that can only be rebuilt by "
         f"calling functions it names, which can run any code, so it was not loaded. {advice}Save plain numbers, "
@@ -193,10 +191,10 @@ def check_file(path: str, file: BinaryIO, advice: str = "") -> None:
     except NewerPickleError:
         raise _newer(path, advice) from None
     except Exception as error:  # zipfile and pickletools raise arbitrary errors for damaged files
-        raise DamagedFile(path, _what_is_wrong(_length(file), error)) from error
+        raise DamagedFile(path, _damage(_length(file), error)) from error
 
 
-def _what_is_wrong(size: int, error: Exception) -> str:
+def _damage(size: int, error: Exception) -> str:
     if size == 0:
         return "is empty: it was not completely written. Use another checkpoint"
     what = shortened(one_line(f"{error}" or type(error).__name__))

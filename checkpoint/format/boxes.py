@@ -24,7 +24,7 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class PlainMetadata:
+class StoredMetadata:
     """Entry of one tensor in ``tensors.json``; ``dtype`` is torch's name without ``torch.``."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class PlainMetadata:
     boxes: tuple[StoredBox, ...]
 
 
-def plain_from_json(data: bytes) -> dict[str, PlainMetadata]:
+def plain_from_json(data: bytes) -> dict[str, StoredMetadata]:
     """Parse ``tensors.json`` of format version 1.
 
     Raises:
@@ -41,11 +41,11 @@ def plain_from_json(data: bytes) -> dict[str, PlainMetadata]:
     return {key: _metadata(entry) for key, entry in parse_json(data)["tensors"].items()}
 
 
-def _metadata(entry: dict[str, object]) -> PlainMetadata:
+def _metadata(entry: dict[str, object]) -> StoredMetadata:
     dtype, boxes = entry["dtype"], entry["boxes"]
     if not isinstance(dtype, str) or not isinstance(boxes, list):
         raise ContentError("a tensor has no dtype or no boxes")
-    return PlainMetadata(shape_of(entry["shape"]), dtype, tuple(_box(*box) for box in boxes))
+    return StoredMetadata(shape_of(entry["shape"]), dtype, tuple(_box(*box) for box in boxes))
 
 
 def _box(offsets: object, sizes: object, file: object, name: object) -> StoredBox:

@@ -1,6 +1,5 @@
 """Consistency of a checkpoint's metadata files, which hashes do not show. Imports neither torch nor Lightning, and
-reads no
-tensors."""
+reads no tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from trainwright.checkpoint.format.boxes import PlainMetadata, StoredBox, plain_from_json, problem_of_boxes
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, plain_from_json, problem_of_boxes
 from trainwright.checkpoint.format.directory import Directory, boxes_from_json, rank_and_name
 from trainwright.checkpoint.format.manifest import Manifest, read_whole, records_of
 from trainwright.checkpoint.format.records import STATE, TENSORS, WHOLE, file_of
@@ -29,8 +28,7 @@ def problems_of_contents(path: str, manifest: Manifest) -> list[str]:
 
     Returns:
         One text per problem: boxes that overlap, are missing or have no file; a state that refers to a missing tensor;
-            or a
-        malformed file.
+        or a malformed file.
     """
     folder = Folder(path, manifest)
     try:
@@ -51,7 +49,7 @@ def problems_of_contents(path: str, manifest: Manifest) -> list[str]:
         return [str(error)]
 
 
-def plain_tensors(folder: Folder, manifest: Manifest) -> dict[str, PlainMetadata]:
+def plain_tensors(folder: Folder, manifest: Manifest) -> dict[str, StoredMetadata]:
     """Return shape, dtype and boxes of every tensor, by key.
 
     Raises:
@@ -68,13 +66,13 @@ def plain_tensors(folder: Folder, manifest: Manifest) -> dict[str, PlainMetadata
     return {key: _metadata(directory, key, boxes.get(key, ())) for key in directory.keys()}  # noqa: SIM118 - no mapping
 
 
-def _metadata(directory: Directory, key: str, boxes: Collection[StoredBox]) -> PlainMetadata:
+def _metadata(directory: Directory, key: str, boxes: Collection[StoredBox]) -> StoredMetadata:
     entry = directory.find(key)
     assert entry is not None
     rank, _ = rank_and_name(key)
     if rank is not None:  # rank-local tensors are one box in the rank's own file
         boxes = (StoredBox((0,) * len(entry.shape), entry.shape, file_of(rank), key),)
-    return PlainMetadata(entry.shape, entry.dtype, tuple(boxes))
+    return StoredMetadata(entry.shape, entry.dtype, tuple(boxes))
 
 
 def _all_boxes(folder: Folder, manifest: Manifest, keys: Collection[str]) -> dict[str, set[StoredBox]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from trainwright.checkpoint.format.boxes import StoredBox, plain_from_json, problem_of_boxes
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, plain_from_json, problem_of_boxes
 from trainwright.checkpoint.format.dtypes import dtype_named
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import TENSORS
@@ -36,15 +35,6 @@ from trainwright.core.text.bounded import interpreting
 
 # Ranks read independently; DCP would warn of that at every load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-@dataclass(frozen=True)
-class StoredMetadata:
-    """Entry of one tensor in ``tensors.json``."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[StoredBox, ...]
 
 
 class PartsLoadPlanner(DefaultLoadPlanner):
@@ -74,7 +64,7 @@ def to_json(stored: Mapping[str, StoredMetadata]) -> bytes:
     """Return ``tensors.json``: key -> dtype, shape and boxes ``[offsets, sizes, file, name]``."""
     plain = {
         key: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "boxes": [[list(box.offsets), list(box.sizes), box.file, box.name] for box in tensor.boxes],
         }
@@ -95,11 +85,9 @@ def from_json(data: bytes, files: Mapping[str, Any], path: str) -> dict[str, Sto
         CheckpointError: if it is malformed or inconsistent.
     """
     with interpreting(join_path(path, TENSORS)):
-        stored = {
-            key: StoredMetadata(plain.shape, dtype_named(plain.dtype), plain.boxes)
-            for key, plain in plain_from_json(data).items()
-        }
+        stored = plain_from_json(data)
         for key, tensor in stored.items():
+            dtype_named(tensor.dtype)
             problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
             if problem is not None:
                 raise CheckpointError(f"{path}/{TENSORS}: {key} of shape {tensor.shape} {problem}.")
@@ -131,7 +119,7 @@ class RunStateReader(StorageReader):
         return Metadata(
             {
                 key: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.dtype),
+                    TensorProperties(dtype=dtype_named(tensor.dtype)),
                     torch.Size(tensor.shape),
                     [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
                 )
@@ -154,7 +142,7 @@ class RunStateReader(StorageReader):
         """Fill the boxes of this rank, file by file."""
         wanted = [(self._places[item.storage_index], item) for item in plan.items]
         for place, item in sorted(wanted, key=lambda pair: (pair[0].file, pair[0].name)):
-            dtype = self._stored[item.storage_index.fqn].dtype
+            dtype = dtype_named(self._stored[item.storage_index.fqn].dtype)
             value = self._read(place, dtype, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)

@@ -2,8 +2,7 @@
 
 Each box file has the boxes of consecutive ranks, so mostly a contiguous region of each tensor; the directory stores the
 bounds of these regions. Tensors of one shape are mostly sharded alike and share one pattern, and most ranks share one
-set
-of rank-local tensors. So the directory grows with the number of tensors, not of boxes. Imports neither torch nor
+set of rank-local tensors. So the directory grows with the number of tensors, not of boxes. Imports neither torch nor
 Lightning.
 """
 

@@ -32,8 +32,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         CheckpointError: if the folder is missing or incomplete, was written by a newer version of this package, or
-            cannot be
-            read.
+            cannot be read.
         DamagedCheckpoint: if any bit of the manifest has changed.
     """
     folder = Folder(path)
@@ -95,10 +94,7 @@ def records_of(path: str | os.PathLike[str], manifest: Manifest, name: str | Non
 
 
 def verify(
-    path: str | os.PathLike[str],
-    manifest: Manifest | None = None,
-    part: tuple[int, int] = (0, 1),
-    deep: bool = True,
+    path: str | os.PathLike[str], manifest: Manifest | None = None, part: tuple[int, int] = (0, 1), deep: bool = True
 ) -> list[str]:
     """Check the files of a checkpoint against its manifest.
 
@@ -111,8 +107,7 @@ def verify(
 
     Returns:
         One text per damaged file, with its name, the rank that wrote it and the problem. Files that the manifest does
-        not
-        list are ignored, as are the files of a damaged list.
+        not list are ignored, as are the files of a damaged list.
 
     Raises:
         CheckpointError, DamagedCheckpoint: as :func:`read_manifest`; and if the folder cannot be listed.

@@ -38,18 +38,15 @@ def match_names(
     """Return, for each tensor of a module, the key in ``source`` to load it from.
 
     Names match exactly, or after removing one common prefix on either side: ``model.`` in Hugging Face files,
-    ``module.``
-    in files of other tools. Name parts added by compilers and wrappers (``_orig_mod.`` and the like) are ignored, and
-    with
-    adapters those added by peft.
+    ``module.`` in files of other tools. Name parts added by compilers and wrappers (``_orig_mod.`` and the like) are
+    ignored, and with adapters those added by peft.
 
     Args:
         module_names: name -> shape of each tensor of the module.
         source: of the tensors.
         tied: groups of names of one tensor. A group is complete when the source has any of its names.
         adapters: adapter tensors of the module -> the tensor that they copy if the source lacks them, or an empty text:
-            they
-            keep their values if the source has no adapter.
+            they keep their values if the source has no adapter.
         strict: every tensor must match. ``False`` skips mismatches.
         where: name of the source, for messages.
         say: called with a list of what ``strict=False`` skipped; ``None``: not reported.

@@ -17,17 +17,14 @@ class TensorParts:
     """The part of a tensor on one rank: boxes of the whole, each a local tensor (mostly a view).
 
     It implements DCP's protocol of checkpointable objects, so ``torch.distributed.checkpoint`` loads into it as into
-    any
-    sharded tensor. Unlike a DTensor it may have several boxes, as ranks have of packed projections that are cut section
-    by
-    section.
+    any sharded tensor. Unlike a DTensor it may have several boxes, as ranks have of packed projections that are cut
+    section by section.
 
     Args:
         shape: of the whole tensor.
         dtype: of the whole tensor.
         parts: pairs of offsets in the whole and the local tensor. Boxes of a rank do not overlap. Ranks may hold the
-            same
-            box; one of them writes it.
+            same box; one of them writes it.
     """
 
     shape: tuple[int, ...]

@@ -1,8 +1,7 @@
 """Contents of ``manifest.json``. Pure data; does not access files.
 
 In format version 1 the manifest lists every file. In version 2, for many ranks, it lists files that list the others,
-its
-*lists*: each has the records of the files of some ranks, so that no process handles a record of every rank.
+its *lists*: each has the records of the files of some ranks, so that no process handles a record of every rank.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class FileRecord:
         hash: xxh3_128 of its bytes, 32 hexadecimal digits.
         rank: global rank that wrote it.
         stored: its name in the folder; ``""``: the same as ``name``. Object stores cannot rename, so there the names of
-            one
-            save carry its token.
+            one save carry its token.
     """
 
     name: str
@@ -85,8 +83,7 @@ class Manifest:
         version: of the format.
         lists: by name, the files among ``files`` that hold records of others; none in version 1.
         token: part of all stored file names, if these differ from the logical names; only in version 2, which does not
-            list
-            most of them.
+            list most of them.
 
     Raises:
         CheckpointError: if a file name could lead out of the folder, or two files have one name.

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.format.boxes import is_within
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import ContentError, naturals, parse_json, shape_of
 from trainwright.core.text.printable import shortened
@@ -105,8 +106,7 @@ class TensorFileWriter:
         Args:
             name: of the next entry.
             tensor: of its dtype and shape, on any device and with any strides. Contiguous CPU tensors are written in
-                place,
-                others through a buffer of some MiB.
+                place, others through a buffer of some MiB.
 
         Raises:
             ValueError: if it is not the next entry or does not match it.
@@ -176,8 +176,7 @@ class TensorFileReader:
             name: of the tensor.
             offsets: begin of the box in each dim; ``None``: 0.
             sizes: of the box in each dim; ``None``: to the end. A box that is narrower in the first dim only is read
-                without
-                extra bytes.
+                without extra bytes.
 
         Raises:
             KeyError: if there is no such tensor.
@@ -187,7 +186,8 @@ class TensorFileReader:
         entry = self.entries[name]
         offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
         sizes = tuple(sizes) if sizes is not None else tuple(s - o for s, o in zip(entry.shape, offsets, strict=False))
-        _check_box(entry, offsets, sizes)
+        if not is_within(offsets, sizes, entry.shape):
+            raise ValueError(f"{name!r} of shape {entry.shape} has no box at {offsets} of {sizes}.")
         # A scalar is read as a row of one.
         out = torch.empty(sizes or (1,), dtype=entry.dtype)
         if out.numel():
@@ -345,12 +345,6 @@ def _entry(name: str, value: object) -> tuple[TensorEntry, int]:
 
 
 # ---- tensors and bytes ----------------------------------------------------------------------------------------------
-
-
-def _check_box(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-    fits = all(min(o, s) >= 0 and o + s <= length for o, s, length in zip(offsets, sizes, entry.shape, strict=False))
-    if not fits or not len(offsets) == len(sizes) == len(entry.shape):
-        raise ValueError(f"{entry.name!r} of shape {entry.shape} has no box at {tuple(offsets)} of {tuple(sizes)}.")
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:

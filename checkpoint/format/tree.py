@@ -96,7 +96,7 @@ def reference(key: str) -> dict[str, str]:
     return {_MARK: "tensor", "key": key}
 
 
-def encode_what_can_be(values: Mapping[str, Any], put: Put, path: str) -> tuple[dict[str, Any], list[str]]:
+def encode_supported(values: Mapping[str, Any], put: Put, path: str) -> tuple[dict[str, Any], list[str]]:
     """Encode the entries of a mapping that have a form; return them, and the others as ``name (type)``."""
     tree, left_out = {}, []
     for name, value in values.items():

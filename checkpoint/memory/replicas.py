@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, problems_of_ranks
 from trainwright.checkpoint.format.dtypes import dtype_named
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.write.save import Content
 from trainwright.checkpoint.write.staging import Arena, Slot, Staged, Staging
 from trainwright.core.errors import CheckpointError
@@ -39,7 +39,7 @@ class _Generation:
     def __init__(self) -> None:
         self.staging = Staging()
         self.arena = Arena()
-        self.own: HeldState | None = None
+        self.own: Snapshot | None = None
         self.guest: tuple[int, Tensor, Tensor] | None = None  # step, header, block
 
     def clear(self) -> None:
@@ -51,16 +51,13 @@ class NeighbourCopies:
 
     Rank r's copy is kept by rank ``r + distance`` (modulo the world size). Two generations are kept: while one is being
     made, the previous one stays complete on all ranks, so an interruption at any time leaves a restorable state. That
-    takes
-    host memory of about four times a rank's state.
+    takes host memory of about four times a rank's state.
 
     Args:
         make_group: creates a gloo group of all ranks for exclusive use (or returns ``None`` for this process alone);
-            called
-            once, on all ranks, on first use.
+            called once, on all ranks, on first use.
         distance: ``None``: the ranks per node (``LOCAL_WORLD_SIZE``), so that losing a node loses no copy; 1 with a
-            single
-            node.
+            single node.
 
     Raises:
         ValueError: if ``distance`` is less than 1.
@@ -131,13 +128,12 @@ class NeighbourCopies:
             raise CheckpointError(f"The copy in memory failed; the previous one is complete: {error}") from error
         return True
 
-    def restore(self, have: bool = True) -> HeldState | None:
+    def restore(self, have: bool = True) -> Snapshot | None:
         """Return the newest state of which every rank or its keeper holds its part. A collective.
 
         Args:
             have: ``False``: do not use this rank's own snapshots, but its keeper's. (Those it keeps for another rank
-                still
-                count.)
+                still count.)
 
         Returns:
             This rank's part; ``None`` on every rank if there is no such state.
@@ -192,12 +188,12 @@ class NeighbourCopies:
             header = pack(content, staged.slots, step)
         ring.agree(problem)
         assert staged is not None
-        generation.own = HeldState(step, replace(content, tensors=staged.tensors))
+        generation.own = Snapshot(step, replace(content, tensors=staged.tensors))
         if ring.size > 1:
             generation.guest = (step, *ring.exchange((header, staged.block), generation.arena))
         ring.agree(None)  # from here on the previous generation may be overwritten
 
-    def _take_back(self, header: Tensor, block: Tensor) -> HeldState:
+    def _take_back(self, header: Tensor, block: Tensor) -> Snapshot:
         held = unpack(header, block)
         generation = next((g for g in self._generations if g.own is not None and g.own.step == held.step), None)
         generation = generation or self._oldest()
@@ -228,7 +224,7 @@ class _Ring:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
-        return [value] if self._group is None else of_all_ranks(value, self._group)
+        return [value] if self._group is None else all_gather_values(value, self._group)
 
     def agree(self, problem: BaseException | None) -> None:
         """Raise on every rank if one has a problem."""
@@ -317,7 +313,7 @@ def pack(content: Content, slots: list[Slot], step: int) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 
 
-def unpack(header: Tensor, block: Tensor) -> HeldState:
+def unpack(header: Tensor, block: Tensor) -> Snapshot:
     """Return the snapshot of a ``header`` of :func:`pack`; its boxes are views of ``block`` (uint8).
 
     Raises:
@@ -332,7 +328,7 @@ def unpack(header: Tensor, block: Tensor) -> HeldState:
         ) from error
 
 
-def _unpacked(plain: Any, block: Tensor) -> HeldState:
+def _unpacked(plain: Any, block: Tensor) -> Snapshot:
     slots = [
         Slot(key, tuple(offsets), tuple(sizes), dtype_named(dtype), start)
         for key, offsets, sizes, dtype, start in plain["slots"]
@@ -343,4 +339,4 @@ def _unpacked(plain: Any, block: Tensor) -> HeldState:
     tensors = {
         key: TensorParts(shape, dtype_named(dtype), boxes[key]) for key, (dtype, shape) in plain["tensors"].items()
     }
-    return HeldState(plain["step"], Content(plain["tree"], tensors, plain["about"]))
+    return Snapshot(plain["step"], Content(plain["tree"], tensors, plain["about"]))

@@ -15,7 +15,7 @@ from trainwright.core.errors import CheckpointError
 Say = Callable[[str], object]
 
 # Most attempts to list a folder whose checkpoints are replaced or deleted meanwhile.
-_LOOKS = 100
+_RETRIES = 100
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> 
     Raises:
         CheckpointError: if the folder cannot be listed.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_RETRIES):
         problems: list[str] = []
         try:
             found = [each for path in folders_in(folder) for each in _found_at(path, problems)]

@@ -12,14 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainwright.checkpoint.format.boxes import StoredBox
-from trainwright.checkpoint.format.dcp import PartsLoadPlanner, RunStateReader, StoredMetadata
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata
+from trainwright.checkpoint.format.dcp import PartsLoadPlanner, RunStateReader
 from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import STATE, TENSOR_FILE, TENSORS
 from trainwright.checkpoint.format.source import TensorSource
-from trainwright.checkpoint.format.stored import StoredTensors, stored_tensors
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileReader
+from trainwright.checkpoint.format.tensor_index import TensorIndex, tensor_index
 from trainwright.checkpoint.format.tree import check_sections, decode
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.store.storage import Folder
@@ -147,8 +147,8 @@ class RunState:
         return {key: self._tensors.boxes(key) for key in self.keys()}
 
     @cached_property
-    def _tensors(self) -> StoredTensors:
-        return stored_tensors(self._folder, self.manifest)
+    def _tensors(self) -> TensorIndex:
+        return tensor_index(self._folder, self.manifest)
 
     # ---- tensors --------------------------------------------------------------------------------------------------
 
@@ -176,9 +176,9 @@ class RunState:
         sizes = rest if sizes is None else tuple(sizes)
         stored = self._tensors.boxes(key, [(offsets, sizes)])
         if len(stored.boxes) == 1 and stored.boxes[0].sizes == shape:  # one box: no second copy
-            return self._read_box(stored.boxes[0], stored.dtype, offsets, sizes)
-        target = torch.empty(sizes, dtype=stored.dtype)
-        self.fill({key: TensorParts(stored.shape, stored.dtype, [(offsets, target)])})
+            return self._read_box(stored.boxes[0], self.dtype(key), offsets, sizes)
+        target = torch.empty(sizes, dtype=self.dtype(key))
+        self.fill({key: TensorParts(stored.shape, target.dtype, [(offsets, target)])})
         return target
 
     def fill(self, tensors: Mapping[str, TensorParts]) -> None:

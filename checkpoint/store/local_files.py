@@ -1,10 +1,8 @@
 """Checkpoints in local folders.
 
 A checkpoint is written to a hidden folder beside its target, ``.<name>.partial-<token>``, and published by renaming it.
-A
-replaced one is swapped out atomically where the system can (Linux), and otherwise is ``.<name>.replaced-<token>`` for
-an
-instant. Folders being deleted are first renamed to ``.<name>.removed-<token>``, so that no partly deleted one looks
+A replaced one is swapped out atomically where the system can (Linux), and otherwise is ``.<name>.replaced-<token>`` for
+an instant. Folders being deleted are first renamed to ``.<name>.removed-<token>``, so that no partly deleted one looks
 complete. All are in the target's folder, so renaming never crosses file systems.
 """
 
@@ -21,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from trainwright.checkpoint.format.records import MANIFEST
-from trainwright.checkpoint.store.owners import TOKEN, left_behind, new_token, owner_lives
+from trainwright.checkpoint.store.owners import TOKEN, is_abandoned, new_token, owner_lives
 from trainwright.checkpoint.store.presence import is_folder, is_link, is_regular, is_there
 from trainwright.checkpoint.store.publish import put_in_place, sync_folder
 from trainwright.checkpoint.store.reading import open_named, reading
@@ -32,8 +30,8 @@ from trainwright.core.text.bounded import open_regular
 _HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<what>partial|replaced|removed)-(?P<token>{TOKEN})", re.DOTALL)
 _BUFFER = 1 << 20
 # Retries of a reader while a checkpoint is being replaced, which takes microseconds.
-_LOOKS = 20
-_BETWEEN_LOOKS = 0.01
+_RETRIES = 20
+_RETRY_SECONDS = 0.01
 
 
 class LocalFiles:
@@ -76,7 +74,7 @@ class LocalFiles:
 
 
 class LocalOutput:
-    """A new file; see :class:`~trainwright.checkpoint.store.sealed.SealedOutput`."""
+    """A new file."""
 
     def __init__(self, path: str) -> None:
         # "x": two ranks must not write one file.
@@ -87,13 +85,13 @@ class LocalOutput:
         self._file.write(block)
 
     def seal(self) -> None:
-        """Sync to disk and close."""
+        """Sync to disk and close. Only then may a manifest list the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def abort(self) -> None:
-        """Close, discarding buffered data."""
+        """Close, discarding buffered data. Never raises; does nothing if already closed."""
         # Closing flushes the buffer, which fails again if writing failed.
         with contextlib.suppress(OSError, ValueError):
             self._file.raw.close()
@@ -118,7 +116,7 @@ class LocalPending:
             OSError: if it cannot be created.
             CheckpointError: if the target is not a checkpoint, so that replacing it would lose data.
         """
-        _refuse_what_is_no_checkpoint(self.target)
+        _refuse_non_checkpoint(self.target)
         _make_folders(os.path.dirname(self.target))
         os.mkdir(self.path)
 
@@ -146,7 +144,7 @@ class LocalPending:
         finally:
             output.abort()
         sync_folder(self.path)
-        _refuse_what_is_no_checkpoint(self.target)
+        _refuse_non_checkpoint(self.target)
         put_in_place(self.path, self.target, self._replaced)
 
     def clear_replaced(self) -> None:
@@ -161,7 +159,7 @@ class LocalPending:
         self.clear_replaced()
 
 
-def remove_local(path: str) -> None:
+def remove(path: str) -> None:
     """Delete a checkpoint; of a symbolic link, only the link."""
     if is_link(path):
         os.unlink(path)
@@ -172,13 +170,13 @@ def remove_local(path: str) -> None:
     sync_folder(os.path.dirname(path))
 
 
-def clean_up_local(parent: str) -> list[str]:
+def clean_up(parent: str) -> list[str]:
     """Clean up, see :func:`~trainwright.checkpoint.store.storage.clean_up`."""
     done = []
     for path, found in _hidden_entries(parent):
         what, target = found["what"], os.path.join(parent, found["name"])
         # The writer is checked before the target, since a live one may publish in between.
-        if what == "removed" or left_behind(found["token"], _idle_seconds(path)):
+        if what == "removed" or is_abandoned(found["token"], _idle_seconds(path)):
             if what == "replaced" and not is_there(target):
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(path, target)
@@ -190,22 +188,21 @@ def clean_up_local(parent: str) -> list[str]:
     return done
 
 
-def folders_in_local(parent: str) -> list[str]:
+def folders_in(parent: str) -> list[str]:
     """List folders, see :func:`~trainwright.checkpoint.store.storage.folders_in`."""
     paths: list[str] = []
-    for _ in range(_LOOKS):
-        paths, waiting = _look_around(parent)
+    for _ in range(_RETRIES):
+        paths, waiting = _list_folders(parent)
         if all(owner_lives(token) is False for token in waiting.values()):
             break
-        time.sleep(_BETWEEN_LOOKS)
+        time.sleep(_RETRY_SECONDS)
     # Writers of the remaining ones were killed or stopped between two renamings; clean_up restores the names.
     return sorted([*paths, *waiting])
 
 
-def _look_around(parent: str) -> tuple[list[str], dict[str, str]]:
+def _list_folders(parent: str) -> tuple[list[str], dict[str, str]]:
     """Return visible folders, each once despite links to it, and those renamed while being replaced, with their
-    writers'
-    tokens."""
+    writers' tokens."""
     names: set[str] = set()
     with reading(parent), contextlib.suppress(FileNotFoundError):
         # A single listing: a checkpoint could be missing from both of two.
@@ -239,8 +236,7 @@ def _erase(path: str, removed: str) -> None:
     """Delete a folder or link if it exists.
 
     It is renamed to ``removed`` first, so that it never looks complete while partly deleted, and a rank that still
-    writes
-    into it fails.
+    writes into it fails.
     """
     if path != removed:
         try:
@@ -259,7 +255,7 @@ def _unless_gone(function: object, path: str, error: tuple[type[BaseException], 
         raise error[1]
 
 
-def _refuse_what_is_no_checkpoint(target: str) -> None:
+def _refuse_non_checkpoint(target: str) -> None:
     if is_link(target):
         return  # the link is replaced, not its target
     if is_regular(target):

@@ -22,8 +22,7 @@ TOKEN = r"[0-9a-f]{8}-[0-9a-f]+-[0-9a-f]+-[0-9a-f]{16}"  # noqa: S105
 
 ABANDONED_SECONDS = 600.0
 """Seconds without a change after which files of another machine's process count as abandoned. A live writer writes
-every
-few seconds."""
+every few seconds."""
 
 
 def new_token() -> str:
@@ -53,7 +52,7 @@ def owner_lives(token: str) -> bool | None:
     return now is None or int(started, 16) == 0 or now == int(started, 16)
 
 
-def left_behind(token: str, idle_seconds: float) -> bool:
+def is_abandoned(token: str, idle_seconds: float) -> bool:
     """Return whether files with this token belong to no live process.
 
     Args:

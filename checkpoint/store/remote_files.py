@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
 from trainwright.checkpoint.format.records import MANIFEST, Manifest, ManifestError, with_token
-from trainwright.checkpoint.store.owners import TOKEN, left_behind
+from trainwright.checkpoint.store.owners import TOKEN, is_abandoned
 from trainwright.checkpoint.store.paths import file_system, join_path
 from trainwright.checkpoint.store.reading import open_named, reading
 from trainwright.core.errors import CheckpointError
@@ -97,7 +97,7 @@ class RemoteFiles:
 
 
 class RemoteOutput:
-    """A new object; see :class:`~trainwright.checkpoint.store.sealed.SealedOutput`."""
+    """A new object, with the interface of :class:`~trainwright.checkpoint.store.local_files.LocalOutput`."""
 
     def __init__(self, store: Any, path: str) -> None:
         self._store = store
@@ -204,7 +204,7 @@ class RemotePending:
         )
 
 
-def remove_remote(path: str) -> None:
+def remove(path: str) -> None:
     """Delete a checkpoint, the manifest first."""
     files = RemoteFiles(path)
     if MANIFEST not in files.entries():
@@ -214,13 +214,13 @@ def remove_remote(path: str) -> None:
         files.store.rm(files.root, recursive=True)
 
 
-def folders_in_remote(parent: str) -> list[str]:
+def folders_in(parent: str) -> list[str]:
     """List folders, see :func:`~trainwright.checkpoint.store.storage.folders_in`."""
     entries = RemoteFiles(parent).entries().items()
     return sorted(join_path(parent, n) for n, info in entries if info["type"] == "directory" and not n.startswith("."))
 
 
-def clean_up_remote(parent: str) -> list[str]:
+def clean_up(parent: str) -> list[str]:
     """Clean up, see :func:`~trainwright.checkpoint.store.storage.clean_up`."""
     done = []
     for folder, info in RemoteFiles(parent).entries().items():
@@ -233,7 +233,7 @@ def _clean_up_one(files: RemoteFiles) -> list[str]:
     entries = files.entries()
     # Order matters: listing, writers, manifest. What a writer publishes meanwhile is in the manifest, and a dead one
     # publishes nothing more.
-    dead = [name for name, info in entries.items() if _is_left(name, info)]
+    dead = [name for name, info in entries.items() if _is_abandoned(name, info)]
     if not dead:
         return []
     manifest = files.manifest()
@@ -248,9 +248,9 @@ def _clean_up_one(files: RemoteFiles) -> list[str]:
     return [join_path(files.path, name) for name in done]
 
 
-def _is_left(name: str, info: Mapping[str, Any]) -> bool:
+def _is_abandoned(name: str, info: Mapping[str, Any]) -> bool:
     token = _token_of(name)
-    return token is not None and left_behind(token, _idle_seconds(info))
+    return token is not None and is_abandoned(token, _idle_seconds(info))
 
 
 def _token_of(name: str) -> str | None:

@@ -1,8 +1,7 @@
 """Folders of checkpoints: reading, atomic publishing, removal, and cleaning up after killed writers.
 
 Local folders and fsspec stores (``memory://``, ``s3://``, ...) behave alike; ``local_files`` and ``remote_files``
-explain
-how each ensures that a reader sees a complete checkpoint or none.
+explain how each ensures that a reader sees a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -16,23 +15,12 @@ from types import TracebackType
 from typing import BinaryIO
 
 from trainwright.checkpoint.format.records import MANIFEST, FileRecord, Manifest, check_file_name
-from trainwright.checkpoint.store.local_files import (
-    LocalFiles,
-    LocalPending,
-    clean_up_local,
-    folders_in_local,
-    remove_local,
-)
+from trainwright.checkpoint.store import local_files, remote_files
+from trainwright.checkpoint.store.hashed_file import HashedFile
+from trainwright.checkpoint.store.local_files import LocalFiles, LocalPending
 from trainwright.checkpoint.store.owners import is_token, new_token
 from trainwright.checkpoint.store.paths import is_remote, join_path, normal_path
-from trainwright.checkpoint.store.remote_files import (
-    RemoteFiles,
-    RemotePending,
-    clean_up_remote,
-    folders_in_remote,
-    remove_remote,
-)
-from trainwright.checkpoint.store.sealed import SealedFile
+from trainwright.checkpoint.store.remote_files import RemoteFiles, RemotePending
 from trainwright.checkpoint.store.write_errors import delete_error, write_error
 from trainwright.checkpoint.store.zip_files import ZipFiles
 from trainwright.core.errors import CheckpointError
@@ -48,8 +36,7 @@ class Folder:
     Args:
         path: a local folder or file, or a URL that fsspec knows.
         manifest: its manifest. With it, files are addressed by their names in the manifest; without it, by stored
-            names. They
-            differ in stores without renaming.
+            names. They differ in stores without renaming.
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
@@ -122,8 +109,7 @@ class PendingFolder:
     """A checkpoint being written, invisible until :meth:`publish`.
 
     One rank calls :meth:`create` and sends :attr:`token` to the others, which :meth:`join`. Each rank writes its own
-    files;
-    their records go to one rank, which publishes. A context manager that discards itself on an error.
+    files; their records go to one rank, which publishes. A context manager that discards itself on an error.
 
     Args:
         target: final path of the checkpoint.
@@ -134,7 +120,7 @@ class PendingFolder:
         self.target = normal_path(target)
         self.token = token
         self._files = (RemotePending if is_remote(self.target) else LocalPending)(self.target, token)
-        self._open: list[SealedFile] = []
+        self._open: list[HashedFile] = []
         self._published = False
 
     @classmethod
@@ -172,7 +158,7 @@ class PendingFolder:
         """Token in all stored file names; ``""``: files are stored under their own names."""
         return self.token if self.stored_name(MANIFEST) else ""
 
-    def create_file(self, name: str, rank: int, size: int | None = None) -> SealedFile:
+    def create_file(self, name: str, rank: int, size: int | None = None) -> HashedFile:
         """Create a file of the checkpoint.
 
         Args:
@@ -190,7 +176,7 @@ class PendingFolder:
             output = self._files.open_new(stored or name)
         except Exception as error:
             raise write_error(error, path, size) from error
-        file = SealedFile(FileRecord(name, 0, "", rank, stored), output, path, size)
+        file = HashedFile(FileRecord(name, 0, "", rank, stored), output, path, size)
         self._open.append(file)
         return file
 
@@ -205,8 +191,7 @@ class PendingFolder:
 
         Args:
             manifest: with the records of all files of all ranks, or of lists of them; the writer of a list has checked
-                its files,
-                see :meth:`check_present`.
+                its files, see :meth:`check_present`.
 
         Raises:
             CheckpointError: if a listed file is missing, or publishing failed; the target is then unchanged.
@@ -227,8 +212,7 @@ class PendingFolder:
         """Delete everything written so far; after :meth:`publish` the checkpoint stays. May be repeated.
 
         Failures are warnings, since the error that led here matters more; ``clean_up`` deletes the rest once this
-        process has
-        ended.
+        process has ended.
         """
         for file in self._open:
             file.abort()
@@ -277,7 +261,7 @@ def folders_in(parent: str | os.PathLike[str]) -> list[str]:
         CheckpointError: if the folder cannot be listed.
     """
     parent = normal_path(parent)
-    return folders_in_remote(parent) if is_remote(parent) else folders_in_local(parent)
+    return remote_files.folders_in(parent) if is_remote(parent) else local_files.folders_in(parent)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -288,7 +272,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     """
     path = normal_path(path)
     try:
-        (remove_remote if is_remote(path) else remove_local)(path)
+        (remote_files.remove if is_remote(path) else local_files.remove)(path)
     except Exception as error:
         raise delete_error(error, path) from error
 
@@ -297,10 +281,8 @@ def clean_up(parent: str | os.PathLike[str]) -> list[str]:
     """Delete leftovers of killed writers in a folder of checkpoints, and restore what one was about to replace.
 
     Files of live processes are never touched. Writers of this machine are identified by process id and start time;
-    those of
-    other machines count as dead when their files have not changed for ten minutes. To be called by one rank; concurrent
-    calls
-    are harmless.
+    those of other machines count as dead when their files have not changed for ten minutes. To be called by one rank;
+    concurrent calls are harmless.
 
     Args:
         parent: folder of checkpoints; need not exist. In a store, its direct subfolders are cleaned.
@@ -313,8 +295,6 @@ def clean_up(parent: str | os.PathLike[str]) -> list[str]:
     """
     parent = normal_path(parent)
     try:
-        return (clean_up_remote if is_remote(parent) else clean_up_local)(parent)
-    except CheckpointError:
-        raise
+        return (remote_files.clean_up if is_remote(parent) else local_files.clean_up)(parent)
     except Exception as error:
         raise delete_error(error, parent) from error

@@ -1,8 +1,7 @@
 """Records of a zip archive, read like files of a folder.
 
 ``torch.save`` writes a zip archive of uncompressed records. A run state in one file (``state_file``) has its manifest
-and
-JSON as further records, so readers of folders can read it too.
+and JSON as further records, so readers of folders can read it too.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from trainwright.checkpoint.exchange.distinct import any_of_ranks, problems_of_ranks
 from trainwright.checkpoint.format.manifest import Manifest, verify
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.write.dealing import Dealer
+from trainwright.checkpoint.write.assignment import WriteAssigner
 from trainwright.checkpoint.write.retention import KEPT
-from trainwright.checkpoint.write.save import Content, dealt_out, write
+from trainwright.checkpoint.write.save import Content, with_assignment, write
 from trainwright.checkpoint.write.staging import Staged, Staging
 from trainwright.core.errors import CheckpointError, ClearingError, DamagedCheckpoint
 
@@ -62,9 +62,8 @@ def save_together(
         problem: error that prevents this rank from saving; then nothing is written.
         write: writes a checkpoint.
         read_back_if: called on the first rank, but given on all ranks or none: whether ``after`` depends on the
-            checkpoint
-            being intact. Then all ranks verify it, each a share of the files, and ``after`` is called if it is intact;
-            ``None``: no verification.
+            checkpoint being intact. Then all ranks verify it, each a share of the files, and ``after`` is called if it
+            is intact; ``None``: no verification.
 
     Raises:
         ClearingError: on every rank, if the checkpoint is saved and ``after`` failed.
@@ -128,22 +127,28 @@ class BlockingSaver:
 
     Args:
         group: returns a gloo group of all ranks for exclusive use during a save, or ``None`` for this process alone;
-            called
-            at every save, on all ranks.
+            called at every save, on all ranks.
         write: writes a checkpoint.
     """
 
-    in_flight: str | None = None
-    num_bytes = 0
+    @property
+    def in_flight(self) -> str | None:
+        """Path of the checkpoint being written; ``None`` if there is none."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory held for copies."""
+        return 0
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
+        self._make_group = group
+        self._write = write
+        self._assigner: WriteAssigner | None = None
+        self._saved: Saved | None = None
 
     def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
         """Do nothing."""
-
-    def __init__(self, group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
-        self._group = group
-        self._write = write
-        self._dealer: Dealer | None = None
-        self._saved: Saved | None = None
 
     def save(
         self, content: Content, path: str, after: After | None = None, read_back_if: ReadBackIf | None = None
@@ -152,10 +157,10 @@ class BlockingSaver:
         begin = time.perf_counter()
         error: CheckpointError | None = None
         try:
-            group = self._group()
-            if self._dealer is None or self._dealer.group is not group:
-                self._dealer = Dealer(group)
-            content = dealt_out(content, self._dealer)
+            group = self._make_group()
+            if self._assigner is None or self._assigner.group is not group:
+                self._assigner = WriteAssigner(group)
+            content = with_assignment(content, self._assigner)
             save_together(content, path, group, after, write=self._write, read_back_if=read_back_if)
         except CheckpointError as failure:
             error = failure
@@ -171,7 +176,8 @@ class BlockingSaver:
         return True
 
     def take(self) -> Saved | None:
-        """Return the outcome of the last save once; ``None`` if none has ended since."""
+        """Wait for a save in flight and return the outcome once; ``None`` if none has ended since."""
+        self.wait()
         saved, self._saved = self._saved, None
         return saved
 
@@ -182,30 +188,26 @@ class BlockingSaver:
         """Do nothing."""
 
 
-class AsyncSaver:
+class AsyncSaver(BlockingSaver):
     """Saver that writes checkpoints in a thread while training continues.
 
     :meth:`save` copies the tensors that this rank writes into reused memory and returns; a thread writes the copy. At
-    most
-    one save is in flight: the next one waits for it.
+    most one save is in flight: the next one waits for it.
 
     Args:
         make_group: creates a gloo group of all ranks for exclusive use (or returns ``None`` for this process alone);
-            called
-            once, on all ranks, on first use. Concurrent collectives of two threads on one group mix up their messages.
+            called once, on all ranks, on first use. Concurrent collectives of two threads on one group mix up their
+            messages.
         write: writes a checkpoint.
     """
 
     def __init__(self, make_group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
-        self._make_group = make_group
-        self._write = write
+        super().__init__(make_group, write)
         self._staging = Staging()
-        self._dealer: Dealer | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
         self._path = ""
-        self._saved: Saved | None = None
 
     @property
     def in_flight(self) -> str | None:
@@ -223,7 +225,7 @@ class AsyncSaver:
         Args:
             tensors: what will be saved, or most of it.
         """
-        own = self._connect().deal(tensors)
+        own = self._connect().assign(tensors)
 
         def run() -> None:
             with suppress(Exception):  # out of memory: the save will fail on every rank
@@ -268,7 +270,7 @@ class AsyncSaver:
         self._thread.start()
 
     def _stage(self, content: Content) -> tuple[Content, Staged | None, BaseException | None]:
-        content = dealt_out(content, self._connect())
+        content = with_assignment(content, self._connect())
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -278,11 +280,11 @@ class AsyncSaver:
             return content, None, error
         return replace(content, tensors=staged.tensors), staged, None
 
-    def _connect(self) -> Dealer:
-        if self._dealer is None:
+    def _connect(self) -> WriteAssigner:
+        if self._assigner is None:
             self._group = self._make_group()
-            self._dealer = Dealer(self._group)
-        return self._dealer
+            self._assigner = WriteAssigner(self._group)
+        return self._assigner
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight.
@@ -308,12 +310,6 @@ class AsyncSaver:
         """
         return not any_of_ranks(self.in_flight is not None, group)
 
-    def take(self) -> Saved | None:
-        """Wait for a save in flight and return the outcome once; ``None`` if none has ended since."""
-        self.wait()
-        saved, self._saved = self._saved, None
-        return saved
-
     def release(self) -> None:
         """Wait for a save in flight and free the memory of copies."""
         self.wait()
@@ -328,4 +324,4 @@ class AsyncSaver:
         if self._group is not None:
             dist.barrier(self._group)  # no rank may disconnect while another still receives
             dist.destroy_process_group(self._group)
-            self._group = self._dealer = None
+            self._group = self._assigner = None

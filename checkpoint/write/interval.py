@@ -16,8 +16,7 @@ def young_daly(cost_seconds: float, mtbf_seconds: float) -> float:
     ``sqrt(2 C M)`` is Young's first-order optimum (J. W. Young, "A first order approximation to the optimum checkpoint
     interval", CACM 17(9), 1974). Daly's higher-order estimate corrects it where saving is not short against the time
     between failures (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS
-    22(3),
-    2006, equation 37): ``sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C``, and ``M`` where ``C >= 2M``.
+    22(3), 2006, equation 37): ``sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C``, and ``M`` where ``C >= 2M``.
 
     Args:
         cost_seconds: C, how long one save blocks training.

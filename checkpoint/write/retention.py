@@ -25,8 +25,7 @@ class Retention:
         keep_every: keep those whose step is a multiple of it; ``None``: off.
         keep_best: number of best ones by ``metric`` to keep; 0: off.
         metric: name of a logged value; required by ``keep_best``. A checkpoint without it, or with NaN, is never among
-            the
-            best.
+            the best.
         mode: ``min``: the smallest value is the best; ``max``: the largest.
 
     Raises:
@@ -111,8 +110,8 @@ def apply(
     """Delete checkpoints that no rule keeps, after verifying the newest one.
 
     Always kept are the newest itself, even if others have later steps (a run was resumed from an earlier one), and
-    targets
-    of symbolic links in the folder. Only checkpoints of its kind are deleted: weights alone do not replace a run state.
+    targets of symbolic links in the folder. Only checkpoints of its kind are deleted: weights alone do not replace a
+    run state.
 
     Args:
         folder: of the checkpoints.

@@ -10,32 +10,32 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainwright.checkpoint.exchange.distinct import Kin
+from trainwright.checkpoint.exchange.distinct import EqualRanks
 
-RANKS_OF_A_LIST = 256
+RANKS_PER_LIST = 256
 """Files per list: about the square root of the largest world sizes."""
-MOST_WHOLE = 4 * 2**20
+MOST_UNDIVIDED = 4 * 2**20
 """Most bytes of boxes in a single file, which is read in tenths of a second."""
 
 _LEAST = 256 * 2**10
 # Bytes that one more box file adds to what every rank reads: its record and bounds of its tensors.
-_OF_A_FILE = 512
+_BYTES_PER_FILE = 512
 
 
 @dataclass(frozen=True)
-class ListSplit:
+class MetadataSplit:
     """Division of metadata.
 
     Args:
         num_ranks: world size.
         firsts: first rank of each group of equal ranks.
-        kins: groups per box file.
+        groups: groups per box file.
         ranks: ranks per list of files.
     """
 
     num_ranks: int
     firsts: tuple[int, ...]
-    kins: int
+    groups: int
     ranks: int
 
     @property
@@ -46,11 +46,11 @@ class ListSplit:
     @property
     def boxes(self) -> list[tuple[str, int]]:
         """Name of each box file, and the rank that writes it."""
-        return [(boxes_file(number), first) for number, first in enumerate(self.firsts[:: self.kins])]
+        return [(boxes_file(number), first) for number, first in enumerate(self.firsts[:: self.groups])]
 
-    def boxes_of(self, kin: int) -> int:
+    def boxes_of(self, replicas: int) -> int:
         """Return the number of the box file of a group."""
-        return kin // self.kins
+        return replicas // self.groups
 
     def list_of(self, rank: int) -> range:
         """Return the ranks in the same list of files as ``rank``."""
@@ -67,17 +67,17 @@ def _name(what: str, number: int) -> str:
     return f"{what}_{number:05d}.json"
 
 
-def split_of(kin: Kin) -> ListSplit | None:
+def divide_metadata(equal: EqualRanks) -> MetadataSplit | None:
     """Return the division, the same on all ranks; ``None``: not divided.
 
     A rank reads its own box file and a part of the directory per box file; the size of files minimizes the sum.
 
     Args:
-        kin: of the ranks' packed boxes.
+        equal: of the ranks' packed boxes.
     """
-    total, count = sum(kin.lengths), len(kin.firsts)
-    if len(kin.of_rank) <= RANKS_OF_A_LIST and total <= MOST_WHOLE:
+    total, count = sum(equal.lengths), len(equal.firsts)
+    if len(equal.of_rank) <= RANKS_PER_LIST and total <= MOST_UNDIVIDED:
         return None
     mean = max(1.0, total / count)
-    kins = max(math.ceil(_LEAST / mean), round(math.sqrt(_OF_A_FILE * count / mean)), 1)
-    return ListSplit(len(kin.of_rank), tuple(kin.firsts), kins, RANKS_OF_A_LIST)
+    groups = max(math.ceil(_LEAST / mean), round(math.sqrt(_BYTES_PER_FILE * count / mean)), 1)
+    return MetadataSplit(len(equal.of_rank), tuple(equal.firsts), groups, RANKS_PER_LIST)

@@ -21,8 +21,7 @@ class Arena:
     """A reusable block of host memory that grows on demand.
 
     Fresh memory costs many times more than copying into it, since the kernel maps it page by page on first touch. So
-    the
-    block is kept, can be touched beforehand, and uses huge pages where the system has them (Linux).
+    the block is kept, can be touched beforehand, and uses huge pages where the system has them (Linux).
 
     Args:
         pinned: page-locked memory, for asynchronous copies from a CUDA device.
@@ -136,8 +135,7 @@ class Staging:
 
     From the CPU the copy is complete when :meth:`stage` returns. From a CUDA device it runs on its own stream into
     page-locked memory: the host continues at once, and kernels launched later on the current stream wait for it, so
-    that
-    they cannot overwrite its source.
+    that they cannot overwrite its source.
     """
 
     def __init__(self) -> None:

@@ -285,9 +285,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _rows(
-    curves: Sequence[Points],
-) -> tuple[tuple[tuple[float, tuple[float | None, ...]], ...], bool]:
+def _rows(curves: Sequence[Points]) -> tuple[tuple[tuple[float, tuple[float | None, ...]], ...], bool]:
     by_step = [dict(values) for values in curves]
     steps = sorted(set().union(*by_step))
     places = thinned(steps, _TABLE_ROWS)

@@ -2,9 +2,8 @@
 was read.
 
 A reference like ``${oc.env:HF_TOKEN}`` names a secret without containing it. Written configurations keep such
-references
-and have all others resolved. Text that is read back is not interpolated: otherwise the author of a file could read any
-environment variable of its reader.
+references and have all others resolved. Text that is read back is not interpolated: otherwise the author of a file
+could read any environment variable of its reader.
 """
 
 from __future__ import annotations

@@ -71,16 +71,17 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of `error` in the user's code, innermost last, at most five.
 
     Falls back to frames of libraries other than torch, Lightning and this one. Of a chain of exceptions, the first that
-    has
-    any counts.
+    has any counts.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        found = [_summary(frame, line) for frame, line in _walk(seen) if _is_users(frame)]
-        found = found or [_summary(frame, line) for frame, line in _walk(seen) if _is_foreign(frame)]
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:  # `raise error from error` makes a cycle
+        seen.add(id(cause))
+        found = [_summary(frame, line) for frame, line in _walk(cause) if _is_users(frame)]
+        found = found or [_summary(frame, line) for frame, line in _walk(cause) if _is_foreign(frame)]
         if found:
             return found[-_MOST_FRAMES:]
-        seen = seen.__cause__
+        cause = cause.__cause__
     return []
 
 

@@ -98,8 +98,7 @@ class FailureRecorder:
     """Recorder of the first exception of this rank, in a file of its own.
 
     It runs when the exception appears, before any teardown: teardown makes other ranks fail too, and the earliest
-    record
-    tells the cause from its consequences.
+    record tells the cause from its consequences.
 
     Args:
         folder: of the records of all ranks.
@@ -210,8 +209,8 @@ def first_failure(
         key=lambda failure: (failure.is_secondary, failure.time_ns),
     )
     # A killed process leaves no record; lost connections of the others are its consequence.
-    told = {failure.rank for failure in failures}
-    silent = [rank for rank, code in exit_codes.items() if rank not in told and _died_by_itself(code)]
+    recorded = {failure.rank for failure in failures}
+    silent = [rank for rank, code in exit_codes.items() if rank not in recorded and _died_by_itself(code)]
     cause = failures[0] if failures else None
     if silent and (cause is None or cause.is_secondary):
         return _error(None, silent[0], exit_codes, run_dir)
@@ -236,9 +235,7 @@ def failure_of(
     if hang is not None:
         text = f"rank {rank} of {world_size} hung and was killed\n\n{hang.report.rstrip()}"
         return RankError(text, rank, exit_code, hang=hang)
-    record = folder / f"{rank}.json"
-    failure = Failure(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
-    return _error(failure, rank, codes, run_dir, others="")
+    return _error(_recorded(folder, rank), rank, codes, run_dir, others="")
 
 
 def end_summaries(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
@@ -248,9 +245,12 @@ def end_summaries(folder: Path, exit_codes: Mapping[int, int | None]) -> list[st
         folder: of the ranks' records.
         exit_codes: by rank; None where unknown.
     """
-    failures = {rank: folder / f"{rank}.json" for rank in exit_codes}
-    told = {rank: Failure(**json.loads(path.read_text("utf-8"))) for rank, path in failures.items() if path.is_file()}
-    return [RankError("", rank, code, told.get(rank)).summary for rank, code in sorted(exit_codes.items())]
+    return [RankError("", rank, code, _recorded(folder, rank)).summary for rank, code in sorted(exit_codes.items())]
+
+
+def _recorded(folder: Path, rank: int) -> Failure | None:
+    path = folder / f"{rank}.json"
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def _error(
@@ -277,8 +277,8 @@ def log_file(run_dir: Path, rank: int) -> Path:
 
 def _died_by_itself(exit_code: int | None) -> bool:
     """Return whether a process failed on its own (the others are ended by SIGTERM)."""
-    told = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
-    return exit_code is not None and exit_code not in (0, 1, *told)
+    on_request = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    return exit_code is not None and exit_code not in (0, 1, *on_request)
 
 
 def _how_it_failed(failure: Failure, message: str) -> str:

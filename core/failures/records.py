@@ -81,8 +81,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file atomically; each file has one writer at a time.
 
     The partial file has a fixed name, so that a leftover of a failing disk is replaced. Symbolic links under that name
-    are
-    not followed.
+    are not followed.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
 """Reporting of uncaught errors of ranks started by a script, torchrun or SLURM: one rank prints it, all log it.
 
 These ranks share a terminal, where Python would print the traceback of each. Instead the first rank with an error of
-its
-own prints one paragraph. A rank that only lost its connection to another waits for that, and prints if none does.
+its own prints one paragraph. A rank that only lost its connection to another waits for that, and prints if none does.
 """
 
 from __future__ import annotations

@@ -44,11 +44,9 @@ class ShutdownWatch:
     """A thread that forces this process to exit when it does not end by itself.
 
     A rank blocked in a collective cannot run Python's signal handlers, but the interpreter's C handler writes each
-    signal
-    to a pipe, which this thread reads: after SIGINT or SIGTERM the process has `grace_seconds` to end normally
-    (Lightning
-    closes loggers and saves), then it is ended. It also ends at once when the launching process dies, by kill -9 too. A
-    process has at most one watch, see :meth:`of_process`.
+    signal to a pipe, which this thread reads: after SIGINT or SIGTERM the process has `grace_seconds` to end normally
+    (Lightning closes loggers and saves), then it is ended. It also ends at once when the launching process dies, by
+    kill -9 too. A process has at most one watch, see :meth:`of_process`.
 
     Args:
         grace_seconds: seconds between the signal and the forced exit; None = only the limits of :meth:`allow`.

@@ -38,10 +38,8 @@ class DeferredSignals:
     """Context manager that raises `Interrupted` on signals, deferred within :meth:`deferred` until its end.
 
     It restores the previous handlers on exit, and does nothing in threads other than the main one. An exception raised
-    by a
-    signal handler within compiled code may surface as another one (Ray turns it into a SystemError), which would hide
-    the
-    interruption.
+    by a signal handler within compiled code may surface as another one (Ray turns it into a SystemError), which would
+    hide the interruption.
 
     Args:
         more: signals besides SIGTERM, SIGINT, SIGHUP and SIGQUIT.
@@ -55,7 +53,7 @@ class DeferredSignals:
 
     def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._hear) for number in self._numbers}
+            self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,7 +72,7 @@ class DeferredSignals:
             number, self._noted = self._noted, None
             raise Interrupted(number)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._depth > 0:
             self._noted = number
             return

@@ -53,8 +53,7 @@ class Peers:
         """Synchronize the parameters of ranks that step independently, waiting for the slowest; a collective.
 
         The Trainer calls it where all ranks pass in the same order: before validation, at the end of an epoch and
-        before
-        saving.
+        before saving.
         """
 
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:

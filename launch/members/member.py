@@ -26,8 +26,7 @@ from trainwright.launch.ranks.rendezvous import ADDRESS
 
 if TYPE_CHECKING:
     from trainwright.callbacks.end.regrouping import Regrouping
-    from trainwright.checkpoint.memory.held import HeldState
-    from trainwright.checkpoint.memory.snapshots import Snapshots
+    from trainwright.checkpoint.memory.snapshots import Snapshot, Snapshots
 
 # How often a member that waits in a collective of NCCL, which nothing interrupts, looks whether it is called.
 _LOOK_SECONDS = 0.5
@@ -151,9 +150,9 @@ class Member:
         assert self._snapshots is not None
         return Regrouping(self._snapshots, cfg.launch.mtbf, must_leave, record.write)
 
-    def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
+    def _state(self, announcement: Announcement, rank: int) -> Snapshot | None:
         """The state to go on from: this member's own, or what another one hands over."""
-        from trainwright.checkpoint.memory.handing_over import receive, send
+        from trainwright.checkpoint.memory.transfer import receive, send
         from trainwright.strategies.contract.groups import leave_groups
 
         assert self._snapshots is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.layout import Layout
@@ -164,7 +164,7 @@ class Replicas(Part):
         """Whether it reads what another kind of strategy had saved beside what all read."""
         return False
 
-    def opened(self, state: RunState | HeldSource) -> None:
+    def opened(self, state: RunState | SnapshotReader) -> None:
         """A state was opened, from which the run resumes."""
 
     def restore(self) -> None:

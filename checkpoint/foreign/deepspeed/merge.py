@@ -2,8 +2,7 @@
 
 In stages 1 and 2 each parameter group is one flat tensor, padded and split evenly among the ranks. In stage 3 each
 parameter is split, and a rank's parts are in one or more flat tensors, its sub-groups. The optimizer only saw these
-flat
-tensors.
+flat tensors.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class FlatTensor:
     Args:
         shape: its shape.
         pieces: 1-dimensional tensors of one dtype whose concatenation has its values, and perhaps padding at the end;
-            mostly
-            views of memory-mapped files. None for an empty tensor.
+            mostly views of memory-mapped files. None for an empty tensor.
         dtype: its dtype, if there are no pieces.
 
     Raises:
@@ -195,10 +193,10 @@ def _check_slices(
     for rank, state in enumerate(ranks):
         slices = state.get("param_slice_mappings")
         for name, place in (slices[index] if slices else {}).items():
-            told = expect(place, Inert).state
+            recorded = expect(place, Inert).state
             begin = max(places[name] - rank * whole, 0)
             length = min(places[name] + math.prod(group[name]), (rank + 1) * whole) - rank * whole - begin
-            if (told["start"], told["numel"]) != (begin, length):
+            if (recorded["start"], recorded["numel"]) != (begin, length):
                 raise ValueError(f"{name} has another position on rank {rank} than expected in group {index}")
 
 

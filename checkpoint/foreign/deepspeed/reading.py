@@ -206,8 +206,8 @@ class DeepSpeedCheckpoint(Merged):
         stage: of ZeRO; 0 without it.
         ranks: data-parallel ranks that wrote it.
         weights: parameters and buffers by name. Trained ones have the precision of the optimizer's master weights
-            (float32);
-            frozen parameters and buffers that of the module. A shared parameter is one object under several names.
+            (float32); frozen parameters and buffers that of the module. A shared parameter is one object under several
+            names.
         optimizer: ``exp_avg``, ``exp_avg_sq``, ``step`` and the like, by name of the parameter.
         param_groups: options of the parameter groups, ``params`` by name.
         lr_scheduler: state of DeepSpeed's scheduler, ``None`` if there was none.
@@ -233,9 +233,8 @@ def read_deepspeed(path: str | os.PathLike[str]) -> DeepSpeedCheckpoint:
 
     Args:
         path: the folder that DeepSpeed was given, in which ``latest`` names the step to read, or the folder of one
-            step, or of
-            a universal checkpoint; local or any fsspec path. Local files are memory-mapped; others are loaded into
-            memory.
+            step, or of a universal checkpoint; local or any fsspec path. Local files are memory-mapped; others are
+            loaded into memory.
 
     Raises:
         CheckpointError: if it is not one, is damaged or incomplete, or was written with tensor, pipeline or expert
@@ -295,14 +294,14 @@ def _merge(files: Files, model: Sequence[Mapping[str, Any]]) -> Merged:
         return Merged(0, number(model[0].get("dp_world_size") or 1), {}, {}, [])
     ranks = [expect(files.load(name)["optimizer_state_dict"], dict) for name in files.optimizer]
     counts = ranks[0]["partition_count"]
-    told = {number(count) for count in (counts if isinstance(counts, list) else [counts])}
-    if len(told) > 1:
+    partitions = {number(count) for count in (counts if isinstance(counts, list) else [counts])}
+    if len(partitions) > 1:
         raise CheckpointError(
             f"{files.folder} was written with expert parallelism of DeepSpeed, which is not supported."
         )
-    if told != {len(ranks)}:
+    if partitions != {len(ranks)}:
         raise CheckpointError(
-            f"{files.folder} was written by {told.pop()} ranks, but has files of {len(ranks)}. Fetch the others."
+            f"{files.folder} was written by {partitions.pop()} ranks, but has files of {len(ranks)}. Fetch the others."
         )
     # DeepSpeed's bfloat16 optimizer does not record the stage, which is always 1.
     stage = number(ranks[0].get("zero_stage", 1))

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.strategies.base.certificate.changes import StateBefore, first_other
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
@@ -241,7 +241,7 @@ def _other_state(strategy: Compared, layout: Trial, plain: Trial | None, toleran
     assembly, group = strategy.certified.parts()
     told = None if plain is None or plain.error is not None else (plain.state, plain.written)
     if group is not None:
-        told = from_rank(told, 0, group, strategy.root_device)
+        told = broadcast_value(told, 0, group, strategy.root_device)
     if told is None:
         return None
     state, written = told
@@ -261,7 +261,7 @@ def _raise_together(plain: Trial | None, changed: str | None, device: torch.devi
     """Raise on every rank if the module as written raised on one; else what any rank has ``changed``. A collective."""
     error = None if plain is None else plain.error
     own = (None if error is None else f"{type(error).__name__}: {error}", changed)
-    told = of_all_ranks(own, device=device)
+    told = all_gather_values(own, device=device)
     raised, changed = (next(filter(None, each), None) for each in zip(*told, strict=True))
     if raised is not None:
         raise RuntimeError(
@@ -276,7 +276,7 @@ def _trained(strategy: Compared, written: AsWritten) -> dict[str, bool]:
     """Which parameters are trained, by the ranks that hold them: ``configure_optimizers`` may have frozen some."""
     here = {each.name: strategy.certified.held(each.name) for each in written.parameters}
     own = {name: held.requires_grad for name, held in here.items() if held is not None}
-    told = of_all_ranks(own, device=strategy.root_device) if dist.is_initialized() else [own]
+    told = all_gather_values(own, device=strategy.root_device) if dist.is_initialized() else [own]
     return {
         each.name: next((h[each.name] for h in told if each.name in h), each.requires_grad)
         for each in written.parameters

@@ -137,7 +137,7 @@ def test_values_that_cannot_be_are_left_out(tmp_path):
     write_records(run, 0, [event])
     page = Parsed(build_page([run]))
     assert "config.yaml cannot be read" in page.text
-    assert "The layout is told neither by a checkpoint nor by the configuration" in page.text
+    assert "Neither a checkpoint nor the configuration has the layout" in page.text
     assert "1e292" not in page.text
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
-from trainwright.checkpoint.format.boxes import StoredBox, is_within, tiles
-from trainwright.checkpoint.format.dcp import StoredMetadata, from_json
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, is_within, tiles
+from trainwright.checkpoint.format.dcp import from_json
 from trainwright.checkpoint.format.directory import (
     Box,
     BoxPlace,
@@ -24,8 +23,8 @@ from trainwright.checkpoint.format.manifest import read_whole
 from trainwright.checkpoint.format.records import TENSORS, WHOLE, Manifest, file_of
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.write.box_index import name_of
 from trainwright.checkpoint.write.split import boxes_file
-from trainwright.checkpoint.write.writing import name_of
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting
 
@@ -33,20 +32,27 @@ Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a requested box."""
 
 
-class StoredTensors(Protocol):
-    """Index of the tensors of a checkpoint."""
+class TensorIndex:
+    """Index of the tensors of a checkpoint; this one of format version 1, in which one file lists all boxes."""
+
+    def __init__(self, stored: Mapping[str, StoredMetadata]) -> None:
+        self._stored = stored
 
     def keys(self) -> Collection[str]:
         """Return the names of all tensors."""
+        return self._stored.keys()
 
     def keys_under(self, prefix: str) -> list[str]:
         """Return the names that begin with ``prefix``."""
+        return [key for key in self._stored if key.startswith(prefix)]
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor; :class:`KeyError` if there is none of that name."""
+        return self._stored[key].shape
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor; :class:`KeyError` if there is none of that name."""
+        return dtype_named(self._stored[key].dtype)
 
     def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
         """Return the locations of a tensor's boxes.
@@ -58,42 +64,21 @@ class StoredTensors(Protocol):
         Raises:
             CheckpointError: if the boxes do not cover the requested parts.
         """
+        return self._stored[key]
 
 
-def stored_tensors(folder: Folder, manifest: Manifest) -> StoredTensors:
+def tensor_index(folder: Folder, manifest: Manifest) -> TensorIndex:
     """Return the index of the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: if its metadata is malformed.
     """
     if manifest.version == WHOLE:
-        return _InOneFile(from_json(folder.read(TENSORS), manifest.files, folder.path))
-    return _Divided(folder, manifest)
+        return TensorIndex(from_json(folder.read(TENSORS), manifest.files, folder.path))
+    return _SplitIndex(folder, manifest)
 
 
-class _InOneFile:
-    """Index of format version 1: one file lists all boxes."""
-
-    def __init__(self, stored: Mapping[str, StoredMetadata]) -> None:
-        self._stored = stored
-
-    def keys(self) -> Collection[str]:
-        return self._stored.keys()
-
-    def keys_under(self, prefix: str) -> list[str]:
-        return [key for key in self._stored if key.startswith(prefix)]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self._stored[key].shape
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self._stored[key].dtype
-
-    def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
-        return self._stored[key]
-
-
-class _Divided:
+class _SplitIndex(TensorIndex):
     """Index of format version 2: a directory, and box files that are read on demand."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
@@ -104,7 +89,8 @@ class _Divided:
         data = self._read(TENSORS)
         with interpreting(join_path(folder.path, TENSORS)):
             self._directory = Directory.from_bytes(data, manifest.num_files)
-            self._dtypes = {entry.dtype: dtype_named(entry.dtype) for entry in _entries(self._directory)}
+            for entry in _entries(self._directory):
+                dtype_named(entry.dtype)
 
     def keys(self) -> Collection[str]:
         return self._directory.keys()
@@ -116,20 +102,20 @@ class _Divided:
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        return self._dtypes[self._entry(key).dtype]
+        return dtype_named(self._entry(key).dtype)
 
     def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
         entry = self._entry(key)
         rank, _ = rank_and_name(key)
         if rank is not None:  # rank-local tensors are one box in the rank's own file
             box = StoredBox((0,) * len(entry.shape), entry.shape, file_of(rank), key)
-            return StoredMetadata(entry.shape, self.dtype(key), (box,))
+            return StoredMetadata(entry.shape, entry.dtype, (box,))
         if regions is None or 0 in entry.shape:
             regions = [((0,) * len(entry.shape), entry.shape)]
         found: dict[tuple[int, ...], StoredBox] = {}
         for begin, sizes in regions:
             self._find(key, entry, tuple(begin), _ends(begin, sizes), found)
-        return StoredMetadata(entry.shape, self.dtype(key), tuple(found[offsets] for offsets in sorted(found)))
+        return StoredMetadata(entry.shape, entry.dtype, tuple(found[offsets] for offsets in sorted(found)))
 
     def _find(
         self,

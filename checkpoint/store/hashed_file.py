@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
 
 import xxhash
 
 from trainwright.checkpoint.format.records import FileRecord
+from trainwright.checkpoint.store.local_files import LocalOutput
+from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import write_error
 from trainwright.core.errors import CheckpointError
 
@@ -15,20 +16,7 @@ from trainwright.core.errors import CheckpointError
 _BLOCK = 1 << 20
 
 
-class SealedOutput(Protocol):
-    """Output of a new file."""
-
-    def write(self, block: memoryview) -> None:
-        """Append all of ``block``."""
-
-    def seal(self) -> None:
-        """Sync to the disk or store, and close. Only then may a manifest list the file."""
-
-    def abort(self) -> None:
-        """Close, discarding data. Never raises; does nothing if already closed."""
-
-
-class SealedFile:
+class HashedFile:
     """A new file of a checkpoint, written sequentially and hashed on the way.
 
     Created by ``PendingFolder.create_file``. A context manager that closes the file, or aborts on an error.
@@ -40,19 +28,21 @@ class SealedFile:
         size: expected bytes, if known; only for messages.
     """
 
-    def __init__(self, record: FileRecord, output: SealedOutput, path: str, size: int | None = None) -> None:
+    def __init__(
+        self, record: FileRecord, output: LocalOutput | RemoteOutput, path: str, size: int | None = None
+    ) -> None:
         self._output = output
         self._path = path
         self._expected = size
         self._hash = xxhash.xxh3_128()
         self._size = 0
-        self._begun = record
+        self._planned = record
         self._record: FileRecord | None = None
 
     @property
     def name(self) -> str:
         """Name in the manifest."""
-        return self._begun.name
+        return self._planned.name
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes without copying.
@@ -90,8 +80,8 @@ class SealedFile:
             except Exception as error:
                 self.abort()
                 raise self._explained(error, 0) from error
-            begun = self._begun
-            self._record = FileRecord(begun.name, self._size, self._hash.hexdigest(), begun.rank, begun.stored)
+            planned = self._planned
+            self._record = FileRecord(planned.name, self._size, self._hash.hexdigest(), planned.rank, planned.stored)
         return self._record
 
     def abort(self) -> None:
@@ -101,7 +91,7 @@ class SealedFile:
     def _explained(self, error: Exception, more: int) -> CheckpointError:
         return write_error(error, self._path, max(self._expected or 0, self._size + more))
 
-    def __enter__(self) -> SealedFile:
+    def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from trainwright.checkpoint.exchange.distinct import any_of_ranks, from_rank, kin_of, to_first
+from trainwright.checkpoint.exchange.distinct import any_of_ranks, broadcast_value, equal_ranks, gather_distinct
 from trainwright.checkpoint.format.directory import OF_RANK
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.write.split import ListSplit, split_of
+from trainwright.checkpoint.write.split import MetadataSplit, divide_metadata
 
 # Replaces the rank in keys, so that ranks that differ by it alone form one group.
 _OWN = "rank/*/"
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WriterKin:
+class ReplicaGroup:
     """Ranks that hold the same boxes, such as one shard in all replicas.
 
     Args:
@@ -53,12 +53,12 @@ class WriterKin:
 
 
 @dataclass(frozen=True)
-class Deal:
+class Assignment:
     """Assignment of boxes to writing ranks.
 
     Args:
         own: positions of the boxes that this rank writes, among all that it holds.
-        kins: all groups; on the first rank only.
+        groups: all groups; on the first rank only.
         winners: index of the group that writes a box that several groups hold.
         split: division of metadata among ranks; ``None``: the first rank writes all of it.
         led: by index, the groups whose boxes this rank lists, if metadata is divided.
@@ -67,29 +67,29 @@ class Deal:
     """
 
     own: frozenset[int]
-    kins: Sequence[WriterKin]
+    groups: Sequence[ReplicaGroup]
     winners: Mapping[Box, int]
-    split: ListSplit | None = None
-    led: Mapping[int, WriterKin] = field(default_factory=dict)
+    split: MetadataSplit | None = None
+    led: Mapping[int, ReplicaGroup] = field(default_factory=dict)
     common: Mapping[Box, int] = field(default_factory=dict)
     composed: dict[str, bytes] = field(default_factory=dict, compare=False)
 
     def written(self) -> Iterator[tuple[Box, int]]:
         """Yield each box of the checkpoint and the rank that writes it. On the first rank only."""
-        for number, kin in enumerate(self.kins):
-            for name, box in own_boxes(kin):
-                yield from ((box._replace(key=f"{OF_RANK}{rank}/{name}"), rank) for rank in kin.ranks)
-            yield from self.written_by(number, kin)
+        for number, replicas in enumerate(self.groups):
+            for name, box in own_boxes(replicas):
+                yield from ((box._replace(key=f"{OF_RANK}{rank}/{name}"), rank) for rank in replicas.ranks)
+            yield from self.written_by(number, replicas)
 
-    def written_by(self, number: int, kin: WriterKin) -> Iterator[tuple[Box, int]]:
+    def written_by(self, number: int, replicas: ReplicaGroup) -> Iterator[tuple[Box, int]]:
         """Yield each box that a group writes and the rank that writes it; without rank-local tensors."""
-        writers = share_out(kin.boxes, len(kin.ranks), number, self.winners)
-        yield from ((kin.boxes[position], kin.ranks[writer]) for position, writer in writers.items())
+        writers = share_out(replicas.boxes, len(replicas.ranks), number, self.winners)
+        yield from ((replicas.boxes[position], replicas.ranks[writer]) for position, writer in writers.items())
 
 
-def own_boxes(kin: WriterKin) -> Iterator[tuple[str, Box]]:
+def own_boxes(replicas: ReplicaGroup) -> Iterator[tuple[str, Box]]:
     """Yield the rank-local boxes of a group, with their names after the rank."""
-    return ((box.key.removeprefix(_OWN), box) for box in kin.boxes if is_own(box))
+    return ((box.key.removeprefix(_OWN), box) for box in replicas.boxes if is_own(box))
 
 
 def is_own(box: Box) -> bool:
@@ -97,14 +97,12 @@ def is_own(box: Box) -> bool:
     return box.key.startswith(_OWN)
 
 
-class Dealer:
+class WriteAssigner:
     """Selects the boxes that each rank writes, so that no rank copies what another one writes.
 
     With replicated state each rank copies only a part. Sharding seldom changes during a run, so the assignment is kept,
-    and
-    ranks confirm with one number that it still holds. Ranks that hold the same boxes send them once, so traffic grows
-    with
-    what differs, not with the number of ranks.
+    and ranks confirm with one number that it still holds. Ranks that hold the same boxes send them once, so traffic
+    grows with what differs, not with the number of ranks.
 
     Args:
         group: a gloo group of all ranks; ``None``: this process alone, which writes everything.
@@ -112,11 +110,11 @@ class Dealer:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.last: Deal | None = None
+        self.last: Assignment | None = None
         """The current assignment; ``None`` before the first."""
         self._boxes: list[Box] | None = None
 
-    def deal(self, tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
+    def assign(self, tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
         """Return the boxes of ``tensors`` that this rank writes. A collective."""
         rank = 0 if self.group is None else dist.get_rank(self.group)
         boxes = boxes_of(tensors, rank)
@@ -127,7 +125,7 @@ class Dealer:
         return _keep(tensors, self.last.own)
 
 
-def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
+def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Assignment:
     """Compute the assignment. A collective.
 
     Args:
@@ -135,29 +133,29 @@ def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
         group: a gloo group of all ranks; ``None``: this process alone.
     """
     if group is None:
-        return Deal(frozenset(range(len(boxes))), [WriterKin([0], boxes)], {})
+        return Assignment(frozenset(range(len(boxes))), [ReplicaGroup([0], boxes)], {})
     own = json.dumps(boxes, separators=(",", ":")).encode()
-    kin = kin_of(own, group)
-    of_rank, rank = kin.of_rank, dist.get_rank(group)
-    members: list[list[int]] = [[] for _ in kin.firsts]
+    equal = equal_ranks(own, group)
+    of_rank, rank = equal.of_rank, dist.get_rank(group)
+    members: list[list[int]] = [[] for _ in equal.firsts]
     for each, number in enumerate(of_rank):
         members[number].append(each)
-    kins = list(_kins_of(to_first(own, kin, group), members).values())
-    split = split_of(kin)
-    led = {} if split is None else _kins_of(to_first(own, kin, group, split.kins), members)
-    winners = dict(from_rank(list(choose_writers(kins).items()) if kins else None, 0, group))
+    groups = list(_groups_of(gather_distinct(own, equal, group), members).values())
+    split = divide_metadata(equal)
+    led = {} if split is None else _groups_of(gather_distinct(own, equal, group, split.groups), members)
+    winners = dict(broadcast_value(list(choose_writers(groups).items()) if groups else None, 0, group))
     mine = of_rank[rank]
     place = members[mine].index(rank)
     writers = share_out(boxes, len(members[mine]), mine, winners)
     of_rank_alone = {position for position, box in enumerate(boxes) if is_own(box)}
     kept = frozenset(of_rank_alone | {p for p, writer in writers.items() if writer == place})
     common = writers_of_common(winners, members) if led else {}
-    held = {box for kin in led.values() for box in kin.boxes if box in common}
-    return Deal(kept, kins, winners, split, led, {box: writer for box, writer in common.items() if box in held})
+    held = {box for replicas in led.values() for box in replicas.boxes if box in common}
+    return Assignment(kept, groups, winners, split, led, {box: writer for box, writer in common.items() if box in held})
 
 
-def _kins_of(said: Mapping[int, bytes], members: Sequence[Sequence[int]]) -> dict[int, WriterKin]:
-    return {number: WriterKin(members[number], _boxes(json.loads(text))) for number, text in said.items()}
+def _groups_of(packed: Mapping[int, bytes], members: Sequence[Sequence[int]]) -> dict[int, ReplicaGroup]:
+    return {number: ReplicaGroup(members[number], _boxes(json.loads(text))) for number, text in packed.items()}
 
 
 def _boxes(plain: list[list[Any]]) -> list[Box]:
@@ -189,27 +187,27 @@ def boxes_of(tensors: Mapping[str, TensorParts], rank: int = 0) -> list[Box]:
     ]
 
 
-def choose_writers(kins: Sequence[WriterKin]) -> dict[Box, int]:
+def choose_writers(groups: Sequence[ReplicaGroup]) -> dict[Box, int]:
     """Return the index of the group that writes each box that several groups hold, balancing bytes per rank.
 
     Greedy: the largest boxes first, each to the holder with the least load per rank. Boxes with one holder count first.
     """
     holders: dict[Box, list[int]] = {}
-    for number, kin in enumerate(kins):
-        for box in kin.boxes:
+    for number, replicas in enumerate(groups):
+        for box in replicas.boxes:
             if not is_own(box):
                 holders.setdefault(box, []).append(number)
-    load = [0.0] * len(kins)
-    for number, kin in enumerate(kins):
-        alone = sum(box.num_bytes for box in kin.boxes if len(holders.get(box, ())) == 1)
-        own = sum(box.num_bytes for box in kin.boxes if is_own(box))
-        load[number] = own + alone / len(kin.ranks)
+    load = [0.0] * len(groups)
+    for number, replicas in enumerate(groups):
+        alone = sum(box.num_bytes for box in replicas.boxes if len(holders.get(box, ())) == 1)
+        own = sum(box.num_bytes for box in replicas.boxes if is_own(box))
+        load[number] = own + alone / len(replicas.ranks)
     winners = {}
     shared = [box for box, numbers in holders.items() if len(numbers) > 1]
     for box in sorted(shared, key=lambda box: (-box.num_bytes, box)):
         number = min(holders[box], key=lambda number: (load[number], number))
         winners[box] = number
-        load[number] += box.num_bytes / len(kins[number].ranks)
+        load[number] += box.num_bytes / len(groups[number].ranks)
     return winners
 
 
@@ -219,8 +217,7 @@ def share_out(
     """Assign each box to one of the ranks of a group, balancing bytes.
 
     Greedy: the largest boxes first, each to the rank with the least load; boxes that other groups hold too come first
-    of
-    all, so that :func:`writers_of_common` gets the same result without knowing the others.
+    of all, so that :func:`writers_of_common` gets the same result without knowing the others.
 
     Args:
         boxes: of the group.

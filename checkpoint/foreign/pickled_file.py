@@ -1,8 +1,7 @@
 """Loading of checkpoint files of Lightning and ``torch.save``, and folders of ``torch.distributed.checkpoint``.
 
 These contain pickles, which can run code when loaded. Nothing in them runs unless the caller trusts the file, wherever
-it
-comes from; files that cannot be read safely are refused.
+it comes from; files that cannot be read safely are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LIGHTNING_WEIGHTS = ("model", "state_dict")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
-def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+def load_pickled(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
     """Load the dict in a file of Lightning or ``torch.save``.
 
     Args:
@@ -51,8 +50,7 @@ def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_loca
 
     Raises:
         CheckpointError: if there is no such path, it is damaged, is not a dict, or holds objects that need code to be
-            rebuilt
-            while ``trust`` is off.
+            rebuilt while ``trust`` is off.
     """
     path = normal_path(path)
     if _is_folder(path):

@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import pack, start, unpack, wait_for
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.write.staging import lay_out
 
-HANDED_OVER = "handed_over"
+TRANSFERRED = "handed_over"
 """Key in ``about`` of a snapshot made by another rank, whose random numbers must not be reused."""
 
 
-def send(held: HeldState, to: int, group: dist.ProcessGroup) -> None:
+def send(held: Snapshot, to: int, group: dist.ProcessGroup) -> None:
     """Send a snapshot; the other rank calls :func:`receive`.
 
     Args:
@@ -32,7 +32,7 @@ def send(held: HeldState, to: int, group: dist.ProcessGroup) -> None:
     wait_for(start(dist.isend, [box.detach().contiguous().view(-1).view(torch.uint8) for box in boxes], to, group))
 
 
-def receive(source: int, group: dist.ProcessGroup) -> HeldState:
+def receive(source: int, group: dist.ProcessGroup) -> Snapshot:
     """Receive a snapshot from another rank.
 
     Args:
@@ -47,9 +47,9 @@ def receive(source: int, group: dist.ProcessGroup) -> HeldState:
     # In the order of sending: that of the tensors in the header.
     boxes = [box for parts in held.content.tensors.values() for _, box in parts.parts]
     wait_for(start(dist.irecv, [box.view(-1).view(torch.uint8) for box in boxes], source, group))
-    return handed_over(held)
+    return mark_transferred(held)
 
 
-def handed_over(held: HeldState) -> HeldState:
+def mark_transferred(held: Snapshot) -> Snapshot:
     """Mark a snapshot as made by another rank."""
-    return replace(held, content=replace(held.content, about={**held.content.about, HANDED_OVER: True}))
+    return replace(held, content=replace(held.content, about={**held.content.about, TRANSFERRED: True}))

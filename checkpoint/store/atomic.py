@@ -18,7 +18,7 @@ from trainwright.core.text.sizes import size_text
 
 
 @contextmanager
-def fresh_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], bool]) -> Iterator[Path]:
+def atomic_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], bool]) -> Iterator[Path]:
     """Yield a hidden path beside ``target`` to write a file or folder to; it is renamed to ``target`` at the end.
 
     On an error ``target`` is unchanged and nothing is left over.
