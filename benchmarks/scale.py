@@ -39,16 +39,23 @@ from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.callbacks.traffic.stragglers import StepTimes, find_stragglers
 from trainwright.checkpoint.exchange import distinct
 from trainwright.checkpoint.exchange import groups as gloo_groups
-from trainwright.checkpoint.exchange.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, problems_of_ranks
 from trainwright.checkpoint.format.dcp import from_json, to_json
 from trainwright.checkpoint.format.manifest import MANIFEST, read_manifest, records_of
 from trainwright.checkpoint.format.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
-from trainwright.checkpoint.format.stored import stored_tensors
+from trainwright.checkpoint.format.tensor_index import tensor_index
 from trainwright.checkpoint.store.storage import Folder
-from trainwright.checkpoint.write.dealing import Box, Deal, WriterKin, choose_writers, share_out, writers_of_common
+from trainwright.checkpoint.write.assignment import (
+    Assignment,
+    Box,
+    ReplicaGroup,
+    choose_writers,
+    share_out,
+    writers_of_common,
+)
+from trainwright.checkpoint.write.box_index import directory_of, led_box_file, stored_by
 from trainwright.checkpoint.write.save import Content, write
-from trainwright.checkpoint.write.split import ListSplit, split_of
-from trainwright.checkpoint.write.writing import directory_of, led_boxes, stored_by
+from trainwright.checkpoint.write.split import MetadataSplit, divide_metadata
 from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
 from trainwright.core.run.launcher import Launcher
@@ -291,7 +298,7 @@ def said(layout: Layout) -> Cost:
     """Measure the exchange of messages while all ranks agree."""
     with world(layout.world_size), sent() as calls:
         begin = time.process_time()
-        of_all_ranks({"loss": 1.0}, dist.group.WORLD)
+        all_gather_values({"loss": 1.0}, dist.group.WORLD)
         return _cost(begin, calls)
 
 
@@ -313,52 +320,52 @@ def _boxes(layout: Layout, shard: int) -> list[Box]:
     return [*boxes, *scalars, *own]
 
 
-def _kins(layout: Layout) -> list[WriterKin]:
+def _groups(layout: Layout) -> list[ReplicaGroup]:
     if layout.replicate == 1:
-        return [WriterKin([rank], _boxes(layout, rank)) for rank in range(layout.world_size)]
+        return [ReplicaGroup([rank], _boxes(layout, rank)) for rank in range(layout.world_size)]
     lines = layout.groups("replicate")
-    return [WriterKin(ranks, _boxes(layout, number)) for number, ranks in enumerate(lines)]
+    return [ReplicaGroup(ranks, _boxes(layout, number)) for number, ranks in enumerate(lines)]
 
 
-def deal(layout: Layout) -> Cost:
+def assignment(layout: Layout) -> Cost:
     """Measure how rank 0 assigns boxes to writers from the distinct reports, and the bytes that it receives."""
-    kins = _kins(layout)
+    groups = _groups(layout)
     begin = time.process_time()
-    winners = choose_writers(kins)
-    share_out(kins[0].boxes, len(kins[0].ranks), 0, winners)
+    winners = choose_writers(groups)
+    share_out(groups[0].boxes, len(groups[0].ranks), 0, winners)
     taken = time.process_time() - begin
-    size = sum(60 * len(kin.boxes) for kin in kins) + 24 * layout.world_size
-    return Cost(taken, size, len(kins))
+    size = sum(60 * len(replicas.boxes) for replicas in groups) + 24 * layout.world_size
+    return Cost(taken, size, len(groups))
 
 
 @dataclass(frozen=True)
 class Reports:
     """Simulated reports of the files and boxes of a state."""
 
-    kins: list[WriterKin]
+    groups: list[ReplicaGroup]
     winners: dict[Box, int]
-    split: ListSplit | None
+    split: MetadataSplit | None
 
     @classmethod
     def of(cls, layout: Layout) -> Reports:
         """As the ranks of a layout agree on it."""
-        kins = _kins(layout)
+        groups = _groups(layout)
         of_rank = [0] * layout.world_size
-        for number, kin in enumerate(kins):
-            for rank in kin.ranks:
+        for number, replicas in enumerate(groups):
+            for rank in replicas.ranks:
                 of_rank[rank] = number
-        lengths = [len(json.dumps(kin.boxes, separators=(",", ":"))) for kin in kins]
-        said = distinct.Kin(of_rank, [kin.ranks[0] for kin in kins], lengths)
-        return cls(kins, choose_writers(kins), split_of(said))
+        lengths = [len(json.dumps(replicas.boxes, separators=(",", ":"))) for replicas in groups]
+        said = distinct.EqualRanks(of_rank, [replicas.ranks[0] for replicas in groups], lengths)
+        return cls(groups, choose_writers(groups), divide_metadata(said))
 
-    def deal(self, file: int = 0) -> Deal:
+    def assignment(self, file: int = 0) -> Assignment:
         """That of a rank that writes a file of boxes down; of the first one, that of the first rank."""
         if self.split is None:
-            return Deal(frozenset(), self.kins, self.winners)
-        first = file * self.split.kins
-        led = dict(list(enumerate(self.kins))[first : first + self.split.kins])
-        common = writers_of_common(self.winners, [kin.ranks for kin in self.kins])
-        return Deal(frozenset(), self.kins, self.winners, self.split, led, common)
+            return Assignment(frozenset(), self.groups, self.winners)
+        first = file * self.split.groups
+        led = dict(list(enumerate(self.groups))[first : first + self.split.groups])
+        common = writers_of_common(self.winners, [replicas.ranks for replicas in self.groups])
+        return Assignment(frozenset(), self.groups, self.winners, self.split, led, common)
 
 
 def _record(name: str, data: bytes = b"") -> FileRecord:
@@ -368,7 +375,7 @@ def _record(name: str, data: bytes = b"") -> FileRecord:
 def one_file(reports: Reports) -> Cost:
     """One `tensors.json` and one `manifest.json` for all: made, written down and read again, by one rank."""
     begin = time.process_time()
-    stored = stored_by(Deal(frozenset(), reports.kins, reports.winners))
+    stored = stored_by(Assignment(frozenset(), reports.groups, reports.winners))
     text = to_json(stored)
     names = {box.file for tensor in stored.values() for box in tensor.boxes}
     manifest = Manifest({name: _record(name) for name in names}).to_bytes()
@@ -378,17 +385,17 @@ def one_file(reports: Reports) -> Cost:
 
 def first_files(reports: Reports) -> dict[str, bytes]:
     """Return the metadata that rank 0 composes of one assignment."""
-    deal = reports.deal()
+    assignment = reports.assignment()
     if reports.split is None:
-        return {TENSORS: to_json(stored_by(deal))}
-    return {TENSORS: directory_of(deal).to_bytes(), reports.split.boxes[0][0]: led_boxes(deal)}
+        return {TENSORS: to_json(stored_by(assignment))}
+    return {TENSORS: directory_of(assignment).to_bytes(), reports.split.boxes[0][0]: led_box_file(assignment)}
 
 
 def each_files(reports: Reports, composed: dict[str, bytes]) -> dict[str, bytes]:
     """Return the file lists and the manifest that rank 0 writes at each save."""
     known = {name: _record(name, data) for name, data in composed.items()}
     if reports.split is None:
-        ranks = sum(len(kin.ranks) for kin in reports.kins)
+        ranks = sum(len(replicas.ranks) for replicas in reports.groups)
         return {MANIFEST: Manifest({**known, **{n: _record(n) for n in map(file_of, range(ranks))}}).to_bytes()}
     split = reports.split
     name = split.lists[0][0]
@@ -418,11 +425,11 @@ def made_again(reports: Reports) -> Cost:
 
 def opened(reports: Reports) -> Cost:
     """Measure the metadata that a rank reads to find its own boxes and the files it verifies."""
-    kin, rank = reports.kins[-1], reports.kins[-1].ranks[0]
+    replicas, rank = reports.groups[-1], reports.groups[-1].ranks[0]
     composed = first_files(reports)
     if reports.split is not None:
-        file = reports.split.boxes_of(len(reports.kins) - 1)
-        composed[reports.split.boxes[file][0]] = led_boxes(reports.deal(file))
+        file = reports.split.boxes_of(len(reports.groups) - 1)
+        composed[reports.split.boxes[file][0]] = led_box_file(reports.assignment(file))
     with tempfile.TemporaryDirectory() as name, counted_reads() as reads:
         for file_name, data in {**composed, **each_files(reports, composed)}.items():
             Path(name, file_name).write_bytes(data)
@@ -431,8 +438,8 @@ def opened(reports: Reports) -> Cost:
         for number, each in enumerate(manifest.lists):
             if number == 0:  # that of its part
                 records_of(name, manifest, each)
-        tensors = stored_tensors(Folder(name, manifest), manifest)
-        for box in kin.boxes:
+        tensors = tensor_index(Folder(name, manifest), manifest)
+        for box in replicas.boxes:
             key = box.key.replace("rank/*/", f"rank/{rank}/")
             tensors.boxes(key, [(box.offsets, box.sizes)])
         return Cost(time.process_time() - begin, sum(reads), None, len(reads))
@@ -469,10 +476,10 @@ def metadata(measure: Callable[[Reports], Cost], one_copy: bool = False) -> Call
 def save(layout: Layout) -> Cost:
     """Measure a repeated save on rank 0 without its tensors: bytes sent and seconds."""
     reports = Reports.of(layout)
-    deal = replace(reports.deal(), kins=[], winners={}, composed=first_files(reports))
+    assignment = replace(reports.assignment(), groups=[], winners={}, composed=first_files(reports))
     with tempfile.TemporaryDirectory() as folder, world(layout.world_size), sent() as calls:
         begin = time.process_time()
-        write(Content({}, {}, {}, deal), f"{folder}/checkpoint", dist.group.WORLD)
+        write(Content({}, {}, {}, assignment), f"{folder}/checkpoint", dist.group.WORLD)
         return _cost(begin, calls)
 
 
@@ -504,7 +511,7 @@ ITEMS = (
     Item("replica check, hashing apart", "1000 steps", replicas),
     Item("is anything wrong", "a save", problems),
     Item("what all ranks say", "a save", said),
-    Item("deal, on rank 0", "first save", deal),
+    Item("assigning boxes, on rank 0", "first save", assignment),
     Item("save, beside tensors", "a save", save),
     Item("metadata, one file for all", "a save", metadata(one_file)),
     Item("metadata, first save, rank 0", "first save", metadata(made)),

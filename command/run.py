@@ -20,7 +20,7 @@ from trainwright.core.processes.watch import ShutdownWatch
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import (
-    Before,
+    RunDirRollback,
     default_run_dir,
     make_default_run_dir,
     read_config,
@@ -38,7 +38,7 @@ from trainwright.launch.recovery.sizes import resized, size_problems
 from trainwright.strategies.compose.world import Surroundings, resolve_devices
 
 # State before the run directories were prepared, by path; only of runs that have not been launched.
-_PREPARED: dict[str, Before] = {}
+_PREPARED: dict[str, RunDirRollback] = {}
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def prepare(
         raise ConfigError(problems)
     if choice is not None and choice.smaller is not None and verb == "fit":
         planned, choice = _probed(cfg, planned, choice, launcher)
-    before: Before | None = None
+    before: RunDirRollback | None = None
     try:
-        before = Before(Path(planned.run_dir))
+        before = RunDirRollback(Path(planned.run_dir))
         if cfg.run_dir is None:
             planned.run_dir = str(make_default_run_dir(run_name(cfg)))
             before.run_dir = Path(planned.run_dir).absolute()

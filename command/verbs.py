@@ -109,12 +109,12 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     except ConfigError as error:
         if launcher is None:
             raise
-        Uncaught(Path(cfg.run_dir)).tell(error)
+        Uncaught(Path(cfg.run_dir)).report(error)
         return REFUSED
     except RankError:
         raise
     except Exception as error:
-        Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process
+        Uncaught(Path(cfg.run_dir)).report(error)  # the run was in this process
         return FAILED
     if _prints(launcher) and verb != "fit" and result.has_ended:  # after fit, callbacks print it
         _print_run_dir(result, verb)

@@ -1,7 +1,7 @@
-"""What a device, the links between devices and their hosts can do, as far as a plan needs to know.
+"""Profiles of devices, their links and hosts, for planning.
 
-A profile is a yaml file of the group `device` (`conf/device/`); what published figures they hold, and from where, is
-told in docs/planning.md. `trainwright profile` measures one.
+A profile is a yaml file of the group `device` (`conf/device/`); docs/planning.md lists the published figures and their
+sources. `trainwright profile` measures one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 AUTO, CPU = "auto", "cpu"
 MEASURED = Path("conf", "device", "mine.yaml")
-"""Where `trainwright profile` writes unless it is told otherwise, and `device=auto` looks: in the working folder."""
-# Parts of the names that torch gives to GPUs -> profile; the first that a name contains counts.
+"""Default output of `trainwright profile`, and where `device=auto` looks, relative to the working directory."""
+# Substring of torch's GPU name -> profile; the first match counts.
 _BY_NAME = {
     "B200": "b200",
     "H200": "h200",
@@ -31,18 +31,18 @@ _BY_NAME = {
     "A800": "a100_80",
     "L40S": "l40s",
 }
-# Kinds of numbers that are multiplied, by the precision of a run.
+# dtype of matrix products, by the precision of a run.
 _ARITHMETIC = {"32": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16"}
 
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """What one device sends to another.
+    """Speed of the link between two devices.
 
     Args:
         latency: seconds of one message of a ring, without its bytes.
         bandwidth: bytes per second that one device sends, in one direction.
-        call: seconds of one collective beside its messages; 0: they are in ``latency``.
+        call: seconds of one collective beside its messages; 0: included in ``latency``.
     """
 
     latency: float
@@ -52,27 +52,25 @@ class LinkProfile:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A device within a cluster of its like.
+    """A device within a homogeneous cluster.
 
     Args:
         name: of the profile.
         memory_bytes: memory of one device, bytes.
-        flops: most floating-point operations per second with dense matrices, by kind of number: ``float32``, ``tf32``,
-            ``bfloat16``, ``float16``.
+        flops: peak dense matrix FLOP/s by dtype: ``float32``, ``tf32``, ``bfloat16``, ``float16``.
         memory_bandwidth: of the device's own memory, bytes per second.
-        efficiency: part of ``flops`` that the matrix products of a training step reach.
-        devices_per_node: devices that ``within`` connects.
-        within: between two devices of a node.
-        across: between nodes, for each device.
-        host_bandwidth: between a device and the memory of its host, bytes per second in one direction.
-        host_memory_bytes: memory of the host for each device, bytes.
-        operation_seconds: that starting an operation of torch takes, whatever its size; 0: it is not counted.
-        gather_seconds: that gathering a block's parameters, or reducing its gradients, takes beside the collective,
+        efficiency: fraction of ``flops`` that the matrix products of a training step reach.
+        devices_per_node: devices connected by ``within``.
+        within: link between two devices of a node.
+        across: link between nodes, per device.
+        host_bandwidth: between a device and its host's memory, bytes per second in one direction.
+        host_memory_bytes: host memory per device, bytes.
+        operation_seconds: overhead of launching one torch operation; 0: not counted.
+        gather_seconds: overhead of gathering a block's parameters, or reducing its gradients, beside the collective,
             with stage 3; 0: not counted.
-        measured_on: what it was measured on, see :func:`machine_name`; empty: its figures are published or assumed.
-        source: where it is from, for people; empty: from the group ``device``.
-        share: part of a core that each rank has where there are more ranks than cores, which the figures above are of;
-            1: a device for each.
+        measured_on: machine that was measured, see :func:`machine_name`; empty: published or assumed figures.
+        source: of the figures, for messages; empty: from the group ``device``.
+        share: fraction of a core per rank that the figures above are for, where ranks outnumber cores; 1: a core each.
     """
 
     name: str
@@ -93,11 +91,11 @@ class DeviceProfile:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks compute on cores of the host, so that their memory is the host's."""
+        """True if ranks compute on cores of the host, whose memory they use."""
         return CPU in self.name.lower()
 
     def flops_at(self, precision: str) -> float:
-        """Operations per second of a training step under a precision of the group of that name.
+        """Return the FLOP/s of a training step under a precision.
 
         Args:
             precision: ``32``, ``bf16-mixed``, ``bf16-true`` or ``16-mixed``.
@@ -105,7 +103,7 @@ class DeviceProfile:
         return self.efficiency * self.peak_at(precision)
 
     def peak_at(self, precision: str) -> float:
-        """Most operations per second with the kind of numbers that a precision of the group of that name multiplies.
+        """Return the peak FLOP/s of the dtype that a precision multiplies in.
 
         Args:
             precision: ``32``, ``bf16-mixed``, ``bf16-true`` or ``16-mixed``.
@@ -114,14 +112,14 @@ class DeviceProfile:
 
 
 def profile_of(cfg: DictConfig) -> DeviceProfile:
-    """The profile that a configuration asks for with the group ``device``.
+    """Return the profile that a configuration selects with the group ``device``.
 
     Args:
         cfg: composed, with ``device``, ``devices`` and ``accelerator``.
 
     Raises:
-        ValueError: if a value is missing or no positive number, or the GPU of this machine has no profile; the message
-            says what to type.
+        ValueError: if a value is missing or not positive, or the GPU of this machine has no profile; the message says
+            what to type.
     """
     plain: Any = OmegaConf.to_container(cfg.device, resolve=True)
     if plain.get("name") == AUTO:
@@ -130,7 +128,7 @@ def profile_of(cfg: DictConfig) -> DeviceProfile:
 
 
 def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
-    """A profile from plain values, as a yaml of the group ``device`` holds them.
+    """Return a profile from plain values, as in a yaml of the group ``device``.
 
     Raises:
         ValueError: see :func:`profile_of`.
@@ -147,7 +145,7 @@ def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
             problems.append(f"device.{key}={value} (allowed: a number above 0, without a unit)")
     flops = {kind: float(value) for kind, value in (values.get("flops") or {}).items() if value}
     if "float32" not in flops:
-        problems.append("device.flops.float32 is not given (operations per second)")
+        problems.append("device.flops.float32 is missing (operations per second)")
     if problems:
         raise ValueError(f"the profile device={name} cannot be used: " + "; ".join(problems))
     given = {each.name: values[each.name] for each in fields(DeviceProfile) if values.get(each.name) is not None}
@@ -171,13 +169,13 @@ def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:
-    """A profile for nodes of so many ranks. Where these are more than cores, they share them and their memory.
+    """Return a profile for nodes of ``ranks`` ranks, which share cores and memory if they outnumber the cores.
 
-    One that was measured with more ranks than cores is of such shares; fewer ranks have larger ones, up to a core each.
+    A profile measured with more ranks than cores is of such shares; fewer ranks have larger ones, up to a core each.
 
     Args:
         profile: of the devices of this machine.
-        ranks: that run on it.
+        ranks: on this machine.
     """
     most = max(profile.devices_per_node, 1)
     profile = replace(profile, devices_per_node=ranks)
@@ -199,12 +197,12 @@ def shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:
 
 
 def _slowed(link: LinkProfile, part: float) -> LinkProfile:
-    """Cores carry messages, too."""
+    """Scale a link, since cores carry messages too."""
     return LinkProfile(link.latency / part, link.bandwidth * part, link.call / part)
 
 
 def profile_named(name: str) -> DeviceProfile:
-    """A profile of the package by the name of its file.
+    """Return a profile of the package by its file name.
 
     Raises:
         ValueError: if there is none; the message lists all.
@@ -223,13 +221,13 @@ def profile_named(name: str) -> DeviceProfile:
 
 
 def profile_of_gpu(gpu: str) -> DeviceProfile | None:
-    """The profile for the name that torch gives to a GPU; None if there is none for it."""
+    """Return the profile for torch's name of a GPU; None if there is none."""
     found = next((profile for part, profile in _BY_NAME.items() if part in gpu), None)
     return None if found is None else profile_named(found)
 
 
 def profile_problems(cfg: DictConfig) -> list[str]:
-    """What is wrong with the profile that a configuration asks for; empty for ``device=auto``."""
+    """Return the problems of the profile that a configuration selects; empty for ``device=auto``."""
     if cfg.device.name == AUTO:
         return []
     try:
@@ -240,16 +238,16 @@ def profile_problems(cfg: DictConfig) -> list[str]:
 
 
 def peak_flops_of(cfg: DictConfig) -> float | None:
-    """Most operations per second of one rank of a run; ``None``: nothing is known of its device.
+    """Return the peak FLOP/s of one rank of a run; ``None``: unknown device.
 
-    A profile that was asked for counts as it is. Else it is that of the machine's GPUs; what an unknown GPU or a core
-    of the CPU can do is not assumed.
+    An explicit profile counts as it is, else that of the machine's GPUs; nothing is assumed for unknown GPUs and CPU
+    cores.
 
     Args:
         cfg: resolved, with ``device``, ``accelerator`` and ``precision``.
 
     Raises:
-        ValueError: if the profile that was asked for cannot be used, see :func:`profile_of`.
+        ValueError: if the selected profile is invalid, see :func:`profile_of`.
     """
     plain: Any = OmegaConf.to_container(cfg.device, resolve=True)
     profile = _of_gpus(cfg) if plain.get("name") == AUTO else profile_from(plain)
@@ -267,7 +265,7 @@ def _of_gpus(cfg: DictConfig) -> DeviceProfile | None:
 
 
 def machine_name(on_gpu: bool) -> str:
-    """What a profile of this machine is measured on: the name of its GPU, or the number of its cores."""
+    """Return the identity of this machine in a measured profile: its GPU, or its number of cores."""
     from trainwright.core.processes.machine import num_cores
 
     if not on_gpu:
@@ -278,7 +276,7 @@ def machine_name(on_gpu: bool) -> str:
 
 
 def _of_this_machine(cfg: DictConfig) -> DeviceProfile:
-    """As measured here; else published figures of this machine's GPUs, or the profile of CPUs; with its memory."""
+    """Return the measured profile, or else published figures of the GPUs or assumed ones of a CPU, with this memory."""
     from trainwright.core.processes.machine import num_gpus
 
     gpus = num_gpus() if cfg.accelerator != "cpu" else 0
@@ -291,7 +289,7 @@ def _of_this_machine(cfg: DictConfig) -> DeviceProfile:
 
 
 def _measured(here: str) -> tuple[DeviceProfile | None, str]:
-    """The profile that was measured on this machine, or what to do for one."""
+    """Return the profile measured on this machine, or advice on how to get one."""
     if not MEASURED.exists():
         return None, f"there is no {MEASURED}, which trainwright profile writes"
     try:
@@ -303,7 +301,7 @@ def _measured(here: str) -> tuple[DeviceProfile | None, str]:
             "type device=<profile>"
         ) from error
     if profile.measured_on != here:
-        of = profile.measured_on or "nobody knows what machine"
+        of = profile.measured_on or "an unknown machine"
         return None, f"{MEASURED} is of {of}, this is {here}; trainwright profile --overwrite measures it"
     return replace(profile, source=f"device=auto: {MEASURED}, measured on {here} by trainwright profile"), ""
 
@@ -326,9 +324,4 @@ def _this_host(profile: DeviceProfile) -> DeviceProfile:
 
     cores = num_cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return replace(
-        profile,
-        memory_bytes=memory // cores,
-        host_memory_bytes=memory // cores,
-        devices_per_node=cores,
-    )
+    return replace(profile, memory_bytes=memory // cores, host_memory_bytes=memory // cores, devices_per_node=cores)

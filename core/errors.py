@@ -1,5 +1,5 @@
-"""Errors of checkpoints. Both are ordinary exceptions: torch's own ``CheckpointException`` is none, and slips through
-``except Exception``."""
+"""Checkpoint errors. They derive from ``Exception``, unlike torch's ``CheckpointException``, which escapes ``except
+Exception``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LONGEST = 8000
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, found or used.
 
-    The message says what was given (the file and, where there is one, the rank that wrote it), what is allowed and what
-    to type instead.
+    The message gives the file (and the rank that wrote it, where there is one), what is allowed and what to type
+    instead.
     """
 
     def __str__(self) -> str:
@@ -22,8 +22,8 @@ class CheckpointError(RuntimeError):
         return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
 
 
-class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name that everybody reads
-    """A checkpoint whose files are not what its manifest says.
+class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the public name
+    """A checkpoint whose files do not match its manifest.
 
     Args:
         path: the checkpoint.
@@ -39,19 +39,19 @@ class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name that everybod
 
 
 class ClearingError(CheckpointError):
-    """Older checkpoints could not be deleted. The newest, which makes them needless, is saved."""
+    """Old checkpoints that could not be deleted; the newest one, which supersedes them, is saved."""
 
 
 class MissingCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818
-    """There is nothing at the path that was given; what expects Lightning's error finds that."""
+    """No checkpoint at the given path; also a ``FileNotFoundError``, which Lightning raises in this case."""
 
 
 class NotAFile(CheckpointError, OSError):  # noqa: N818
-    """A pipe, a device or a socket where a file is expected.
+    """A pipe, a device or a socket where a regular file is expected.
 
     Args:
-        path: of it.
-        kind: what it is, in words.
+        path: of the file.
+        kind: its kind, for the message.
     """
 
     def __init__(self, path: str, kind: str) -> None:
@@ -60,11 +60,11 @@ class NotAFile(CheckpointError, OSError):  # noqa: N818
 
 
 class DamagedFile(DamagedCheckpoint):
-    """A file of another tool that is damaged.
+    """A damaged file of another tool.
 
     Args:
         path: the file.
-        problem: what is wrong, as what follows its name.
+        problem: predicate of the message, whose subject is the file.
     """
 
     def __init__(self, path: str, problem: str) -> None:

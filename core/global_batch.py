@@ -9,7 +9,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What makes up one optimizer step.
+    """Composition of one optimizer step.
 
     Args:
         micro_batch_size: samples that one data rank reads at a time.
@@ -41,13 +41,13 @@ class GlobalBatch:
 
 
 def solve_accumulation(global_batch_size: int, micro_batch_size: int, data_ranks: int, uneven: bool = False) -> int:
-    """Micro-batches that each data rank accumulates for one optimizer step.
+    """Return the number of micro-batches that each data rank accumulates per optimizer step.
 
     Args:
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples that one data rank reads at a time.
         data_ranks: ranks that read different samples.
-        uneven: let the last micro-batches of a step be smaller where they cannot all be full.
+        uneven: allow smaller last micro-batches where they cannot all be full.
 
     Raises:
         ValueError: if there is no whole number of them; the message names the nearest possible sizes.
@@ -74,11 +74,11 @@ def solve_accumulation(global_batch_size: int, micro_batch_size: int, data_ranks
 
 @dataclass(frozen=True)
 class Waves:
-    """How the samples of an epoch are dealt to data ranks.
+    """Distribution of an epoch's samples over data ranks.
 
-    A *wave* is what all data ranks read at the same time: ``micro_batch_size x data_ranks`` samples that follow each
-    other in the order of the epoch, of which rank r reads the r-th part. So the samples of a global batch do not
-    depend on the layout. Samples that do not fill the last wave are dealt evenly; a rank may get none of them.
+    A *wave* is what all data ranks read at the same time: ``micro_batch_size x data_ranks`` consecutive samples in the
+    order of the epoch, of which rank r reads the r-th part. So the samples of a global batch do not depend on the
+    layout. Samples of an incomplete last wave are dealt evenly; a rank may get none.
 
     Args:
         samples: samples of the epoch.
@@ -112,22 +112,22 @@ class Waves:
 
     @cached_property
     def regular(self) -> int:
-        """Number of waves, from the first on, that are full and lie where their index says."""
+        """Number of leading waves that are full and start at a multiple of the wave size."""
         if self.step_samples:
             return 0
         return max(len(self) - 2, 0) if self._evens_out else self.samples // self.wave_size
 
     def bounds(self, wave: int) -> tuple[int, int]:
-        """Samples ``[first, last)`` of the epoch's order that make up ``wave``."""
+        """Return the samples ``[first, last)`` of the epoch's order that make up ``wave``."""
         return self._cut(wave), self._cut(wave + 1)
 
     def starts(self, rank: int) -> range:
-        """First sample that ``rank`` reads in each wave that is full and lies where its index says."""
+        """Return the first sample that ``rank`` reads in each regular wave."""
         first = rank * self.micro_batch_size
         return range(first, first + self.regular * self.wave_size, self.wave_size)
 
     def share(self, wave: int, rank: int) -> tuple[int, int]:
-        """Samples ``[first, last)`` of the epoch's order that ``rank`` reads in ``wave``; may be empty."""
+        """Return the samples ``[first, last)`` of the epoch's order that ``rank`` reads in ``wave``; may be empty."""
         if wave < self.regular:
             start = self.starts(rank)[wave]
             return start, start + self.micro_batch_size
@@ -137,12 +137,12 @@ class Waves:
         return start, start + each + (rank < extra)
 
     def group_size(self, wave: int) -> int:
-        """Samples of the optimizer step to which ``wave`` belongs."""
+        """Return the samples of the optimizer step to which ``wave`` belongs."""
         first = wave // self.group * self.per_step
         return min(first + self.per_step, self.samples) - first
 
     def _cut(self, wave: int) -> int:
-        """Where ``wave`` begins."""
+        """Return the first sample of ``wave``."""
         if self.step_samples:
             step, within = divmod(wave, self.group)
             return min(step * self.step_samples + within * self.wave_size, self.samples)
@@ -153,7 +153,7 @@ class Waves:
 
     @property
     def _evens_out(self) -> bool:
-        """Whether the last two waves share their samples, so that no rank goes without one."""
+        """True if the last two waves share their samples, so that no rank gets none."""
         if self.step_samples:
             return False
         last = len(self) - 1

@@ -1,4 +1,4 @@
-"""Which ranks share what: the sizes of the mesh axes of a run."""
+"""Parallel layout of a run: the sizes of its mesh axes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-# Ranks that a picture shows before it only counts the rest.
+# Ranks listed in a picture before the rest are only counted.
 _SHOWN_RANKS = 64
 
 
@@ -18,13 +18,13 @@ class Layout:
     ``-1`` on one axis means "the rest of the world". A layout with ``-1`` is *open*; :meth:`resolve` closes it.
 
     Args:
-        pipeline: ranks that hold different stages of the model (1 is off).
-        replicate: ranks that hold copies of the same state (1 is off).
-        shard: ranks that split one copy of the state among them (1 is off).
+        pipeline: pipeline stages (1 is off).
+        replicate: replicas of the same state (1 is off).
+        shard: ranks that shard one replica's state (1 is off).
         context: ranks that split the sequence of the same samples (1 is off).
         tensor: ranks that split each weight of a layer (1 is off).
-        expert: ranks that hold different experts (1 is off). It makes no ranks of its own: it divides
-            ``shard x context``, and ``-1`` takes all of that.
+        expert: ranks that hold different experts (1 is off). It adds no ranks: it divides ``shard x context``, and
+            ``-1`` takes all of that.
 
     Raises:
         ValueError: if a size is neither -1 nor at least 1, or if more than one axis is -1; the message lists all.
@@ -55,12 +55,12 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of every mesh axis that makes ranks, by name, outermost first."""
+        """Size of every mesh axis that adds ranks, by name, outermost first."""
         return {axis: size for axis, size in self._all_sizes.items() if axis != "expert"}
 
     @property
     def is_open(self) -> bool:
-        """Whether one axis still is ``-1``."""
+        """True if one axis is ``-1``."""
         return -1 in self._all_sizes.values()
 
     @property
@@ -76,20 +76,20 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that read different samples: ``replicate x shard``."""
+        """Number of data-parallel ranks, which read different samples: ``replicate x shard``."""
         return self.replicate * self.shard
 
     @property
     def state_ranks(self) -> int:
-        """Number of ranks over which ZeRO splits one copy of the state: ``shard x context``."""
+        """Number of ranks over which ZeRO shards one copy of the state: ``shard x context``."""
         return self.shard * self.context
 
     def resolve(self, world_size: int) -> Layout:
-        """Close the layout for ``world_size`` ranks.
+        """Return the closed layout for ``world_size`` ranks.
 
         Raises:
-            ValueError: if the axes cannot make up exactly ``world_size`` ranks, or ``expert`` does not divide
-                ``shard x context``; the message lists both.
+            ValueError: if the axes cannot make up exactly ``world_size`` ranks, or ``expert`` does not divide ``shard x
+                context``; the message lists both.
         """
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         is_open = -1 in self.sizes.values()
@@ -100,7 +100,7 @@ class Layout:
         if closed.expert == -1:
             return replace(closed, expert=closed.state_ranks)
         if closed.state_ranks % closed.expert:
-            # Where the replicas take the rest of the world, no other axis may.
+            # Only one axis may take the rest of the world.
             example = f"strategy.shard={closed.expert}" if self.replicate == -1 else "strategy.shard=-1"
             raise ValueError(
                 f"expert={closed.expert} does not divide shard x context = {closed.shard} x {closed.context} (allowed: "
@@ -118,10 +118,11 @@ class Layout:
             f"for example strategy.shard=-1 strategy.replicate=1."
         )
 
-    # ---- who is where ---------------------------------------------------------------------------------------------
+    # ---- coordinates of ranks -------------------------------------------------------------------------------------
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Index of ``rank`` along every axis of a closed layout; along ``expert``, which experts it holds."""
+        """Return the index of ``rank`` along every axis of a closed layout; for ``expert``, the index of its
+        experts."""
         found, rest = {}, rank
         for axis, size in reversed(self.sizes.items()):
             rest, found[axis] = divmod(rest, size)
@@ -130,17 +131,17 @@ class Layout:
         return ordered
 
     def data_rank(self, rank: int) -> int:
-        """Index of ``rank`` among those that read different samples; ranks of other axes share one."""
+        """Return the data-parallel index of ``rank``; ranks that differ along other axes share it."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
     def first_of_data_rank(self, data_rank: int) -> int:
-        """The first rank of those that read the samples of a data rank."""
+        """Return the first rank with the given data-parallel index."""
         replicate, shard = divmod(data_rank, self.shard)
         return (replicate * self.shard + shard) * self.context * self.tensor
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ along ``axes`` only, group by group; within one, in the order of the axes of the layout.
+        """Return the groups of ranks that differ along ``axes`` only, each in the order of the layout's axes.
 
         Args:
             axes: names of axes. ``expert`` means the ranks that hold different experts of one set, ``expert_shard``
@@ -150,7 +151,7 @@ class Layout:
         return [[first + place for place in within] for first in between]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """That of :meth:`groups` in which ``rank`` is; it takes as long as the group is large, not the world."""
+        """Return the group of :meth:`groups` that contains ``rank``, in time proportional to the group's size."""
         within, _ = self._places(axes, between=False)
         first = rank
         for size, stride, is_within in self._strides(axes):
@@ -159,7 +160,7 @@ class Layout:
         return [first + place for place in within]
 
     def _places(self, axes: tuple[str, ...], between: bool = True) -> tuple[list[int], list[int]]:
-        """Ranks of the first group, and the first rank of each group."""
+        """Return the ranks of the first group, and the first rank of each group."""
         within, firsts = [0], [0]
         for size, stride, is_within in self._strides(axes):
             if is_within:
@@ -169,8 +170,10 @@ class Layout:
         return within, firsts
 
     def _strides(self, axes: tuple[str, ...]) -> list[tuple[int, int, bool]]:
-        """Of each axis, outermost first: its size, by how much ranks differ that are neighbours along it, and whether
-        the ranks of a group differ along it. ``shard x context`` is one axis, or two where experts divide it."""
+        """Return (size, stride, whether ranks of a group differ along it) of each axis, outermost first.
+
+        ``shard x context`` is one axis, or two where experts divide it.
+        """
         sizes = self.sizes
         if "expert" in axes:
             state = [(self.state_ranks // self.expert, "shard" in axes), (self.expert, True)]
@@ -196,7 +199,7 @@ class Layout:
         return " x ".join(used) if used else "one rank"
 
     def picture(self) -> str:
-        """A table of a closed layout: one line per rank with its place, its samples and what it holds."""
+        """Return a table of a closed layout: one line per rank with its coordinates, samples and state."""
         axes = [axis for axis, size in self._all_sizes.items() if size > 1]
         header = ["rank", *axes, "samples", "holds"]
         shown = range(min(self.world_size, _SHOWN_RANKS))

@@ -1,4 +1,4 @@
-"""Private names of Lightning that this package builds on, in one place: a new version breaks one file.
+"""Private names of Lightning that this package uses, in one place, so that a new version breaks one file.
 
 The loops and connectors of :mod:`trainwright.trainer` derive from Lightning's, which have no public names.
 """

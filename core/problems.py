@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said all at once."""
+"""Errors that list all problems of a configuration at once."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,11 @@ class ConfigError(ValueError):
 
 
 class ChangedDataError(ValueError):
-    """A run that would not go on in the data where its checkpoint stopped; the message lists what differs."""
+    """A dataset that differs from the one of the checkpoint to resume; the message lists the differences."""
 
 
 def format_problems(problems: Sequence[str]) -> str:
-    """Number the problems when there are several, and say that nothing was started."""
+    """Return the problems, numbered if there are several, after a line that nothing was started."""
     if len(problems) == 1:
         return f"nothing was started, because:\n  {_indent(problems[0], 2)}"
     lines = [f"  {number}. {_indent(text, 5)}" for number, text in enumerate(problems, 1)]
@@ -29,18 +29,18 @@ def format_problems(problems: Sequence[str]) -> str:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that `given` most looks like; None when none does."""
+    """Return the allowed name most similar to `given`; None if none is similar."""
     matches = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def did_you_mean(given: str, allowed: Iterable[str], kind: str) -> str:
-    """The nearest allowed name as a question, then all of them.
+    """Return the nearest allowed name as a question, followed by all of them.
 
     Args:
-        given: what was typed.
-        allowed: every name that would have been accepted.
-        kind: what the names are, in the plural ("strategies").
+        given: as typed.
+        allowed: every accepted name.
+        kind: plural noun for the names ("strategies").
     """
     names = sorted(allowed)
     near = nearest(given, names)
@@ -53,4 +53,4 @@ def _indent(text: str, width: int) -> str:
 
 
 class DivergedError(RuntimeError):
-    """The loss guard ended training; weights and checkpoints are those of before the bad step."""
+    """Training ended by the loss guard; weights and checkpoints predate the bad step."""

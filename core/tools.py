@@ -1,4 +1,4 @@
-"""Tools that the command loads on demand, by name: nothing below them imports one."""
+"""Lazy loading of tools by name: no package below `tools` imports one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TOOLS = {
 
 
 def tool(name: str) -> Any:
-    """Return a tool: the function behind a verb, or one that several parts of the package call.
+    """Return the function behind a verb, or one that several packages call.
 
     Args:
-        name: a verb of its own folder, ``"expand"`` (of a DeepSpeed JSON) or ``"write_report"``.
+        name: a verb with its own folder, ``"expand"`` (of a DeepSpeed JSON) or ``"write_report"``.
     """
     module, _, function = _TOOLS[name].partition(":")
     return getattr(importlib.import_module(module), function)

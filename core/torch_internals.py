@@ -1,6 +1,6 @@
-"""Private names of torch that this package builds on, in one place: a new version breaks one file.
+"""Private names of torch that this package uses, in one place, so that a new version breaks one file.
 
-What takes long to import is imported when it is first asked for.
+Modules that are slow to import are loaded on first use.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.callbacks.inject.words import make_faults
 from trainwright.callbacks.progress.throughput import Throughput
-from trainwright.checkpoint.memory.held import PENDING, HeldState
+from trainwright.checkpoint.memory.snapshots import PENDING, Snapshot
 from trainwright.checkpoint.read.candidates import LAST
 from trainwright.core.config.masking import MaskedParameters
 from trainwright.core.config.missing import resolved
@@ -64,7 +64,7 @@ def run_verb(
     verb: str,
     on_exception: Callable[[BaseException], None],
     *,
-    held: HeldState | None = None,
+    held: Snapshot | None = None,
     more_callbacks: Sequence[Callback] = (),
 ) -> dict[str, float]:
     """Build module, data, strategy, callbacks and loggers from a resolved configuration and run the verb.
@@ -270,7 +270,7 @@ def _loggers(cfg: DictConfig, known: Mapping[str, Mapping[str, str]]) -> dict[st
     return loggers
 
 
-def _loading(trainer: Trainer, cfg: DictConfig, held: HeldState | None) -> dict[str, Any]:
+def _loading(trainer: Trainer, cfg: DictConfig, held: Snapshot | None) -> dict[str, Any]:
     """Return the checkpoint arguments of fit, validate, test or predict. Only a trusted file may hold code."""
     if held is None and traits_of(trainer.strategy).joins:
         held = PENDING

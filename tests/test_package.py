@@ -257,7 +257,7 @@ UNPICKLE = re.compile(
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "dist", "ForkingPickler"}
 # File -> why what it unpickles comes from nobody else.
 MAY_UNPICKLE = {
-    "checkpoint/foreign/ordinary.py": "torch.load of what lies beside a folder of DCP that the user has said to trust",
+    "checkpoint/foreign/pickled_file.py": "torch.load of files beside a DCP folder that the user has said to trust",
     "checkpoint/foreign/unpickle.py": "torch.load of a file, with weights_only unless the user has said to trust it",
     "checkpoint/foreign/torch_file.py": "torch.load(weights_only=True) of what was just written",
 }

@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.guard.verdict import keeps_its_state
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
-from trainwright.checkpoint.exchange.distinct import from_rank
-from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.exchange.distinct import broadcast_value
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.read.candidates import AUTO, LAST, Candidate, candidate_at, candidates_of, newest_first
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
@@ -31,7 +31,7 @@ from trainwright.core.failures.error_text import is_refusal, is_secondary, own_p
 from trainwright.core.lightning_internals import _BaseProgress, _CheckpointConnector, _Loop
 from trainwright.core.run.peers import service_of
 from trainwright.core.run.run_directory import CHECKPOINTS
-from trainwright.core.text.bounded import ContentError, natural, understood
+from trainwright.core.text.bounded import ContentError, interpreting, natural
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
@@ -76,7 +76,7 @@ class ResumeConnector(_CheckpointConnector):
         return path
 
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        if ckpt_path in (LAST, AUTO) or isinstance(ckpt_path, HeldState):
+        if ckpt_path in (LAST, AUTO) or isinstance(ckpt_path, Snapshot):
             return ckpt_path
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
@@ -114,7 +114,7 @@ class ResumeConnector(_CheckpointConnector):
             is_told = is_refusal(error) and not isinstance(error, ContentError)
             if is_told or is_secondary(error) or own_place(error):
                 raise
-            with understood(str(self._ckpt_path), problem="holds a state that does not fit this run"):
+            with interpreting(str(self._ckpt_path), problem="holds a state that does not fit this run"):
                 raise
 
     def restore_loops(self) -> None:
@@ -133,7 +133,7 @@ class ResumeConnector(_CheckpointConnector):
                 f"optimizer steps already. Give a max_steps above {trainer.global_step}, or an earlier checkpoint."
             )
 
-    def go_back(self, held: HeldState) -> None:
+    def go_back(self, held: Snapshot) -> None:
         """Put everything back where it was when this rank's state was taken, within a fit. A collective.
 
         Callbacks that say so keep what they know, see :func:`~trainwright.callbacks.guard.verdict.keeps_its_state`.
@@ -241,7 +241,7 @@ class ResumeConnector(_CheckpointConnector):
             except (CheckpointError, OSError) as error:
                 answer = None, str(error)
         found: T
-        found, problem = from_rank(answer, 0, group)
+        found, problem = broadcast_value(answer, 0, group)
         if problem is not None:
             raise CheckpointError(problem)
         return found

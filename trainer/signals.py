@@ -21,7 +21,7 @@ from trainwright.callbacks.end.preemption import Preemption
 from trainwright.core.lightning_internals import _HANDLER, _SignalConnector
 from trainwright.core.processes.watch import Allowance, ShutdownWatch
 from trainwright.core.run.interrupt import raise_interrupted
-from trainwright.core.run.peers import EndNotice, HeardNotice, peers_of
+from trainwright.core.run.peers import EndNotice, ReceivedNotice, peers_of
 from trainwright.core.run.phases import AGREEMENT
 from trainwright.core.run.traits import traits_of
 
@@ -225,7 +225,7 @@ class FlagOnSignal(_SignalConnector):
 
     def _hear(self) -> None:
         leased = self.trainer.fit_loop.leased  # type: ignore[attr-defined]
-        heard: HeardNotice | None
+        heard: ReceivedNotice | None
         if leased is not None:
             heard = leased.heard_of_end
         else:

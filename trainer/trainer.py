@@ -30,8 +30,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
-from trainwright.core.failures.failure import how_it_ended
-from trainwright.core.failures.uncaught import STARTED, Uncaught, is_one_of_many, tell_uncaught
+from trainwright.core.failures.failure import describe_end
+from trainwright.core.failures.uncaught import STARTED, Uncaught, is_one_of_many, report_uncaught
 from trainwright.core.lightning_internals import _set_num_threads_if_needed, _SubprocessScriptLauncher
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.processes.scratch import scratch
@@ -159,7 +159,7 @@ class Trainer(RunTrainer):
         run_dir = Path(os.getcwd() if "://" in root else root)
         end_with_agent()
         if is_one_of_many():
-            tell_uncaught(run_dir)
+            report_uncaught(run_dir)
         check_batch_options(global_batch_size, kwargs)
         check_partition(data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))
@@ -378,7 +378,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             os.environ[STARTED] = f"{sizes}@{scratch() / 'error_told'}"
             os.environ.update(token_environment())
             self._call_children_scripts()
-            tell_uncaught(self._run_dir, self._silent_end, self._end_others)
+            report_uncaught(self._run_dir, self._silent_end, self._end_others)
             threading.Thread(target=self._watch, name="trainwright-ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
@@ -387,7 +387,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """How another rank ended that cannot have said so itself."""
         for rank, process in enumerate(self.procs, 1):
             if process.poll() not in (None, 0, 1):
-                return f"rank {rank} of {len(self.procs) + 1} {how_it_ended(process.returncode)}; the others were ended"
+                return f"rank {rank} of {len(self.procs) + 1} {describe_end(process.returncode)}; the others were ended"
         return None
 
     def _end_others(self) -> None:
@@ -405,7 +405,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         time.sleep(_GRACE_SECONDS)  # this thread is gone by then if the process ends
         silent = self._silent_end()
         if silent is not None:
-            Uncaught(self._run_dir).say(silent)
+            Uncaught(self._run_dir).print_once(silent)
         _end(self.procs, 0.0)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -23,8 +23,8 @@ from trainwright.callbacks.guard.nonfinite import Blame, any_nonfinite, find_gra
 from trainwright.callbacks.guard.options import guard_problems
 from trainwright.callbacks.guard.verdict import DropStep, GoBack
 from trainwright.callbacks.steps import log_metrics
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
-from trainwright.checkpoint.exchange.groups import all_come
+from trainwright.checkpoint.exchange.distinct import all_gather_values
+from trainwright.checkpoint.exchange.groups import wait_for_all
 from trainwright.core.problems import DivergedError
 from trainwright.core.run.traits import traits_of
 
@@ -256,7 +256,7 @@ class LossGuard(Callback):
             *find_gradient(gradients),
         )
         own = blame if blame.micro_batch is not None or blame.position >= 0 else None
-        told = [own] if trainer.world_size == 1 else of_all_ranks(own, trainer.agreement_group())
+        told = [own] if trainer.world_size == 1 else all_gather_values(own, trainer.agreement_group())
         return f": {in_words([each for each in told if each is not None])}"
 
     # ---- intervening ------------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ def refuse_alone(number: int, what: str) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if not all_come(f"trainwright/bad_gradient/{number}", timedelta(seconds=_ALONE_SECONDS)):
+    if not wait_for_all(f"trainwright/bad_gradient/{number}", timedelta(seconds=_ALONE_SECONDS)):
         raise RuntimeError(
             f"{what}: a gradient is NaN or infinite on rank {dist.get_rank()}, and is not on others, which averaged "
             "the same ones with it. Either a hook changes gradients on this rank alone after they were averaged, "

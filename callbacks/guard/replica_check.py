@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.callbacks.steps import require_strategy, require_window
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 
 # Bytes of a CUDA tensor that are brought to the host at a time.
 _CHUNK = 64 << 20
@@ -272,7 +272,7 @@ class _Holders:
 
     def _plan(self, digests: Mapping[Box, bytes], device: torch.device) -> None:
         own = self._boxes = sorted(digests)
-        known = of_all_ranks(own, device=device)
+        known = all_gather_values(own, device=device)
         alike: dict[int, list[int]] = {}  # by the list that ranks said, which they share
         for rank, boxes in enumerate(known):
             alike.setdefault(id(boxes), []).append(rank)
@@ -296,7 +296,7 @@ class _Holders:
         self, digests: Mapping[Box, bytes], differing: Iterable[tuple[int, ...]], device: torch.device
     ) -> list[Difference]:
         doubtful = {box: digests[box] for ranks in differing for box in self._members.get(ranks, ())}
-        known = of_all_ranks(doubtful, device=device)
+        known = all_gather_values(doubtful, device=device)
         found = []
         for box in sorted({box for each in known for box in each}):
             votes = {rank: each[box] for rank, each in enumerate(known) if box in each}

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot
 
 
 class Verdict(BaseException):
@@ -36,7 +36,7 @@ class GoBack(Verdict):
             come again; their samples are read and recorded as skipped. At most to the end of the epoch. 0: none.
     """
 
-    def __init__(self, held: HeldState, skip_steps: int = 0) -> None:
+    def __init__(self, held: Snapshot, skip_steps: int = 0) -> None:
         super().__init__(held, skip_steps)
         self.held = held
         self.skip_steps = skip_steps

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 
 _ESTABLISHED = "01"
 _SOCKET = "socket:["
@@ -55,7 +55,7 @@ def _places() -> list[Endpoint]:
     """Where all ranks are, by rank. A collective."""
     addresses = {end.partition(":")[0] for end, _ in connections(os.getpid()).values()}
     own: Any = (socket.gethostname(), os.getpid(), tuple(sorted(addresses - _LOOPBACK)))
-    return [Endpoint(*each) for each in of_all_ranks(own)]
+    return [Endpoint(*each) for each in all_gather_values(own)]
 
 
 # Of every machine, so it tells none apart.

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from trainwright.callbacks.inject.fault import Fault
 from trainwright.checkpoint.format.manifest import read_manifest, records_of
 from trainwright.checkpoint.format.records import FileRecord
+from trainwright.checkpoint.store.hashed_file import HashedFile
 from trainwright.checkpoint.store.paths import is_remote
-from trainwright.checkpoint.store.sealed import SealedFile
 from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.store.write_errors import write_error
 from trainwright.core.errors import CheckpointError
@@ -75,11 +75,11 @@ class _Disk:
                 PendingFolder.create_file = cls.usual  # type: ignore[method-assign]
 
 
-def _create_file(pending: PendingFolder, name: str, rank: int, size: int | None = None) -> SealedFile:
+def _create_file(pending: PendingFolder, name: str, rank: int, size: int | None = None) -> HashedFile:
     if any(fault.fails(pending.token) for fault in _Disk.full):
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise write_error(error, os.path.join(pending.target, name), size) from error
-    created: SealedFile = _Disk.usual(pending, name, rank, size)
+    created: HashedFile = _Disk.usual(pending, name, rank, size)
     return created
 
 

@@ -12,7 +12,7 @@ from trainwright.callbacks.end.preemption import Preempted
 from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import read_records, records_path, tell
 from trainwright.callbacks.steps import steps_done
-from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.core.run.phases import SAVING, VALIDATION
 from trainwright.core.run.traits import traits_of
 
@@ -58,7 +58,7 @@ class Events(Callback):
         """Tell that the run goes on."""
         ours: Any = trainer
         step = steps_done(trainer)
-        if isinstance(ours.ckpt_path, HeldState) or traits_of(ours.strategy).joins:
+        if isinstance(ours.ckpt_path, Snapshot) or traits_of(ours.strategy).joins:
             self._tell(trainer, "recovered", f"goes on from a copy in memory of step {step}")
         elif self._goes_on:
             self._tell(trainer, "restarted", f"goes on from step {step}")

@@ -24,11 +24,11 @@ from trainwright.callbacks.save.logged import fresh_metrics, is_trial, logged_me
 from trainwright.callbacks.save.options import SaveName, save_problems
 from trainwright.callbacks.save.schedule import SaveSchedule
 from trainwright.callbacks.steps import require_strategy
-from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.checkpoint.exchange.groups import gloo_group
 from trainwright.checkpoint.format.manifest import Manifest
-from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import NeighbourCopies
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.read.find import FoundCheckpoint
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver, Saved
@@ -224,7 +224,7 @@ class RunStateCheckpoint(Checkpoint):
         self._prepared = not self.asynchronous
         self._saver = self._make_saver(trainer)
         # A run that goes on from memory makes the very states of the later ones again.
-        if trainer.is_global_zero and not isinstance(trainer.ckpt_path, HeldState):
+        if trainer.is_global_zero and not isinstance(trainer.ckpt_path, Snapshot):
             warn_of_later_ones(self._folder, self._step)
         self._schedule.start(self._step, partial(self._first_says, trainer))
         if self.in_memory_every_n_steps is not None and self.copies is None:
@@ -463,7 +463,7 @@ class RunStateCheckpoint(Checkpoint):
         group = self._agreement(trainer)
         if group is None:
             return value
-        return from_rank(value, 0, group)
+        return broadcast_value(value, 0, group)
 
 
 def _steps_are_collective(trainer: Trainer) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import log_metrics, require_strategy
 from trainwright.callbacks.windows import Measuring, Windowed
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.run.peers import service_of
 from trainwright.core.run.traits import traits_of
 from trainwright.core.text.sizes import size_text
@@ -120,7 +120,7 @@ class CommunicationReport(Measuring, Windowed):
         own = {"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)}
         together = traits_of(trainer.strategy).steps_are_collective
         several = together and dist.is_available() and dist.is_initialized()
-        self.of_ranks = of_all_ranks(own, device=trainer.strategy.root_device) if several else [own]
+        self.of_ranks = all_gather_values(own, device=trainer.strategy.root_device) if several else [own]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table on rank 0; nothing if nothing was sent."""

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from trainwright.callbacks.step_clock import KINDS, StepClock
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Measuring, Windowed
-from trainwright.checkpoint.exchange.distinct import rows_of_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_rows
 
 # Steps at the beginning that are left out: they compile, warm caches and make connections.
 _WARM_UP = 1
@@ -263,4 +263,4 @@ def _place(coordinates: dict[str, int], layout: Any) -> str:
 def _of_all_ranks(own: Sequence[float], trainer: Trainer) -> list[StepTimes]:
     """What every rank has measured, by rank. A collective."""
     mine = torch.tensor(own, dtype=torch.float32, device=trainer.strategy.root_device)
-    return [StepTimes(*row) for row in rows_of_ranks(mine).tolist()]
+    return [StepTimes(*row) for row in all_gather_rows(mine).tolist()]

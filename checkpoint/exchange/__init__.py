@@ -1,1 +1,1 @@
-"""Exchange plain values between ranks."""
+"""Exchange of plain values between ranks."""

@@ -1,7 +1,7 @@
-"""What ranks tell each other where most say the same: each says it in few bytes, and what is said is sent once.
+"""Collectives for plain values that are equal on most ranks: values are compared by hash, and each is sent once.
 
-``all_gather_object`` sends what each rank says to every rank, padded to the longest. Of 100,000 ranks that have nothing
-to say, each reads 100,000 answers, and they are pickles: whoever reaches a socket of a rank could have it run code.
+``all_gather_object`` sends every rank's value to every rank, padded to the longest, as pickles, which can run code of
+anything that reaches a rank's socket.
 """
 
 from __future__ import annotations
@@ -19,50 +19,54 @@ from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.errors import CheckpointError
 
-# torch has renamed it.
+# Renamed in newer torch versions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Numbers by which ranks say what they have to say: its hash (128 bits) and its length.
+# Numbers that identify a value: its hash (128 bits) and length.
 _WORDS = 3
 _CPU = torch.device("cpu")
 
 
-def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> list[Any]:
-    """What every rank of a group says, by rank. A collective.
+def all_gather_values(value: Any, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> list[Any]:
+    """Return the values of all ranks of a group, by rank. A collective.
 
-    Each rank sends 24 bytes to each, and then what is said, once for all who say it. Nothing more is sent where all say
-    the same. Ranks that said the same share one object, which is not to be changed.
+    Each rank sends 24 bytes to each other, then each distinct value is sent once; nothing more if all are equal. Ranks
+    with equal values share one object, which must not be modified.
 
     Args:
-        value: what this rank says; see :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
+        value: of this rank; see :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
         group: ``None``: all ranks.
-        device: where collectives of the group run.
+        device: of the group's collectives.
     """
     if dist.get_world_size(group) == 1:
         return [value]
     own = pack(value)
-    kin = kin_of(own, group, device)
-    if len(kin.lengths) == 1:
-        return [value] * len(kin.of_rank)
-    begins = [0, *accumulate(kin.lengths)]
+    equal = equal_ranks(own, group, device)
+    if len(equal.lengths) == 1:
+        return [value] * len(equal.of_rank)
+    begins = [0, *accumulate(equal.lengths)]
     block = torch.zeros(begins.pop(), dtype=torch.uint8, device=device)
     rank = dist.get_rank(group)
-    mine = kin.of_rank[rank]
-    if kin.firsts[mine] == rank:
+    mine = equal.of_rank[rank]
+    if equal.firsts[mine] == rank:
         block[begins[mine] : begins[mine] + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     dist.all_reduce(block, group=group)
     octets = block.cpu().numpy()
-    said = [unpack(octets[begin : begin + length].tobytes()) for begin, length in zip(begins, kin.lengths, strict=True)]
-    return [said[number] for number in kin.of_rank]
+    values = [
+        unpack(octets[begin : begin + length].tobytes()) for begin, length in zip(begins, equal.lengths, strict=True)
+    ]
+    return [values[number] for number in equal.of_rank]
 
 
-def from_rank(value: Any, source: int, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> Any:
-    """What one rank of a group says, on every rank. A collective.
+def broadcast_value(
+    value: Any, source: int, group: dist.ProcessGroup | None = None, device: torch.device = _CPU
+) -> Any:
+    """Broadcast a value of one rank of a group. A collective.
 
     Args:
-        value: of that rank; others' does not count. See :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
-        source: the rank, by its place in the group.
+        value: of that rank; ignored on others. See :func:`~trainwright.checkpoint.exchange.plain_bytes.pack`.
+        source: the rank within the group.
         group: ``None``: all ranks.
-        device: where collectives of the group run.
+        device: of the group's collectives.
 
     Raises:
         UnsupportedValueError: on every rank, if the value cannot be sent.
@@ -79,10 +83,10 @@ def from_rank(value: Any, source: int, group: dist.ProcessGroup | None = None, d
     dist.broadcast(block, group=group, group_src=source)
     if is_source and error is None:
         return value
-    said = unpack(block.cpu().numpy().tobytes())
+    received = unpack(block.cpu().numpy().tobytes())
     if failed:
-        raise error or CheckpointError(said)
-    return said
+        raise error or CheckpointError(received)
+    return received
 
 
 def _packed(value: Any) -> tuple[bytes, UnsupportedValueError | None]:
@@ -93,7 +97,7 @@ def _packed(value: Any) -> tuple[bytes, UnsupportedValueError | None]:
 
 
 def any_of_ranks(value: bool, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> bool:
-    """Whether it is so on any rank. A collective of one number; ``group`` is ``None`` where this process is alone."""
+    """Return whether ``value`` is true on any rank. A collective of one number; ``group=None``: this process alone."""
     if group is None:
         return value
     flag = torch.tensor(int(value), device=device)
@@ -102,26 +106,24 @@ def any_of_ranks(value: bool, group: dist.ProcessGroup | None, device: torch.dev
 
 
 def problems_of_ranks(problem: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
-    """What is wrong, by rank; empty if nothing is. A collective of one number while nothing is.
+    """Return the problems of all ranks, by rank. A collective of one number if there are none.
 
     Args:
         problem: of this rank; ``None``: none.
-        group: of the CPU; ``None``: this process is alone.
+        group: of the CPU; ``None``: this process alone.
     """
     if not any_of_ranks(problem is not None, group):
         return {}
-    said = [problem] if group is None else of_all_ranks(problem, group)
-    return {rank: each for rank, each in enumerate(said) if each is not None}
+    values = [problem] if group is None else all_gather_values(problem, group)
+    return {rank: each for rank, each in enumerate(values) if each is not None}
 
 
-def rows_of_ranks(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The numbers of every rank, ``(ranks, numbers)``, in one tensor: as many tensors as ranks take long to make.
-
-    A collective, where there is a process group.
+def all_gather_rows(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """All-gather a vector into a tensor ``(ranks, numbers)``, faster than one tensor per rank. A collective.
 
     Args:
-        mine: of this rank, ``(numbers,)``, as many on each; where collectives of the group run.
-        group: ``None``: all ranks.
+        mine: of this rank, ``(numbers,)``, the same length on each; on the device of the group's collectives.
+        group: ``None``: all ranks; without a process group, this process alone.
     """
     if not dist.is_available() or not dist.is_initialized():
         return mine.view(1, -1)
@@ -131,13 +133,13 @@ def rows_of_ranks(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
 
 
 @dataclass(frozen=True)
-class Kin:
-    """Which ranks say the same.
+class EqualRanks:
+    """Partition of ranks by equal values.
 
     Args:
-        of_rank: by rank, a number that those have in common who say the same; numbered by their first ranks.
-        firsts: by that number, the first rank.
-        lengths: by that number, the bytes of what they say.
+        of_rank: by rank, the index of its value; values are numbered by their first rank.
+        firsts: by index, the first rank with the value.
+        lengths: by index, its bytes.
     """
 
     of_rank: list[int]
@@ -145,21 +147,21 @@ class Kin:
     lengths: list[int]
 
 
-def kin_of(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> Kin:
-    """Find out which ranks have the same bytes. A collective of 24 bytes from each.
+def equal_ranks(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> EqualRanks:
+    """Return which ranks have equal bytes. A collective of 24 bytes from each.
 
     Args:
-        own: of this rank.
+        own: bytes of this rank.
         group: ``None``: all ranks.
-        device: where collectives of the group run.
+        device: of the group's collectives.
     """
     digest = xxhash.xxh3_128_digest(own)
     words = [int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)]
     mine = torch.tensor([*words, len(own)], dtype=torch.int64, device=device)
-    return _numbered(rows_of_ranks(mine, group).cpu())
+    return _numbered(all_gather_rows(mine, group).cpu())
 
 
-def _numbered(words: Tensor) -> Kin:
+def _numbered(words: Tensor) -> EqualRanks:
     known: dict[tuple[int, int, int], int] = {}
     of_rank: list[int] = []
     firsts: list[int] = []
@@ -170,34 +172,36 @@ def _numbered(words: Tensor) -> Kin:
             firsts.append(rank)
             lengths.append(length)
         of_rank.append(number)
-    return Kin(of_rank, firsts, lengths)
+    return EqualRanks(of_rank, firsts, lengths)
 
 
-def to_first(own: bytes, kin: Kin, group: dist.ProcessGroup | None, every: int | None = None) -> dict[int, bytes]:
-    """Bring what is said to the first rank, once for all who say it. A collective.
+def gather_distinct(
+    own: bytes, equal: EqualRanks, group: dist.ProcessGroup | None, every: int | None = None
+) -> dict[int, bytes]:
+    """Gather each distinct value once. A collective.
 
     Args:
         own: bytes of this rank.
-        kin: of these bytes, see :func:`kin_of`.
+        equal: partition by these bytes, see :func:`equal_ranks`.
         group: of the CPU; ``None``: all ranks.
-        every: how many that say something else have a rank for themselves to which it is brought: the first of those
-            who say what comes first among it. ``None``: all are brought to the first rank.
+        every: number of consecutive values per receiving rank, which is the first rank with the first of them.
+            ``None``: all are sent to the first rank.
 
     Returns:
-        What was brought to this rank, by its number; empty on ranks to which nothing is.
+        The values received, by index; empty on other ranks.
     """
-    rank, every = dist.get_rank(group), every or len(kin.firsts)
-    number = kin.of_rank[rank]
+    rank, every = dist.get_rank(group), every or len(equal.firsts)
+    number = equal.of_rank[rank]
     begin = number - number % every
-    leader = kin.firsts[begin]
+    leader = equal.firsts[begin]
     if rank != leader:
-        if kin.firsts[number] == rank:
+        if equal.firsts[number] == rank:
             dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), _global(leader, group), group=group)
         return {}
     found = {number: own}
-    for other in range(begin + 1, min(begin + every, len(kin.firsts))):
-        block = torch.empty(kin.lengths[other], dtype=torch.uint8)
-        dist.recv(block, _global(kin.firsts[other], group), group=group)
+    for other in range(begin + 1, min(begin + every, len(equal.firsts))):
+        block = torch.empty(equal.lengths[other], dtype=torch.uint8)
+        dist.recv(block, _global(equal.firsts[other], group), group=group)
         found[other] = block.numpy().tobytes()
     return found
 

@@ -1,4 +1,4 @@
-"""Process groups that do not keep a rank waiting for one that has failed."""
+"""Process groups whose creation does not block on a failed rank."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-# Ranks above which those of a group connect when they first send each other something. Each rank connecting to each
-# takes as many open files as there are ranks, in every group; collectives send to few.
+# World size above which ranks connect lazily. A full mesh takes one open file per rank in every group, while
+# collectives use few connections.
 _MOST_CONNECTIONS = 128
-# Read by torch when it makes a group.
+# Read by torch when it creates a group.
 _CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"
 
 
 def default_store() -> dist.Store:
-    """The store of the process group of all ranks."""
+    """Return the store of the default process group."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
-def all_come(key: str, patience: timedelta) -> bool:
-    """Wait in the store of all ranks until each has come; whether they did in time.
+def wait_for_all(key: str, patience: timedelta) -> bool:
+    """Wait in the default store until all ranks have arrived; return whether they did in time.
 
     Args:
         key: of this meeting, the same on all ranks.
-        patience: how long this rank waits.
+        patience: timeout of this rank.
     """
     store = default_store()
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/all", "1")
     try:
         store.wait([f"{key}/all"], patience)
-    except dist.DistError:  # the time is over, or whoever holds the store is gone
+    except dist.DistError:  # timeout, or the store's host is gone
         return False
     return True
 
 
 def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new gloo group of all ranks; a collective.
+    """Create a gloo group of all ranks; a collective.
 
-    Making a group waits in the store of the ranks, for the full timeout where another rank has failed in a hook before.
-    A barrier waits in connections, which break when that rank goes, so it comes first.
+    Creating a group waits in the store for the full timeout if another rank has failed. A barrier fails at once when
+    that rank's connection breaks, so it comes first.
 
     Args:
-        timeout: of the collectives of the group; ``None`` is torch's.
+        timeout: of the group's collectives; ``None``: torch's default.
 
     Raises:
-        RuntimeError: if another rank has gone; with NCCL that is noticed by its own watchdog alone.
+        RuntimeError: if another rank has ended; with NCCL only its watchdog notices.
     """
     if dist.get_backend() == dist.Backend.GLOO:
         dist.barrier()
@@ -60,7 +60,7 @@ def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 @contextmanager
 def _connections(ranks: int) -> Iterator[None]:
-    """Within it, gloo connects ranks late if they are many; unless the environment says something else."""
+    """Let gloo connect lazily if there are many ranks, unless the environment decides."""
     if ranks <= _MOST_CONNECTIONS or _CONNECT_LATE in os.environ:
         yield
         return
@@ -72,10 +72,10 @@ def _connections(ranks: int) -> Iterator[None]:
 
 
 class WorldGroup:
-    """A group of all ranks: made when it is first asked for, and again when the ranks have met anew since.
+    """A group of all ranks, created on first use, and again after the default process group was recreated.
 
     Args:
-        make: makes one; a collective.
+        make: creates one; a collective.
     """
 
     def __init__(self, make: Callable[[], dist.ProcessGroup] = gloo_group) -> None:
@@ -84,11 +84,11 @@ class WorldGroup:
         self._world: dist.ProcessGroup | None = None
 
     def get(self) -> dist.ProcessGroup:
-        """The group; the first call after the ranks have met is a collective."""
+        """Return the group; the first call per default process group is a collective."""
         if self._group is None or self._world is not dist.group.WORLD:
             self._group, self._world = self._make(), dist.group.WORLD
         return self._group
 
     def forget(self) -> None:
-        """Let go of it."""
+        """Drop the group."""
         self._group = self._world = None

@@ -1,9 +1,8 @@
-"""Plain values as bytes, for what ranks tell each other. Reading them runs no code.
+"""Plain values as bytes for messages between ranks. Reading them runs no code.
 
-Beside what a checkpoint holds (``tree.py``) these are records: dataclasses, named tuples, and classes that are
-registered as nodes of ``torch.utils._pytree`` (the outputs of Hugging Face models are). A record is sent with the name
-of its class, which is looked up among the modules that are loaded already: nothing is imported, and no constructor of
-a dataclass runs.
+In addition to values of checkpoints (``tree.py``) it supports records: dataclasses, named tuples, and classes
+registered as nodes of ``torch.utils._pytree`` (such as outputs of Hugging Face models). The class of a record is looked
+up by name among loaded modules: nothing is imported, and no dataclass constructor runs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _HEAD = 8  # bytes that hold the length of the JSON text
 
 
 def pack(value: Any) -> bytes:
-    """``value`` as bytes; equal ones have equal bytes.
+    """Return ``value`` as bytes; equal values have equal bytes.
 
     Args:
         value: plain values, tensors, arrays and records, in lists, tuples, sets and dicts.
@@ -54,10 +53,10 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What :func:`pack` was given.
+    """Return the argument of :func:`pack` from its result.
 
     Raises:
-        CheckpointError: if the bytes are none of its.
+        CheckpointError: if the bytes are malformed.
     """
     try:
         begin = _HEAD + int.from_bytes(data[:_HEAD], "little")
@@ -78,7 +77,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _octets_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor as an array of bytes."""
+    """Return the memory of a contiguous tensor as an array of bytes."""
     return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
 
 
@@ -90,7 +89,7 @@ def _octets(tensor: Tensor) -> bytes:
 
 
 def _without_records(value: Any) -> Any:
-    """``value`` with a dict in place of each record."""
+    """Return ``value`` with records replaced by dicts."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(_without_records(item) for item in value)
@@ -115,7 +114,7 @@ def _without_records(value: Any) -> Any:
 
 
 def _settings_of(value: Any) -> Any:
-    """What a collection is made with, beside its items."""
+    """Return the constructor argument of a collection besides its items."""
     if isinstance(value, deque):
         return value.maxlen
     factory = value.default_factory if isinstance(value, defaultdict) else None
@@ -162,7 +161,7 @@ def _is_record(kind: type) -> bool:
 
 
 def _class_named(name: str) -> type:
-    """The record class of this name, of a module that is loaded.
+    """Return the record class of this name from a loaded module.
 
     Raises:
         UnsupportedValueError: if there is none.

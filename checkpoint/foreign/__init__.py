@@ -1,1 +1,1 @@
-"""Checkpoints of other tools: import and export."""
+"""Import and export of checkpoint formats of other tools."""

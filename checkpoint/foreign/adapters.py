@@ -1,7 +1,7 @@
-"""Adapters of peft, as the files that peft writes or merged into the weights that they adapt.
+"""Export of peft adapters: as peft's files, or merged into the base weights.
 
-The model is built once more from what the checkpoint remembers of it, on the meta device, so that peft itself says what
-belongs to an adapter and merges each layer. Tensors are read when they are written, those of one layer at a time.
+The model is rebuilt on the meta device from its configuration, so that peft selects the adapter's tensors and merges
+each layer. Tensors are read when they are written, one layer at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from trainwright.checkpoint.foreign.hugging_face import LAYER_ADAPTERS
 from trainwright.checkpoint.foreign.torch_file import LazyTensor
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 _IN_PYTHON = "merge in Python (merge_and_unload() of peft) and save the model"
 _INSIDE = "base_model.model."
-# Options without a meaning for a model without memory: initial values, and a package that would be imported by name.
+# Options without effect on meta tensors: initial values, and a package that would be imported by name.
 _NOT_BUILT = {"init_lora_weights": False, "init_ia3_weights": False, "init_weights": False, "megatron_config": None}
-# Of peft, layers of which one merges without the others.
+# Layers of peft that can be merged independently.
 _MERGED_ALONE = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding", "peft.tuners.ia3.layer.Linear")
 
 
@@ -36,11 +36,11 @@ class Adapter:
 
     Args:
         name: its name.
-        config: what ``adapter_config.json`` holds.
-        base: what is known of the Hugging Face model in it, see :mod:`.hugging_face`.
+        config: contents of ``adapter_config.json``.
+        base: facts about the Hugging Face model in it, see :mod:`.hugging_face`.
         model: the ``PeftModel`` on the meta device.
         weights: its tensors in the checkpoint, by their names in ``model``.
-        trained: names in ``model`` of what was trained, parameters of the base model included.
+        trained: names in ``model`` of trained parameters, including those of the base model.
     """
 
     name: str
@@ -66,29 +66,29 @@ class Adapter:
             models: facts of all Hugging Face models of the checkpoint.
             weights: all tensors of the checkpoint, by their names in the module.
             trained: names of all trained parameters in the module.
-            init_from: what the run began its weights from, where the model does not know.
+            init_from: source of the run's initial weights, if the model does not have it.
 
         Raises:
-            CheckpointError: if ``transformers`` or ``peft`` is missing, if more or less than one adapter is active, or
-                if the model cannot be built from what is known.
+            CheckpointError: if ``transformers`` or ``peft`` is missing, if not exactly one adapter is active, or if the
+                model cannot be rebuilt.
         """
         prefix = f"{facts['prefix']}." if facts["prefix"] else ""
         active = facts["active"]
         if len(active) != 1:
             raise CheckpointError(
                 f"The adapters {', '.join(map(repr, active)) or '(none)'} of {facts['prefix'] or 'the module'} are "
-                "active, and one adapter is exported. Activate one with set_adapter(NAME) of peft and save again."
+                "active, but only one can be exported. Activate one with set_adapter(NAME) of peft and save again."
             )
         if len(facts["adapters"]) > 1:
             left = ", ".join(repr(name) for name in facts["adapters"] if name != active[0])
-            warnings.warn(f"The active adapter {active[0]!r} is exported; {left} are left out.", stacklevel=6)
+            warnings.warn(f"The active adapter {active[0]!r} is exported; {left} are skipped.", stacklevel=6)
         config = {**facts["adapters"][active[0]], "inference_mode": True}
         base = next((model for model in models if model["prefix"] == f"{prefix}{_INSIDE}"[:-1]), None)
         kinds = {str(each.get("peft_type")) for each in facts["adapters"].values()}
         if base is None or not kinds.issubset(LAYER_ADAPTERS):
             raise CheckpointError(
-                f"The adapter of {facts['prefix'] or 'the module'} ({', '.join(sorted(kinds))}) is not in the layers "
-                f"of a Hugging Face model, as those are that can be exported ({', '.join(LAYER_ADAPTERS)}). Save it "
+                f"The adapter of {facts['prefix'] or 'the module'} ({', '.join(sorted(kinds))}) is not one of those in "
+                f"layers of a Hugging Face model that can be exported ({', '.join(LAYER_ADAPTERS)}). Save it "
                 "in Python (save_pretrained() of peft), or give format=safetensors."
             )
         config["base_model_name_or_path"] = config.get("base_model_name_or_path") or _folder(init_from)
@@ -98,7 +98,7 @@ class Adapter:
         return cls(active[0], config, base, _built(base, adapters), own, of_base)
 
     def own(self) -> dict[str, LazyTensor]:
-        """What ``adapter_model.safetensors`` holds: all that was trained, under the names that peft gives it."""
+        """Return the contents of ``adapter_model.safetensors``: everything trained, under peft's names."""
         import peft
 
         self._refuse_others()
@@ -107,15 +107,15 @@ class Adapter:
             warnings.simplefilter("ignore")
             names = {name: name for name in self.weights}
             found = peft.get_peft_model_state_dict(self.model, names, self.name, save_embedding_layers=grown)
-        # Weights of the base model that were trained without being named in the adapter's configuration.
+        # Trained base weights that the adapter's configuration does not list.
         others = self.trained.intersection(self.weights).difference(found.values())
         return {key: self.weights[name] for key, name in (found | {name: name for name in others}).items()}
 
     def merged(self) -> dict[str, LazyTensor]:
-        """The tensors of the Hugging Face model with the adapter merged into them, under the model's own names.
+        """Return the tensors of the Hugging Face model with the adapter merged, under the model's own names.
 
         Raises:
-            CheckpointError: if peft cannot merge each layer of such an adapter by itself.
+            CheckpointError: if peft cannot merge each layer independently.
         """
         self._refuse_others()
         self._refuse_unmergeable()
@@ -135,12 +135,12 @@ class Adapter:
                 lazy = replace(lazy, key=f"merged/{name}", read=partial(self._merge, owner, parameter, lazy.dtype))
                 kept = f"{owner}.{parameter}"
             else:
-                continue  # the adapter's own
+                continue  # a tensor of the adapter
             found[kept.removeprefix(_INSIDE)] = lazy
         return found
 
     def _wrapper_of(self, name: str) -> tuple[str, Any]:
-        """The outermost module of peft around a tensor, and its name; ``None`` if there is none."""
+        """Return the outermost peft module around a tensor and its name; ``None`` if there is none."""
         parts = name.split(".")
         for length in range(3, len(parts)):
             owner = ".".join(parts[:length])
@@ -151,7 +151,7 @@ class Adapter:
 
     def _merge(self, owner: str, parameter: str, dtype: torch.dtype) -> Tensor:
         layer = copy.deepcopy(self.model.get_submodule(owner))
-        with torch.no_grad(), understood(owner, _IN_PYTHON.capitalize() + ".", "cannot be merged"):
+        with torch.no_grad(), interpreting(owner, _IN_PYTHON.capitalize() + ".", "cannot be merged"):
             layer.load_state_dict(
                 {name: self.weights[f"{owner}.{name}"].read() for name in layer.state_dict()}, assign=True
             )
@@ -160,14 +160,14 @@ class Adapter:
         return merged.to(dtype).contiguous()
 
     def _refuse_others(self) -> None:
-        """The checkpoint must hold what the model has that was built; quantized weights have names of their own."""
+        """Raise unless checkpoint and rebuilt model have the same tensors, except for quantized weights."""
         differing = [
             name for name in self.weights.keys() ^ self.model.state_dict().keys() if ".base_layer." not in name
         ]
         if differing:
             raise CheckpointError(
                 f"{self.base['class']} with the adapter {self.name!r} has other tensors than the checkpoint "
-                f"({', '.join(sorted(differing)[:3])}, ...): the module changed it after it was built, or another "
+                f"({', '.join(sorted(differing)[:3])}, ...): the module modified it after building it, or another "
                 "version of transformers or peft wrote it. Save it in Python (save_pretrained() of peft), or give "
                 "format=safetensors."
             )
@@ -188,37 +188,37 @@ class Adapter:
             reason = "layers that share their base weights (layer_replication)"
         if reason is not None:
             raise CheckpointError(
-                f"The adapter {self.name!r} has {reason}, into which nothing is merged here. Give format=peft without "
+                f"The adapter {self.name!r} has {reason}, which cannot be merged here. Give format=peft without "
                 f"merge, load that with PeftModel.from_pretrained, and {_IN_PYTHON}."
             )
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer of peft that adapts another, but none that keeps a copy of it."""
+    """Return whether ``module`` is a peft layer that adapts another, not one that keeps a trained copy."""
     return hasattr(module, "adapter_layer_names") and not hasattr(module, "modules_to_save")
 
 
 def _built(facts: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The adapted model on the meta device, the first adapter being active."""
+    """Return the adapted model on the meta device, with the first adapter active."""
     try:
         import peft
         import transformers
     except ImportError as error:
         raise CheckpointError(
-            f"An adapter is exported with peft and transformers, and {error.name} is not installed. Type: "
+            f"Exporting an adapter needs peft and transformers; {error.name} is not installed. Type: "
             "pip install 'trainwright[peft]'"
         ) from error
     cls = getattr(transformers, str(facts["class"]), None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise CheckpointError(
-            f"{facts['class']} is no model of transformers, so its adapter cannot be exported without its code. Save "
+            f"{facts['class']} is not a transformers model, so its adapter cannot be exported without its code. Save "
             "it in Python (save_pretrained() of peft), or give format=safetensors."
         )
     advice = "Save the adapter in Python (save_pretrained() of peft), or give format=safetensors."
-    with understood(str(facts["class"]), advice, "cannot be built with its adapter"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of training
+    with interpreting(str(facts["class"]), advice, "cannot be built with its adapter"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they concern training
         config: Any = cls.config_class.from_dict(facts["config"])  # type: ignore[union-attr]
-        config._attn_implementation = "eager"  # another one may be code that is fetched
+        config._attn_implementation = "eager"  # others may download code
         with torch.device("meta"):
             base = cls(config)
         first, *others = ((name, _config_of(config)) for name, config in adapters.items())
@@ -236,12 +236,12 @@ def _config_of(config: Mapping[str, Any]) -> Any:
 
 
 def _folder(init_from: str | None) -> str | None:
-    """The folder of a Hugging Face model that weights came from, if it is one."""
+    """Return the folder of a Hugging Face model that weights came from, if it is one."""
     return init_from if init_from and Path(init_from, "config.json").is_file() else None
 
 
 def _vocabulary_changed(config: Mapping[str, Any], base: str | None) -> bool:
-    """Whether embeddings have other rows than those of the base model, as far as that lies on this machine."""
+    """Return whether the vocabulary differs from the base model's, if that is on this machine."""
     from transformers import PretrainedConfig
 
     if not base:

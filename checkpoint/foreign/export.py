@@ -1,6 +1,6 @@
-"""A checkpoint of any layout as a file of another tool: safetensors, Hugging Face, peft, Lightning, torch.
+"""Export of a checkpoint of any layout to formats of other tools: safetensors, Hugging Face, peft, Lightning, torch.
 
-One tensor at a time is read and written, so a model larger than this machine's memory is exported too.
+Tensors are read and written one at a time, so models larger than this machine's memory can be exported.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trainwright.checkpoint.foreign.tokenizer_files import TOKENIZER_FILES, toke
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, check_torch_file, write_torch_file
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
-from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
+from trainwright.checkpoint.store.atomic import atomic_path, refuse_full
 from trainwright.checkpoint.store.paths import is_remote, local_path
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 from trainwright.core.text.sizes import size_text
 
 Format = Literal["safetensors", "hf", "peft", "lightning", "torch"]
@@ -33,7 +33,7 @@ FORMATS: tuple[str, ...] = ("safetensors", "hf", "peft", "lightning", "torch")
 _ONE_FILE = ("peft", "lightning", "torch")
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-"""Bytes of tensors in one file of a folder, unless said otherwise."""
+"""Default bytes of tensors per file of a folder."""
 
 _DTYPES = {
     name: dtype
@@ -45,19 +45,19 @@ _DTYPES = {
     }.items()
     for name in names
 }
-# What wrappers of peft add to the names of the weights that an adapter is merged into.
+# Name parts that peft adds to base weights.
 _OF_WRAPPERS = re.compile(r"\.(base_layer|original_module)\.")
 _OLD = (
-    "or was written by a version that kept nothing of adapters (resume it with this one and save it again), so no "
+    "or was written by a version that did not record adapters (resume it with this one and save it again), so no "
     "adapter is known"
 )
-# What an adapter adds to the names of the model that it was put into.
+# Marks of adapters in tensor names.
 _ADAPTERS = (".lora_", ".base_layer.", ".modules_to_save.", ".ia3_")
 
 
 @dataclass(frozen=True)
 class _Order:
-    """What was asked for."""
+    """Options of an export."""
 
     target: Path
     max_shard_bytes: int | None
@@ -80,33 +80,33 @@ def export(
     merge: bool = False,
     tokenizer: str | Path | None = None,
 ) -> Path:
-    """Write the checkpoint at ``path`` in another format. It is verified first, and stays as it is.
+    """Write the checkpoint at ``path`` in another format, after verifying it.
 
     Args:
         path: a checkpoint of this package, local or any fsspec path.
-        to: where to; a path of this machine.
+        to: target, a local path.
         format: ``"safetensors"``: the weights under the module's names, as one file (``to`` ends in ``.safetensors``)
-            or a folder of shards with an index. ``"hf"``: a folder that ``from_pretrained`` reads, of the Hugging Face
-            model in the module. ``"peft"``: a folder that ``PeftModel.from_pretrained`` reads, of the active adapter in
-            the module; needs peft. ``"lightning"``: a ``.ckpt`` file that ``load_from_checkpoint`` and Lightning's own
-            Trainer read. ``"torch"``: a file with ``{name: tensor}``.
-        max_shard_bytes: bytes of tensors in one file at most, unless a single tensor is larger; ``None``: 5 GB in a
+            or a folder of shards with an index. ``"hf"``: a folder for ``from_pretrained``, of the Hugging Face model
+            in the module. ``"peft"``: a folder for ``PeftModel.from_pretrained``, of the active adapter in the module;
+            needs peft. ``"lightning"``: a ``.ckpt`` file for ``load_from_checkpoint`` and Lightning's own Trainer.
+            ``"torch"``: a file with ``{name: tensor}``.
+        max_shard_bytes: most bytes of tensors in one file, unless a single tensor is larger; ``None``: 5 GB in a
             folder, no limit for one file. Only for ``"safetensors"`` and ``"hf"``.
         dtype: convert floating-point weights to it (``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"``);
-            ``None``: as they are. Not for ``"lightning"``, whose optimizer states belong to the weights as they are.
+            ``None``: unchanged. Not for ``"lightning"``, whose optimizer states belong to the original weights.
         overwrite: replace an earlier export; off: refuse if ``to`` exists.
         model: for ``"hf"`` and ``"peft"`` and modules with several such models, the attribute path of the one to
             export.
         merge: for ``"hf"``, merge the model's active adapter (LoRA, DoRA or IA3 of peft) into the weights; needs peft.
         tokenizer: for ``"hf"`` and ``"peft"``, a folder with the tokenizer's files, which are copied beside the
-            weights; ``None``: the ``tokenizer/`` of the run directory in which the checkpoint lies, if there is one.
+            weights; ``None``: the ``tokenizer/`` of the checkpoint's run directory, if there is one.
 
     Returns:
         The file or folder that was written.
 
     Raises:
-        CheckpointError: if the checkpoint cannot be read or lacks what the format needs, if an argument has no meaning
-            for the format, or if ``to`` cannot be written; nothing is left there then.
+        CheckpointError: if the checkpoint cannot be read or lacks what the format needs, if an argument does not apply
+            to the format, or if ``to`` cannot be written; nothing is left there then.
         DamagedCheckpoint: if the checkpoint is damaged.
     """
     order = _Order(_target(to), max_shard_bytes, _dtype(dtype), overwrite, model, merge, tokenizer)
@@ -116,12 +116,12 @@ def export(
     return order.target
 
 
-# ---- what was asked for ---------------------------------------------------------------------------------------------
+# ---- options --------------------------------------------------------------------------------------------------------
 
 
 def _target(to: str | Path) -> Path:
     if is_remote(str(to)):
-        raise CheckpointError(f"Exports are written to this machine; {to} is not on it. Give a local path and copy it.")
+        raise CheckpointError(f"Exports are written to local paths, and {to} is remote. Give a local path and copy it.")
     return Path(local_path(str(to)))
 
 
@@ -130,21 +130,23 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     found = _DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise CheckpointError(f"dtype={dtype} is not one to convert to; give float32, bfloat16, float16 or float64.")
+        raise CheckpointError(f"dtype={dtype} is not supported; give float32, bfloat16, float16 or float64.")
     return found
 
 
 def _refuse_contradictions(order: _Order, format: str) -> None:
     if format not in FORMATS:
-        raise CheckpointError(f"format={format!r} is not known; give one of {', '.join(FORMATS)}.")
+        raise CheckpointError(f"format={format!r} is unknown; give one of {', '.join(FORMATS)}.")
     if order.max_shard_bytes is not None and format in _ONE_FILE:
-        raise CheckpointError(f"max_shard_bytes (--max-shard-size) has no meaning for format={format}: it is one file.")
+        raise CheckpointError(
+            f"max_shard_bytes (--max-shard-size) does not apply to format={format}, which is one file."
+        )
     if order.max_shard_bytes is not None and order.max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes={order.max_shard_bytes} must be at least 1.")
     if order.dtype is not None and format == "lightning":
         raise CheckpointError(
-            "dtype has no meaning for format=lightning, whose optimizer states belong to the weights as they are; "
-            "export the weights alone with format=torch or format=safetensors."
+            "dtype does not apply to format=lightning, whose optimizer states belong to the original weights; export "
+            "the weights alone with format=torch or format=safetensors."
         )
     for name, given, formats in (
         ("model", order.model, ("hf", "peft")), ("tokenizer", order.tokenizer, ("hf", "peft")),
@@ -152,21 +154,21 @@ def _refuse_contradictions(order: _Order, format: str) -> None:
     ):  # fmt: skip
         if given is not None and format not in formats:
             only = " and format=".join(formats)
-            raise CheckpointError(f"{name}={given!r} has a meaning for format={only} only, not for format={format}.")
+            raise CheckpointError(f"{name}={given!r} applies to format={only} only, not to format={format}.")
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
 def _weights(state: RunState) -> dict[str, LazyTensor]:
-    """The module's ``state_dict`` without what is no tensor, in its order; tied ones share a key."""
+    """Return the tensors of the module's ``state_dict``, in its order; tied ones share a key."""
     saved = state.tree.get("state_dict")
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{state.path} holds no weights (no state_dict); there is nothing to export.")
     others = [name for name, value in saved.items() if not isinstance(value, StoredTensor | Tensor)]
     if others:
         warnings.warn(
-            f"{', '.join(others)}: the module's extra state is no tensor and is left out; format=lightning keeps it.",
+            f"{', '.join(others)}: the module's extra state is not a tensor and is skipped; format=lightning keeps it.",
             stacklevel=2,
         )
     return {name: _lazy(name, saved[name]) for name in saved if name not in others}
@@ -197,7 +199,7 @@ def _converted(name: str, lazy: LazyTensor, dtype: torch.dtype | None) -> LazyTe
 
 
 def _written_once(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """The weights without those tied to an earlier one, and name -> the one it is tied to."""
+    """Return the weights without those tied to an earlier one, and name -> the one it is tied to."""
     first: dict[str, str] = {}
     tied: dict[str, str] = {}
     for name, lazy in weights.items():
@@ -211,9 +213,9 @@ def _written_once(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTens
 
 
 def _safetensors(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         weights, tied = _written_once(_all_converted(_weights(state), order.dtype))
-    # Tied names as the safetensors package writes them: what is left out, and what to take instead.
+    # Tied names as the safetensors package records them: omitted name -> written name.
     metadata = {"format": "pt", **tied}
     if order.target.suffix != ".safetensors":
         _write_folder(order, weights, metadata, {})
@@ -225,18 +227,18 @@ def _safetensors(state: RunState, order: _Order) -> None:
             f"The weights have {size_text(_num_bytes(weights.values()))}, more than max_shard_bytes="
             f"{order.max_shard_bytes} allows in one file. Give a folder instead of {order.target.name}."
         )
-    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
+    with atomic_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
         _write_file(pending, weights, weights, metadata)
 
 
 def _hugging_face(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         kept, files = _hugging_face_content(state, order)
     _write_folder(order, _all_converted(kept, order.dtype), {"format": "pt"}, files)
 
 
 def _hugging_face_content(state: RunState, order: _Order) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-    """The weights of a Hugging Face model, and the files beside them."""
+    """Return the weights of a Hugging Face model, and the files beside them."""
     facts = _hugging_face_facts(state, order.model)
     inside = _merged(state, facts) if order.merge else _unadapted(state, facts)
     names = [[_OF_WRAPPERS.sub(".", name) for name in group] for group in facts["tied"]]
@@ -246,7 +248,7 @@ def _hugging_face_content(state: RunState, order: _Order) -> tuple[dict[str, Laz
     dtypes = [order.dtype or lazy.dtype for lazy in kept.values() if lazy.dtype.is_floating_point]
     config = {**facts["config"], "dtype": str(dtypes[0]).removeprefix("torch.") if dtypes else facts["dtype"]}
     if order.merge and any(len({inside[name].key for name in group if name in inside}) > 1 for group in names):
-        # The adapter has changed one of them alone.
+        # The adapter changed only one of the tied weights.
         config["tie_word_embeddings"], kept = False, inside
     return kept, {"config.json": config, **_files_beside(state, order, facts)}
 
@@ -257,7 +259,7 @@ def _unadapted(state: RunState, facts: Mapping[str, Any]) -> dict[str, LazyTenso
     adapters = [name for name in inside if any(mark in name for mark in _ADAPTERS)]
     if adapters:
         raise CheckpointError(
-            f"{facts['class']} has adapters in it ({adapters[0]}, ...), which from_pretrained would not find. Give "
+            f"{facts['class']} has adapters ({adapters[0]}, ...), which from_pretrained would not find. Give "
             "merge=True (--merge) to merge them into the weights, format=peft to export the adapter alone, or "
             "format=safetensors for all tensors as they are."
         )
@@ -268,14 +270,13 @@ def _merged(state: RunState, facts: Mapping[str, Any]) -> dict[str, LazyTensor]:
     around = [f for f in state.about.get("peft") or () if facts["prefix"].startswith(_under(f["prefix"]))]
     if not around:
         raise CheckpointError(
-            f"{facts['class']} of {state.path} lies in no PeftModel, {_OLD}. Leave out merge, or give "
-            "format=safetensors."
+            f"{facts['class']} of {state.path} is not in a PeftModel, {_OLD}. Omit merge, or give format=safetensors."
         )
     return _adapter(state, around[0]).merged()
 
 
 def _peft(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         adapter = _adapter(state, _peft_facts(state, order.model))
         files = {"adapter_config.json": adapter.config, **_files_beside(state, order, adapter.base)}
         weights = adapter.own()
@@ -308,14 +309,14 @@ def _peft_facts(state: RunState, model: str | None) -> dict[str, Any]:
 
 
 def _chosen(found: Sequence[dict[str, Any]], model: str | None, path: str, kind: str, without: str) -> dict[str, Any]:
-    """Facts of the one that was asked for."""
+    """Return the facts of the selected model."""
     if not found:
         raise CheckpointError(f"{path} was made from a module without a {kind}, {without}. Give format=safetensors.")
     prefixes = [facts["prefix"] for facts in found]
     if model is None and len(found) == 1:
         return found[0]
     if model not in prefixes:
-        given = "it was not said which" if model is None else f"there is no {model!r}"
+        given = "none was selected" if model is None else f"there is no {model!r}"
         raise CheckpointError(
             f"{path} has {kind}s at {', '.join(map(repr, prefixes))}, and {given}. Give model=<one of these> "
             "(--model), or format=safetensors for all weights."
@@ -324,7 +325,7 @@ def _chosen(found: Sequence[dict[str, Any]], model: str | None, path: str, kind:
 
 
 def _lightning(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         tree, changed = as_lightning(state.tree)
     if changed:
         warnings.warn(
@@ -335,7 +336,7 @@ def _lightning(state: RunState, order: _Order) -> None:
 
 
 def _torch(state: RunState, order: _Order) -> None:
-    with understood(state.path):
+    with interpreting(state.path):
         weights = _all_converted(_weights(state), order.dtype)
     _write_torch(order, weights, _num_bytes(_written_once(weights)[0].values()))
 
@@ -354,7 +355,7 @@ _WRITERS: dict[str, Callable[[RunState, _Order], None]] = {
 
 def _write_torch(order: _Order, tree: Any, needed: int) -> None:
     refuse_full(order.target, needed)
-    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_nothing) as pending:
+    with atomic_path(order.target, overwrite=order.overwrite, may_replace=_nothing) as pending:
         with pending.open("wb") as file:
             write_torch_file(file, tree)
         check_torch_file(pending)
@@ -367,10 +368,10 @@ def _write_folder(
     others: Mapping[str, Any],
     name: str = "model",
 ) -> None:
-    """A folder of shards, with an index if there are several, and other files (bytes, or JSON) beside them."""
+    """Write a folder of shards, with an index if there are several, and other files (bytes, or JSON) beside them."""
     refuse_full(order.target, _num_bytes(weights.values()))
     limit = order.max_shard_bytes or DEFAULT_SHARD_BYTES
-    shards = _shards(weights, limit if name == "model" else None)  # peft reads one file
+    shards = _shards(weights, limit if name == "model" else None)  # peft reads a single file
     total = len(shards)
     names = [f"{name}-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)]
     names = names if total > 1 else [f"{name}.safetensors"]
@@ -380,7 +381,7 @@ def _write_folder(
             "metadata": {"total_size": _num_bytes(weights.values())},
             "weight_map": {key: file for file, keys in zip(names, shards, strict=True) for key in keys},
         }
-    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
+    with atomic_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
         pending.mkdir()
         for file, keys in zip(names, shards, strict=True):
             _write_file(pending / file, weights, keys, metadata)
@@ -401,7 +402,7 @@ def _write_file(
 
 
 def _shards(weights: Mapping[str, LazyTensor], limit: int | None) -> list[list[str]]:
-    """Names in their order, cut so that no group has more bytes than ``limit`` unless it is a single tensor."""
+    """Split names in order, so that no shard exceeds ``limit`` bytes unless it is a single tensor."""
     shards: list[list[str]] = [[]]
     size = 0
     for key, lazy in weights.items():
@@ -418,7 +419,7 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def _is_export(name: str) -> bool:
-    """Whether a file of that name is one that an export writes."""
+    """Return whether exports write files of that name."""
     return name.endswith((".safetensors", ".safetensors.index.json")) or name in (
         "config.json",
         "generation_config.json",

@@ -1,6 +1,6 @@
-"""What must be known of Hugging Face models within a module to write them as ``from_pretrained`` reads them.
+"""Facts about Hugging Face models and peft adapters within a module that their export needs.
 
-The same of adapters of peft. Neither package is imported: a model that is of one brings everything along.
+Neither package is imported, unless the module already uses it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from trainwright.checkpoint.format.names import ADAPTED, tied_names
 from trainwright.core.errors import CheckpointError
 
 LAYER_ADAPTERS = ("LORA", "ADALORA", "IA3", "VERA", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "FOURIERFT")
-"""Kinds of adapters that lie in the layers of a model, and begin with values that do not depend on its weights."""
+"""Types of adapters in layers of a model whose initial values do not depend on its weights."""
 
 
 def hugging_face_facts(module: nn.Module) -> list[dict[str, Any]]:
-    """What an export needs to know of each Hugging Face model in ``module`` that lies in no other one.
+    """Return facts about each outermost Hugging Face model in ``module``.
 
     Returns:
-        One JSON value per model, none if there are no such models::
+        One JSON value per model::
 
-            {"prefix": "model",                # where it stands; "" if the module itself is one
+            {"prefix": "model",                # attribute path; "" if the module itself is one
              "class": "LlamaForCausalLM",
-             "config": {...},                  # what config.json holds
-             "generation_config": {...},       # what generation_config.json holds, None if there is none
-             "tied": [["model.embed_tokens.weight", "lm_head.weight"]],  # the one to be written first
-             "dtype": "float32"}               # of its parameters, the first one's if they differ
+             "config": {...},                  # contents of config.json
+             "generation_config": {...},       # contents of generation_config.json, None if there is none
+             "tied": [["model.embed_tokens.weight", "lm_head.weight"]],  # the one to write first
+             "dtype": "float32"}               # of its first parameter
     """
     return [_facts(prefix, model) for prefix, model in outermost_models(module)]
 
@@ -53,26 +53,26 @@ def _facts(prefix: str, model: nn.Module) -> dict[str, Any]:
 
 
 def _class_name(model: nn.Module) -> str:
-    """The model's own class: sharding may have put another one before it."""
+    """Return the model's own class name, without FSDP's dynamic subclass."""
     own = next(c for c in type(model).__mro__ if not any(base.__name__ == "FSDPModule" for base in c.__mro__))
     return own.__name__
 
 
 def _source_first(names: Sequence[str], model: nn.Module) -> list[str]:
-    """Tied names in the order in which one is chosen to be written: those first that others are tied to."""
-    # A mapping (from the tied name to what it is tied to) in recent versions, a list of tied names before.
+    """Return tied names sorted so that those others are tied to come first."""
+    # A mapping (tied name -> source) in recent versions, a list of tied names before.
     followers = getattr(model, "_tied_weights_keys", None) or ()
     return sorted(names, key=lambda name: name in followers)
 
 
 def peft_facts(module: nn.Module) -> list[dict[str, Any]]:
-    """What an export needs to know of the adapters of each ``PeftModel`` in ``module``.
+    """Return facts about the adapters of each ``PeftModel`` in ``module``.
 
     Returns:
-        One JSON value per model, none if there are no such models::
+        One JSON value per model::
 
-            {"prefix": "model",                 # where it stands; "" if the module itself is one
-             "adapters": {"default": {...}},    # by name, what adapter_config.json holds
+            {"prefix": "model",                 # attribute path; "" if the module itself is one
+             "adapters": {"default": {...}},    # by name, contents of adapter_config.json
              "active": ["default"]}
     """
     models: list[tuple[str, Any]] = [(name, sub) for name, sub in module.named_modules() if is_peft_model(sub)]
@@ -87,11 +87,11 @@ def peft_facts(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, str]:
-    """The tensors that adapters of peft have put into ``module``.
+    """Return the tensors that peft adapters added to ``module``.
 
     Returns:
-        Name in ``module.state_dict()`` -> name of the tensor of the base model that it begins as a copy of
-        (``modules_to_save``), or an empty text if it begins with a value of its own.
+        Name in ``module.state_dict()`` -> name of the base tensor that it was copied from (``modules_to_save``), or an
+        empty text if it has initial values of its own.
     """
     found: dict[str, str] = {}
     outer = ""
@@ -108,19 +108,19 @@ def adapter_tensors(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def refuse_late_weights(module: nn.Module, where: str) -> None:
-    """Refuse to read the base weights of adapters that have made their initial values from other ones.
+def refuse_weights_under_adapters(module: nn.Module, where: str) -> None:
+    """Raise if base weights would be loaded under adapters whose initial values depend on other base weights.
 
     Raises:
-        CheckpointError: if there are such adapters in ``module``; ``where`` says what is read.
+        CheckpointError: if there are such adapters in ``module``; ``where`` names the source of the weights.
     """
     configs = (config for facts in peft_facts(module) for config in facts["adapters"].values())
     reasons = [reason for config in configs for reason in _made_from_weights(config)]
     if reasons:
         raise CheckpointError(
-            f"The adapter of the module ({', '.join(reasons)}) has made its initial values from the weights that the "
-            f"module was built with, and {where} holds other ones and no adapter. Build the module with these weights "
-            "(from_pretrained) and leave out init_from, or begin from a checkpoint with the adapter in it."
+            f"The initial values of the module's adapter ({', '.join(reasons)}) depend on the weights that the module "
+            f"was built with, and {where} holds others and no adapter. Build the module with these weights "
+            "(from_pretrained) and omit init_from, or start from a checkpoint that includes the adapter."
         )
 
 
@@ -133,7 +133,7 @@ def _made_from_weights(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """As ``adapter_config.json`` has it: sets are lists, paths are texts, that of a folder is absolute."""
+    """Return the form of ``adapter_config.json``: sets as lists, paths as absolute texts."""
     base = config.get("base_model_name_or_path")
     config = {**config, "base_model_name_or_path": os.path.abspath(base) if base and os.path.isdir(base) else base}
     plain: dict[str, Any] = json.loads(
@@ -143,7 +143,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def outermost_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Hugging Face models that lie in no other one, by fully qualified name."""
+    """Yield outermost Hugging Face models, by fully qualified name."""
     found: list[str] = []
     for name, sub in module.named_modules():
         inside = any(not outer or name == outer or name.startswith(f"{outer}.") for outer in found)
@@ -153,12 +153,12 @@ def outermost_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``transformers.PreTrainedModel``."""
+    """Return whether ``module`` is a ``transformers.PreTrainedModel``."""
     return _is_of(module, "PreTrainedModel", "transformers.")
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``peft.PeftModel``."""
+    """Return whether ``module`` is a ``peft.PeftModel``."""
     return _is_of(module, "PeftModel", "peft.")
 
 

@@ -1,6 +1,6 @@
-"""Files of other tools as a checkpoint of this package: safetensors, Hugging Face, Lightning, torch, DeepSpeed.
+"""Import of checkpoints of other tools: safetensors, Hugging Face, Lightning, torch, DeepSpeed.
 
-Files are mapped into memory or read tensor by tensor, so a model larger than this machine's memory is imported too.
+Files are memory-mapped or read tensor by tensor, so models larger than this machine's memory can be imported.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from trainwright.checkpoint.foreign.deepspeed.merge import FlatTensor
 from trainwright.checkpoint.foreign.deepspeed.reading import DeepSpeedCheckpoint, is_deepspeed, read_deepspeed
 from trainwright.checkpoint.foreign.lightning_file import with_cursors
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import MANIFEST
-from trainwright.checkpoint.format.tree import encode, encode_what_can_be, reference
+from trainwright.checkpoint.format.tree import encode, encode_supported, reference
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.paths import join_path, local_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import parse_json, understood
+from trainwright.core.text.bounded import interpreting, parse_json
 from trainwright.core.text.sizes import size_text
 
 _MOST_EXPANDED = 1 << 30
@@ -39,31 +39,31 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class StreamedTensor(TensorParts):
-    """A whole tensor that is read when it is written, and held by nobody.
+    """A whole tensor that is read when it is written.
 
     Args:
         shape: its shape.
         dtype: its dtype.
-        read: gives the tensor, on the CPU.
+        read: returns the tensor, on the CPU.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
-        # Says shape and bytes to who plans the writing.
+        # Shape and size for planning.
         stand_in = torch.empty(tuple(shape), dtype=dtype, device="meta")
         super().__init__(shape, dtype, [((0,) * len(tuple(shape)), stand_in)])
         self._read = read
 
     def part_at(self, offsets: Sequence[int] | None) -> Tensor:
-        """The whole tensor, read now."""
+        """Read the whole tensor."""
         super().part_at(offsets)
         return self._read()
 
 
 class Encoder:
-    """Makes the tree of a checkpoint from loaded values.
+    """Encoder of loaded values into the tree of a checkpoint.
 
     Attributes:
-        tensors: what the tree refers to, by key.
+        tensors: tensors that the tree refers to, by key.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Encoder:
         self._first: dict[tuple[Any, ...], str] = {}
 
     def entry(self, key: str, value: Any) -> Any:
-        """Take one entry of Lightning's dict of a run."""
+        """Encode one entry of Lightning's checkpoint dict."""
         if key in _SECTIONS:
             return self.weights(value, _SECTIONS[key])
         if key in _HYPER_PARAMETERS:
@@ -79,13 +79,13 @@ class Encoder:
         return encode(value, self.put, key)
 
     def put(self, path: str, tensor: Tensor) -> str:
-        """Take a tensor that is no weight."""
+        """Add a tensor other than a weight."""
         key = f"tree/{path}"
         self.tensors[key] = TensorParts.whole(_with_values(path, tensor.detach()))
         return key
 
     def weights(self, state: Mapping[str, Any], section: str) -> dict[str, Any]:
-        """Take a ``state_dict``; names of one tensor share a key."""
+        """Encode a ``state_dict``; names of one tensor share a key."""
         tree: dict[str, Any] = {}
         for name, value in state.items():
             if not isinstance(value, Tensor):
@@ -93,52 +93,51 @@ class Encoder:
                 continue
             value = _with_values(name, value.detach())
             memory = (section, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-            # A tensor without elements has no memory of its own.
+            # Empty tensors may share a data pointer.
             key = self._first.setdefault(memory, f"{section}/{name}") if value.numel() else f"{section}/{name}"
             self.tensors.setdefault(key, TensorParts.whole(value))
             tree[name] = reference(key)
         return tree
 
     def hyper_parameters(self, values: Any, section: str) -> Any:
-        """Take what a module was made with; what a checkpoint cannot hold is left out with a warning."""
+        """Encode hyper-parameters; skip those that a checkpoint cannot hold, with a warning."""
         if isinstance(values, Namespace):
             values = vars(values)
         if not isinstance(values, dict):
             return encode(values, self.put, section)
-        tree, left_out = encode_what_can_be(values, self.put, section)
+        tree, left_out = encode_supported(values, self.put, section)
         if left_out:
             warnings.warn(
-                f"The hyper-parameters {', '.join(left_out)} are left out, since a checkpoint holds plain values. Give "
-                "them to load_from_checkpoint(path, name=value) again.",
+                f"The hyper-parameters {', '.join(left_out)} are skipped, since a checkpoint holds plain values. Pass "
+                "them to load_from_checkpoint(path, name=value).",
                 stacklevel=2,
             )
         return tree
 
 
 def _with_values(path: str, tensor: Tensor) -> Tensor:
-    """``tensor``, whose values are all there.
+    """Return ``tensor`` if it has a value per element.
 
     Raises:
-        CheckpointError: if it has none (a meta tensor) or not one per element (a sparse one), or if a few bytes stand
-            for so many elements that nobody can have meant to write them.
+        CheckpointError: if it is a meta, sparse or quantized tensor, or expands a few stored values implausibly.
     """
     plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     if not plain:
         raise CheckpointError(
-            f"{path} is a tensor on {tensor.device} of the layout {tensor.layout}, which a checkpoint cannot hold. "
-            "Save it as a dense tensor of the CPU."
+            f"{path} is a tensor on {tensor.device} with layout {tensor.layout}, which a checkpoint cannot hold. "
+            "Save it as a dense CPU tensor."
         )
     size = tensor.numel() * tensor.element_size()
     if size > max(_MOST_EXPANDED, 16 * tensor.untyped_storage().nbytes()):
         raise CheckpointError(
-            f"{path} of shape {tuple(tensor.shape)} would take {size_text(size)}, of which "
-            f"{size_text(tensor.untyped_storage().nbytes())} are there. Save it before it is expanded."
+            f"{path} of shape {tuple(tensor.shape)} would take {size_text(size)}, but stores only "
+            f"{size_text(tensor.untyped_storage().nbytes())}. Save it before it is expanded."
         )
     return tensor
 
 
 def about(kind: str, step: Any = 0, epoch: Any = 0) -> dict[str, Any]:
-    """What the manifest of an import says.
+    """Return the manifest's description of an import.
 
     Args:
         kind: ``"run state"`` or ``"weights"``.
@@ -158,12 +157,12 @@ def about(kind: str, step: Any = 0, epoch: Any = 0) -> dict[str, Any]:
     }
 
 
-# What Lightning's DeepSpeed strategy put before the names of the user's module.
+# Prefix that Lightning's DeepSpeed strategy adds to names of the user's module.
 _WRAPPER = "_forward_module."
 WEIGHTS = "state_dict"
-# Keys under which tools put a model's weights in a file that holds more.
+# Common keys of a model's weights in larger files.
 _NESTED = (WEIGHTS, "model_state_dict", "model", "module")
-# torchtitan puts the weights themselves beside it.
+# torchtitan stores weights at the top level beside it.
 _BESIDE = "optimizer"
 _LIGHTNING = "pytorch-lightning_version"
 _KINDS = (
@@ -173,35 +172,33 @@ _KINDS = (
 
 
 def import_checkpoint(source: str, to: str | Path, *, trust: bool = False, overwrite: bool = False) -> Path | str:
-    """Make a checkpoint of this package from another tool's file or folder, which stays as it is.
+    """Write a checkpoint of this package from another tool's file or folder, which is not modified.
 
-    Weights keep their names. A Lightning ``.ckpt`` keeps everything, and DeepSpeed's folder its optimizer: the run goes
-    on from these with ``ckpt_path=<to>``. Of the other kinds there are weights alone: begin from them with
-    ``init_from=<to>``.
+    Weights keep their names. A Lightning ``.ckpt`` keeps everything, and a DeepSpeed folder its optimizer: resume the
+    run from these with ``ckpt_path=<to>``. Other kinds have weights only: start from them with ``init_from=<to>``.
 
     Args:
         source: a ``.safetensors`` file or a folder of them (a ``config.json`` beside them is kept), a Lightning
-            ``.ckpt``, a torch file with ``{name: tensor}``, or a folder of DeepSpeed; local or any fsspec path that is
-            not a web address.
-        to: folder of the checkpoint to be, local or any fsspec path.
-        trust: read files whose objects run code when they are read. Off: refuse them. DeepSpeed's are read as data
-            either way.
-        overwrite: replace a checkpoint that is there; off: refuse if ``to`` exists.
+            ``.ckpt``, a torch file with ``{name: tensor}``, or a DeepSpeed folder; local or any fsspec path except web
+            addresses.
+        to: folder of the new checkpoint, local or any fsspec path.
+        trust: load files whose objects run code. Off: refuse them. DeepSpeed's are read as data either way.
+        overwrite: replace an existing checkpoint; off: refuse if ``to`` exists.
 
     Returns:
-        The checkpoint's path: a :class:`~pathlib.Path`, or a text if ``to`` is not on this machine.
+        The checkpoint's path: a :class:`~pathlib.Path`, or a text if ``to`` is remote.
 
     Raises:
-        CheckpointError: if ``source`` is none of these, cannot be read, would need ``trust``, or holds what a
+        CheckpointError: if ``source`` is none of these, cannot be read, would need ``trust``, or holds values that a
             checkpoint cannot.
     """
     source, target = os.fspath(source), os.fspath(to)
     if source.startswith(("http://", "https://")):
-        raise CheckpointError(f"{source} lies on a web server: download it first, then import the local file.")
+        raise CheckpointError(f"{source} is on a web server: download it first, then import the local file.")
     taken = Folder(target)
     if not overwrite and (taken.exists() or taken.is_file()):
-        raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
-    with understood(source, "Give another file."):
+        raise CheckpointError(f"{target} already exists. Give another path, or overwrite=True (--overwrite).")
+    with interpreting(source, "Give another file."):
         content = _content(source, trust)
     write(content, target)
     return target if "://" in target else Path(local_path(target))
@@ -217,7 +214,7 @@ def _content(source: str, trust: bool) -> Content:
         raise CheckpointError(f"{source} does not exist. Give {_KINDS}.")
     names = folder.names()
     if MANIFEST in names:
-        raise CheckpointError(f"{source} is a checkpoint of Trainwright already; copy it, or export it.")
+        raise CheckpointError(f"{source} is already a checkpoint of Trainwright; copy it, or export it.")
     if any(name.endswith(".safetensors") for name in names):
         return _of_safetensors(source)
     return _of_folder(source, names, trust)
@@ -228,15 +225,15 @@ def _of_folder(source: str, names: Sequence[str], trust: bool) -> Content:
         return of_deepspeed(source)
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickled:
-        raise CheckpointError(f"{source} is a folder with {', '.join(sorted(pickled)[:5])}; give one file of it.")
-    # A folder of torch.distributed.checkpoint: what must be said about it is said there.
+        raise CheckpointError(f"{source} is a folder with {', '.join(sorted(pickled)[:5])}; give one of these files.")
+    # Folders of torch.distributed.checkpoint are handled there.
     return _of_torch_file(source, trust)
 
 
 def _of_state_file(source: str) -> Content:
-    """All of a run state that is one file, as a folder holds it."""
+    """Return the contents of a run state in one file."""
     state = RunState.open(source)
-    assert isinstance(state.tree, dict)  # what cannot be read from the file would not be read from the folder either
+    assert isinstance(state.tree, dict)  # validates the tree before it is copied
     streamed: dict[str, TensorParts] = {
         key: StreamedTensor(state.shape(key), state.dtype(key), partial(state.read, key))
         for key in state.keys()  # noqa: SIM118 - a source is no dict
@@ -256,12 +253,12 @@ def _of_safetensors(source: str) -> Content:
         f"weights/{key}": StreamedTensor(tensors.shape(key), tensors.dtype(key), partial(tensors.read, key))
         for key in keys
     }
-    told = about("weights") | ({} if facts is None else {"hugging_face": [facts]})
-    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, streamed, told)
+    description = about("weights") | ({} if facts is None else {"hugging_face": [facts]})
+    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, streamed, description)
 
 
 def _hugging_face(tensors: SafetensorsFolder) -> dict[str, Any] | None:
-    """What the files beside the weights say of a Hugging Face model; see :mod:`.hugging_face`."""
+    """Return facts about a Hugging Face model from the files beside its weights; see :mod:`.hugging_face`."""
     config = _json_beside(tensors, "config.json")
     architectures = config.get("architectures") if config else None
     if not config or not isinstance(architectures, list) or not architectures:
@@ -280,7 +277,7 @@ def _json_beside(tensors: SafetensorsFolder, name: str) -> dict[str, Any] | None
     folder = tensors.folder
     if name not in folder.names():
         return None
-    with understood(join_path(folder.path, name), "Remove or replace it."):
+    with interpreting(join_path(folder.path, name), "Remove or replace it."):
         content = parse_json(folder.read(name))
     return content if isinstance(content, dict) else None
 
@@ -289,7 +286,7 @@ def _json_beside(tensors: SafetensorsFolder, name: str) -> dict[str, Any] | None
 
 
 def _of_torch_file(source: str, trust: bool) -> Content:
-    loaded = load_ordinary(source, trust=trust)
+    loaded = load_pickled(source, trust=trust)
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{source} holds a {type(loaded).__name__}, not a mapping of tensors. Give {_KINDS}.")
     if isinstance(loaded.get(WEIGHTS), Mapping) and _LIGHTNING in loaded:
@@ -304,9 +301,9 @@ def _of_lightning(loaded: Mapping[str, Any]) -> Content:
     encoder = Encoder()
     tree = {key: encoder.entry(key, value) for key, value in with_cursors(loaded).items()}
     kind = "run state" if "optimizer_states" in loaded else "weights"
-    told = about(kind, loaded.get("global_step", 0), loaded.get("epoch", 0))
-    told["versions"]["lightning"] = str(loaded[_LIGHTNING])
-    return Content(tree, encoder.tensors, told)
+    description = about(kind, loaded.get("global_step", 0), loaded.get("epoch", 0))
+    description["versions"]["lightning"] = str(loaded[_LIGHTNING])
+    return Content(tree, encoder.tensors, description)
 
 
 def _weights_of(loaded: Mapping[str, Any], source: str) -> Mapping[str, Any]:
@@ -315,23 +312,23 @@ def _weights_of(loaded: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     nested = [key for key in _NESTED if isinstance(loaded.get(key), Mapping) and _has_tensors(loaded[key])]
     if not nested and _has_tensors(loaded) and isinstance(loaded.get(_BESIDE), Mapping):
         weights = {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
-        _tell_left_out(source, "the weights at its top level", [key for key in loaded if key not in weights])
+        _warn_skipped(source, "the weights at its top level", [key for key in loaded if key not in weights])
         return weights
     if not nested:
         kinds = sorted({type(value).__name__ for value in loaded.values()})
         raise CheckpointError(
-            f"{source} holds no weights that are found: values of the kinds {', '.join(kinds) or 'none'} under "
+            f"{source} holds no recognized weights: values of the types {', '.join(kinds) or 'none'} under "
             f"{', '.join(map(str, list(loaded)[:8]))}. Save {{name: tensor}} with torch.save, and import that."
         )
-    _tell_left_out(source, f"the weights under {nested[0]!r}", [key for key in loaded if key != nested[0]])
+    _warn_skipped(source, f"the weights under {nested[0]!r}", [key for key in loaded if key != nested[0]])
     found: Mapping[str, Any] = loaded[nested[0]]
     return found
 
 
-def _tell_left_out(source: str, taken: str, others: Sequence[object]) -> None:
+def _warn_skipped(source: str, taken: str, others: Sequence[object]) -> None:
     if others:
-        left_out = ", ".join(map(str, others))
-        warnings.warn(f"Of {source} {taken} are imported; left out: {left_out}.", stacklevel=3)
+        skipped = ", ".join(map(str, others))
+        warnings.warn(f"From {source} {taken} are imported; skipped: {skipped}.", stacklevel=3)
 
 
 def _has_tensors(values: Mapping[str, Any]) -> bool:
@@ -339,14 +336,14 @@ def _has_tensors(values: Mapping[str, Any]) -> bool:
 
 
 def of_deepspeed(source: str) -> Content:
-    """What a folder of DeepSpeed holds, to be written as a checkpoint; tensors are read when they are written.
+    """Return the contents of a DeepSpeed folder for a checkpoint; tensors are read when they are written.
 
     Raises:
         CheckpointError: as :func:`~trainwright.checkpoint.foreign.deepspeed.reading.read_deepspeed`.
     """
     found = read_deepspeed(source)
     if found.left_out:
-        warnings.warn(f"Of {source} these are left out: {'; '.join(found.left_out)}.", stacklevel=2)
+        warnings.warn(f"From {source} these are skipped: {'; '.join(found.left_out)}.", stacklevel=2)
     encoder = Encoder()
     tree = {key: encoder.entry(key, value) for key, value in found.client.items()}
     tree["state_dict"] = _weights(found, encoder)
@@ -358,26 +355,26 @@ def of_deepspeed(source: str) -> Content:
         tree.setdefault("lr_schedulers", _schedulers(found, encoder))
         if "loops" not in tree:
             warnings.warn(
-                f"{source} was not saved by Lightning, so it does not say where the run was in its data: a run that "
-                "goes on from the import begins to count steps and epochs at 0, with the optimizer's state.",
+                f"{source} was not saved by Lightning, so it does not have the position in the data: a run that "
+                "resumes from the import counts steps and epochs from 0, with the optimizer's state.",
                 stacklevel=2,
             )
-    told = about("run state" if found.optimizer else "weights", found.global_step, found.epoch)
-    told["world_size"], told["strategy"] = found.ranks, f"deepspeed_stage_{found.stage}"
-    told["versions"]["deepspeed"] = found.version
-    return Content(tree, encoder.tensors, told)
+    description = about("run state" if found.optimizer else "weights", found.global_step, found.epoch)
+    description["world_size"], description["strategy"] = found.ranks, f"deepspeed_stage_{found.stage}"
+    description["versions"]["deepspeed"] = found.version
+    return Content(tree, encoder.tensors, description)
 
 
 def _schedulers(found: DeepSpeedCheckpoint, encoder: Encoder) -> list[Any]:
-    """The scheduler that the user gave to DeepSpeed; its own ones mean nothing to torch's."""
+    """Return the state of a torch scheduler that the user gave to DeepSpeed; DeepSpeed's own are skipped."""
     state = found.lr_scheduler
     if state is None:
         return []
     if "last_epoch" in state:
         return [encode(state, encoder.put, "lr_schedulers/0")]
     warnings.warn(
-        f"{found.path} has the state of a scheduler of DeepSpeed ({', '.join(state)}), which is left out: set "
-        "last_epoch of the scheduler that takes its place.",
+        f"{found.path} has the state of a scheduler of DeepSpeed ({', '.join(state)}), which is skipped: set "
+        "last_epoch of the scheduler that replaces it.",
         stacklevel=2,
     )
     return []

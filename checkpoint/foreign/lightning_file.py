@@ -1,4 +1,4 @@
-"""A checkpoint in the form of Lightning's own files, which know parameters of an optimizer by their position only."""
+"""Conversion to Lightning's checkpoint dict, whose optimizer states refer to parameters by position."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from trainwright.checkpoint.foreign.torch_file import LazyTensor
 from trainwright.checkpoint.read.run_state import StoredTensor
 from trainwright.core.config.references import plain_values
 
-# What `torch.load(weights_only=True)` takes as it is.
+# Types that `torch.load(weights_only=True)` accepts.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.dtype, torch.device)
 _SHOWN = 5
-# In a run state: what each rank of the layout had of its own (random numbers), which no other tool can go on with. In
-# Lightning's file: where the run was in its data, kept aside for the way back.
+# In a run state: rank-local state (random numbers), useless to other tools. In Lightning's file: the position in the
+# data, for importing it again.
 _OF_RUN = "trainwright"
 _CURSORS = "combined_loader"
 
 
 def as_lightning(state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """What Lightning would have saved, with a ``LazyTensor`` for each tensor.
+    """Return Lightning's checkpoint dict, with a ``LazyTensor`` for each tensor.
 
-    Everything in it is of a kind that ``torch.load(weights_only=True)`` takes: paths and dates become texts, arrays
-    tensors, configurations of OmegaConf dicts.
+    All its values are accepted by ``torch.load(weights_only=True)``: paths and dates become texts, arrays tensors,
+    OmegaConf configurations dicts.
 
     Args:
         state: the tree of a run state.
 
     Returns:
-        The dict, and which values became plainer ones, in words; ``""``: none.
+        The dict, and a list of the values that were simplified, as text; ``""``: none.
     """
     simplifier = _Simplifier()
     tree = {}
@@ -50,7 +50,7 @@ def as_lightning(state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def with_cursors(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`as_lightning` gave, with the positions in the data back in their place."""
+    """Undo how :func:`as_lightning` moves positions in the data aside."""
     tree = dict(tree)
     aside = tree.pop(_OF_RUN, None)
     if isinstance(aside, Mapping) and _CURSORS in aside:
@@ -59,7 +59,7 @@ def with_cursors(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_cursors_aside(tree: dict[str, Any]) -> dict[str, Any]:
-    """Take away positions in the data that only our Trainer knows: Lightning refuses states of loaders without any."""
+    """Move positions in the data aside, since Lightning refuses states of loaders that do not have any."""
     cursors = _fit_loop(tree).get(_CURSORS)
     if cursors and all(isinstance(cursor, dict) and {"samples", "history"} <= cursor.keys() for cursor in cursors):
         del _fit_loop(tree)[_CURSORS]
@@ -74,10 +74,10 @@ def _fit_loop(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def positional(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` with positions in place of names, as torch has it.
+    """Return an optimizer's ``state_dict`` with positions instead of names, as in torch.
 
     Args:
-        optimizer: with ``by_name``; another one is given back as it is.
+        optimizer: with ``by_name``; others are returned unchanged.
     """
     if not optimizer.get("by_name"):
         return dict(optimizer)
@@ -88,23 +88,23 @@ def positional(optimizer: Mapping[str, Any]) -> dict[str, Any]:
         positions.update({name: first + index for index, name in enumerate(group["params"])})
         groups.append({**group, "params": [positions[name] for name in group["params"]]})
     rest = {key: value for key, value in optimizer.items() if key not in ("by_name", "state", "param_groups")}
-    # In the order of the positions, not in that in which the ranks reported.
+    # Ordered by position, not by rank.
     state = {index: optimizer["state"][name] for name, index in positions.items() if name in optimizer["state"]}
     return {"state": state, "param_groups": groups, **rest}
 
 
 class _Simplifier:
-    """Turns values into such as torch's safe loading takes.
+    """Converter to types that torch's safe loading accepts.
 
     Attributes:
-        changed: where a value became another one.
+        changed: paths of converted values.
     """
 
     def __init__(self) -> None:
         self.changed: list[str] = []
 
     def simple(self, value: Any, path: str) -> Any:
-        """``value`` in plain classes."""
+        """Return ``value`` in accepted types."""
         if isinstance(value, StoredTensor):
             return LazyTensor(value.key, tuple(value.shape), value.dtype, value.whole)
         if type(value) in _PLAIN or isinstance(value, torch.Tensor):
@@ -122,7 +122,7 @@ class _Simplifier:
 
 
 def _plain(value: Any) -> Any:
-    """The next plainer form of what a checkpoint can hold."""
+    """Return the next simpler form of a value that a checkpoint can hold."""
     if isinstance(value, np.ndarray):
         return torch.tensor(value)
     if isinstance(value, np.generic):
@@ -136,8 +136,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, type):
-        # Lightning takes a text here for a sign to give the hyper-parameters attributes.
+        # Lightning then rebuilds hyper-parameters with attribute access.
         return value.__name__
     if isinstance(value, PurePath):
         return str(value)
-    raise TypeError(f"a checkpoint holds no {type(value).__name__}")
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")

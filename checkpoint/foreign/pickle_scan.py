@@ -1,8 +1,8 @@
-"""Bounds on a pickle that torch's safe reader does not have.
+"""Bounds on pickles that torch's safe reader lacks.
 
-``torch.load(weights_only=True)`` runs nothing that a file names, but a few bytes of nested pairs that share halves
-keep it busy for ever, and so does a set of the items of a huge tensor. This module goes through the instructions of a
-pickle without following any, and measures what each value would be.
+``torch.load(weights_only=True)`` runs no code of a file, but a few bytes of nested pairs with shared halves, or a set
+of the items of a huge tensor, keep it busy forever. This module simulates the opcodes of a pickle and measures each
+value.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any, BinaryIO
 
 from trainwright.core.text.bounded import DEPTH, MOST_VALUES, ContentError
 
-# Values that all instructions of one pickle may take together, each counted as often as it is referred to.
+# Most values that all opcodes of one pickle consume together, counted per reference.
 _MOST_TAKEN = 10 * MOST_VALUES
 _PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
 _FILLS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS"}
 _CALLS = {"REDUCE", "NEWOBJ", "BINPERSID"}
-_NEWEST = 2  # the protocol that torch writes, and the last one whose instructions its safe reader knows
+_NEWEST = 2  # the protocol that torch writes, and the newest that its safe reader supports
 _MADE = object()
-# Calls that go through their argument, or take its bytes.
+# Calls that iterate over their argument, or copy its bytes.
 _PLAIN_CALLS = {"OrderedDict", "Counter", "set", "complex", "Size", "bytearray", "encode"}
 _TEXT_CALLS = {"bytearray", "encode"}
 _CODECS = {"latin1", "latin-1", "utf-8", "ascii"}
 
 
 class NewerPickleError(ValueError):
-    """A pickle of a protocol that torch's safe reader does not know."""
+    """A pickle protocol that torch's safe reader does not support."""
 
 
 class _Value:
@@ -36,10 +36,10 @@ class _Value:
 
     Attributes:
         count: values that it unfolds to.
-        depth: containers within each other.
-        made: containers around the outermost object in it that a call makes.
-        plain: the value, where it is a tuple of, or is itself, a number, text or name.
-        held: whether it lies in another value, whose measures would not change with its own.
+        depth: nesting of containers.
+        made: containers around the outermost object in it that a call creates.
+        plain: the value, if it is, or is a tuple of, numbers, texts or names.
+        held: whether it is in another value, whose measures would not change with its own.
     """
 
     __slots__ = ("count", "depth", "held", "made", "plain")
@@ -51,31 +51,30 @@ class _Value:
         self.take(parts)
 
     def take(self, parts: Sequence[_Value]) -> None:
-        """Put ``parts`` into it."""
+        """Add ``parts`` to it."""
         for part in parts:
             part.held = True
             self.count += part.count
             self.depth = max(self.depth, part.depth + 1)
             self.made = min(self.made, part.made + 1)
         if self.count > MOST_VALUES or self.depth > DEPTH:
-            raise ContentError(f"its values nest {self.depth} levels deep, or stand for {self.count} values")
+            raise ContentError(f"its values nest {self.depth} levels deep, or unfold to {self.count} values")
 
 
 def check_pickle(file: BinaryIO) -> None:
-    """Refuse a pickle that would keep torch's safe reader, or a reader of its values, busy without bound.
+    """Raise for a pickle that would keep torch's safe reader, or a reader of its values, busy without bound.
 
-    Takes time in proportion to the length of the pickle. What it says of instructions that torch's safe reader refuses
-    does not matter.
+    Takes linear time. Opcodes that torch's safe reader refuses need not be handled.
 
     Args:
         file: at the beginning of the pickle; left after it.
 
     Raises:
-        NewerPickleError: if it has instructions of protocol 3 or newer.
-        ContentError: if a value contains itself, nests deeper than
-            :data:`~trainwright.core.text.bounded.DEPTH`, unfolds to more than
-            :data:`~trainwright.core.text.bounded.MOST_VALUES`, or is made by iterating over a tensor.
-        Exception: of other kinds if it is not well formed.
+        NewerPickleError: if it has opcodes of protocol 3 or newer.
+        ContentError: if a value contains itself, nests deeper than :data:`~trainwright.core.text.bounded.DEPTH`,
+            unfolds to more than :data:`~trainwright.core.text.bounded.MOST_VALUES`, or is made by iterating over a
+            tensor.
+        Exception: of other types if it is malformed.
     """
     stack: list[_Value] = []
     marks: list[int] = []
@@ -94,13 +93,13 @@ def check_pickle(file: BinaryIO) -> None:
             parts = _popped(stack, marks, opcode.stack_before)
             taken += sum(part.count for part in parts)
             if taken > _MOST_TAKEN:
-                raise ContentError(f"its instructions take more than {_MOST_TAKEN} values")
+                raise ContentError(f"its opcodes take more than {_MOST_TAKEN} values")
             if opcode.stack_after:
                 stack.append(_result(opcode.name, argument, parts))
 
 
 def _popped(stack: list[_Value], marks: list[int], before: Sequence[Any]) -> list[_Value]:
-    """Values that an instruction takes from the stack."""
+    """Pop the operands of an opcode from the stack."""
     marked = pickletools.markobject in before
     start = marks.pop() - before.index(pickletools.markobject) if marked else len(stack) - len(before)
     values = stack[start:]
@@ -109,7 +108,7 @@ def _popped(stack: list[_Value], marks: list[int], before: Sequence[Any]) -> lis
 
 
 def _result(name: str, argument: Any, parts: Sequence[_Value]) -> _Value:
-    """What an instruction leaves on the stack."""
+    """Return the result of an opcode."""
     if name == "BUILD":
         return parts[0]
     if name in _FILLS:
@@ -135,10 +134,10 @@ def _check_call(function: _Value, arguments: _Value) -> None:
         raise ContentError(f"a tensor made by {arguments.plain[0]}")
     if module.startswith("torch.") or name not in _PLAIN_CALLS:
         return
-    # It would go through a tensor, as its argument or as a pair of key and value.
+    # It would iterate over a tensor, as its argument or as a pair of key and value.
     if arguments.made <= (2 if name == "OrderedDict" else 1):
         raise ContentError(f"a {name} of the items of another object")
     if name in _TEXT_CALLS:
         text, *codec = arguments.plain or ("",)
         if not isinstance(text, str | bytes) or codec and codec[0] not in _CODECS:
-            raise ContentError(f"a call of {name} with {len(arguments.plain)} arguments that are no text")
+            raise ContentError(f"a call of {name} with {len(arguments.plain)} arguments that are not text")

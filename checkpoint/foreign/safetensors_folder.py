@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, read in parts: one file, several in a folder, or shards that an index lists."""
+"""Partial reads of safetensors files: one file, several in a folder, or shards with an index."""
 
 from __future__ import annotations
 
@@ -23,23 +23,20 @@ _EXAMPLE = "a .safetensors file, or a folder with such files (and their .safeten
 
 
 class SafetensorsFolder:
-    """A :class:`~trainwright.checkpoint.format.source.TensorSource` over safetensors files.
-
-    Files are opened when they are first needed, and only what is asked for is read.
+    """A :class:`~trainwright.checkpoint.format.source.TensorSource` over safetensors files, opened lazily.
 
     Args:
         path: a ``.safetensors`` file, an index file (``*.safetensors.index.json``), or a folder; local or any fsspec
-            path. In a folder an index decides which files count; without one all ``.safetensors`` files do.
+            path. In a folder with an index, only its files count; without one all ``.safetensors`` files do.
 
     Attributes:
         path: as given.
-        folder: where the files are.
-        files: names of the files that are read.
+        folder: of the files.
+        files: names of the files.
 
     Raises:
-        CheckpointError: if there is no such path, nothing to read in it, more than one index, a file that the index
-            names but is not there, a name in the index that leads out of the folder, a tensor that index and file do
-            not agree about, or one that two files hold.
+        CheckpointError: if there is no such path, no file to read, more than one index, a missing file of the index, a
+            file name that leads out of the folder, a tensor that index and file disagree about, or one in two files.
     """
 
     def __init__(self, path: str) -> None:
@@ -54,19 +51,19 @@ class SafetensorsFolder:
         self._file_of = self._places(weight_map, index)
 
     def keys(self) -> Collection[str]:
-        """Names of all tensors, those of the first file first."""
+        """Return the names of all tensors, those of the first file first."""
         return self._file_of.keys()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor; :class:`KeyError` if there is none of that name."""
+        """Return the shape of a tensor; :class:`KeyError` if there is none of that name."""
         return tuple(self._entry(key).shape)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype; :class:`KeyError` if there is none of that name."""
+        """Return its dtype; :class:`KeyError` if there is none of that name."""
         return self._entry(key).dtype
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """A box of a tensor, see :meth:`~trainwright.checkpoint.format.source.TensorSource.read`."""
+        """Read a box of a tensor, see :meth:`~trainwright.checkpoint.format.source.TensorSource.read`."""
         return self._readers[self._file_of[key]].read(key, offsets, sizes)
 
     def _entry(self, key: str) -> TensorEntry:
@@ -75,14 +72,14 @@ class SafetensorsFolder:
     def _open(self, file: str, index: str | None, names: Collection[str]) -> TensorFileReader:
         if file not in names:
             raise CheckpointError(
-                f"{self.path}: {index} names {file}, which is not there. Fetch it, or give another folder."
+                f"{self.path}: {index} lists {file}, which is missing. Fetch it, or give another folder."
             )
         reader = TensorFileReader(partial(self.folder.open, file))
-        reader.close()  # a model may have hundreds of files, and of most a rank reads little; reading opens it again
+        reader.close()  # a model may have hundreds of files; reading reopens
         return reader
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
+        """Close the files; reading reopens them."""
         for reader in self._readers.values():
             reader.close()
 
@@ -92,35 +89,35 @@ class SafetensorsFolder:
         return sum(entry.num_bytes for reader in self._readers.values() for entry in reader.entries.values())
 
     def _places(self, weight_map: Mapping[str, str] | None, index: str | None) -> dict[str, str]:
-        """Name of each tensor -> its file."""
+        """Return name of each tensor -> its file."""
         places: dict[str, str] = {}
         for file, reader in self._readers.items():
             for key in reader.entries:
                 if key in places:
                     raise CheckpointError(
                         f"{self.path}: the tensor {key} is in {places[key]} and in {file}. Give one of the files, or "
-                        f"the index ({_INDEX}) that says which counts."
+                        f"an index ({_INDEX})."
                     )
                 places[key] = file
         if weight_map is not None and places != weight_map:
-            raise CheckpointError(f"{self.path}: {index} and the files do not agree: {_difference(weight_map, places)}")
+            raise CheckpointError(f"{self.path}: {index} and the files disagree: {_difference(weight_map, places)}")
         return places
 
 
 def _locate(path: str) -> tuple[Folder, str | None]:
-    """The folder, and the one file in it that counts if ``path`` names a file."""
+    """Return the folder, and the name of the file in it if ``path`` is a file."""
     if path.startswith(("http://", "https://")):
-        raise CheckpointError(f"{path} lies on a web server: download it first, then give the local path.")
+        raise CheckpointError(f"{path} is on a web server: download it first, then give the local path.")
     folder = Folder(path)
     if folder.is_file():
         parent, name = split_path(path)
         if not name.endswith((_FILE, _INDEX)):
-            raise CheckpointError(f"{path} is no {_FILE} file. Give {_EXAMPLE}.")
+            raise CheckpointError(f"{path} is not a {_FILE} file. Give {_EXAMPLE}.")
         return Folder(parent), name
     if not folder.exists():
         raise CheckpointError(f"{path} does not exist. Give {_EXAMPLE}.")
     if MANIFEST in folder.names():
-        raise CheckpointError(f"{path} is a checkpoint of Trainwright, no folder of safetensors: open it as one.")
+        raise CheckpointError(f"{path} is a checkpoint of Trainwright, not a folder of safetensors: open it as one.")
     return folder, None
 
 
@@ -146,21 +143,22 @@ def _read_index(folder: Folder, index: str) -> dict[str, str]:
         pairs = list(weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = shortened(repr(error))
-        raise CheckpointError(f'{where} is no index of safetensors (JSON with "weight_map"): {what}.') from error
+        raise CheckpointError(f'{where} is not a safetensors index (JSON with "weight_map"): {what}.') from error
     if not pairs or not all(isinstance(key, str) and isinstance(file, str) for key, file in pairs):
-        raise CheckpointError(f"{where}: weight_map must give a file name for each tensor.")
+        raise CheckpointError(f"{where}: weight_map must map tensor names to file names.")
     for key, file in pairs:
         if not (file.endswith(_FILE) and not set(file) & set("/\\:\0") and not file.startswith(".")):
             raise CheckpointError(
-                f"{where} looks for {key} in {file!r}; only {_FILE} files beside the index are read, named without a "
-                "folder."
+                f"{where} maps {key} to {file!r}; only {_FILE} files beside the index are read, named without a folder."
             )
     return dict(pairs)
 
 
 def _difference(weight_map: Mapping[str, str], places: Mapping[str, str]) -> str:
     key = next(key for key in [*weight_map, *places] if weight_map.get(key) != places.get(key))
-    said, found = weight_map.get(key), places.get(key)
+    listed, found = weight_map.get(key), places.get(key)
     if found is None:
-        return f"{key} should be in {said} and is in none."
-    return f"{key} is in {found}, but should be in {said}." if said is not None else f"{key} of {found} is not listed."
+        return f"{key} should be in {listed} and is in none."
+    return (
+        f"{key} is in {found}, but should be in {listed}." if listed is not None else f"{key} of {found} is not listed."
+    )

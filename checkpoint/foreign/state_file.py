@@ -1,9 +1,8 @@
-"""A run state in one ordinary file, as ``torch.save`` writes it.
+"""A run state in one file of ``torch.save``.
 
-``torch.load(path)`` gives Lightning's dict of the run: ``state_dict``, ``optimizer_states``, ``callbacks``, ... The
-same file is a run state: further records of the archive hold its manifest and the JSON of
-``tree``, and each tensor is stored once for both. Our readers take these records alone, so
-nothing of the pickle is looked at, and every record is held against its hash first.
+``torch.load(path)`` returns Lightning's checkpoint dict: ``state_dict``, ``optimizer_states``, ``callbacks``, ... The
+same file is a run state: further zip records hold its manifest and the JSON of ``tree``, and each tensor is stored once
+for both. Readers of run states use only these records, never the pickle, and verify their hashes.
 """
 
 from __future__ import annotations
@@ -18,59 +17,59 @@ from typing import Any, BinaryIO, cast
 
 import torch.distributed as dist
 
-from trainwright.checkpoint.exchange.distinct import from_rank, kin_of, to_first
+from trainwright.checkpoint.exchange.distinct import broadcast_value, equal_ranks, gather_distinct
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.foreign.lightning_file import as_lightning
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, TorchFileWriter
-from trainwright.checkpoint.format.boxes import StoredBox
-from trainwright.checkpoint.format.dcp import StoredMetadata, to_json
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata
+from trainwright.checkpoint.format.dcp import to_json
 from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS, Manifest
-from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import holds_run_state
-from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
+from trainwright.checkpoint.store.atomic import atomic_path, refuse_full
 from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import write_error
-from trainwright.checkpoint.write.save import Content, alike
+from trainwright.checkpoint.write.save import Content, fail_together
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 
 
 def write_file(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
-    """Write a run state into one file and publish it; it blocks until it can be read. A collective.
+    """Write a run state into one file and publish it; blocks until it is readable. A collective.
 
-    The first rank writes all. It holds everything but what each rank has of its own, which the others send it.
+    The first rank writes the file. It holds everything but rank-local tensors, which the others send.
 
     Args:
-        content: what this rank holds.
-        path: of the file, local or any fsspec path. What is there is replaced once the new one is whole.
-        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+        content: of this rank.
+        path: of the file, local or any fsspec path. An existing one is replaced once the new one is complete.
+        group: a gloo group of all ranks for exclusive use; ``None``: this process alone.
 
     Returns:
-        What was published, on the first rank; ``None`` on the others.
+        The published manifest on the first rank; ``None`` on the others.
 
     Raises:
-        CheckpointError: on every rank, if it could not be written; what was there before is untouched.
+        CheckpointError: on every rank, if it could not be written; an existing one is untouched.
     """
     source = _gathered(content, group)
-    with alike(path, group):
+    with fail_together(path, group):
         return None if source is None else _write(source, content, normal_path(path))
 
 
-def _gathered(content: Content, group: dist.ProcessGroup | None) -> HeldSource | None:
-    """On the first rank, what all ranks hold; ``None`` on the others."""
-    source = HeldSource(HeldState(0, content))
+def _gathered(content: Content, group: dist.ProcessGroup | None) -> SnapshotReader | None:
+    """Return a reader of the tensors of all ranks on the first; ``None`` on the others."""
+    source = SnapshotReader(Snapshot(0, content))
     if group is None:
         return source
     is_first = dist.get_rank(group) == 0
-    known = from_rank(set(content.tensors) if is_first else None, 0, group)
+    known = broadcast_value(set(content.tensors) if is_first else None, 0, group)
     own = pack({key: parts for key, parts in content.tensors.items() if key not in known})
-    kin = kin_of(own, group)
-    of_ranks = to_first(own, kin, group)
-    return source.joined([unpack(of_ranks[number]) for number in kin.of_rank]) if is_first else None
+    equal = equal_ranks(own, group)
+    of_ranks = gather_distinct(own, equal, group)
+    return source.joined([unpack(of_ranks[number]) for number in equal.of_rank]) if is_first else None
 
 
-def _write(source: HeldSource, content: Content, path: str) -> Manifest:
+def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:
     lazy = {
         key: LazyTensor(key, source.shape(key), source.dtype(key), partial(source.read, key))
         for key in source.keys()  # noqa: SIM118
@@ -90,17 +89,17 @@ def _write(source: HeldSource, content: Content, path: str) -> Manifest:
 
 def _stored(tensor: LazyTensor, record: str) -> StoredMetadata:
     box = StoredBox((0,) * len(tensor.shape), tensor.shape, record, tensor.key)
-    return StoredMetadata(tensor.shape, tensor.dtype, (box,))
+    return StoredMetadata(tensor.shape, str(tensor.dtype).removeprefix("torch."), (box,))
 
 
 @contextmanager
 def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
-    """A file that is there whole at the end, or not at all."""
+    """Yield a file that is published atomically at the end."""
     if not is_remote(path):
         target = Path(local_path(path))
         refuse_full(target, needed)
-        replaces = holds_run_state(path)  # also a folder, of a run under another layout
-        with fresh_path(target, overwrite=True, may_replace=lambda _: replaces) as pending, pending.open("wb") as file:
+        replaces = holds_run_state(path)  # may be a folder
+        with atomic_path(target, overwrite=True, may_replace=lambda _: replaces) as pending, pending.open("wb") as file:
             yield file
         return
     store, name = file_system(path)
@@ -119,7 +118,7 @@ def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
 
 
 class _Stream:
-    """An object of a store as a file that is written from its beginning to its end."""
+    """A write-only sequential file over an object of a store."""
 
     def __init__(self, output: RemoteOutput) -> None:
         self._output = output
@@ -137,4 +136,4 @@ class _Stream:
         return self._at
 
     def flush(self) -> None:
-        """Nothing to do: the store decides when it sends."""
+        """Do nothing: the store decides when it sends."""

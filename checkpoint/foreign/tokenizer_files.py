@@ -1,4 +1,4 @@
-"""The files of a tokenizer, which lie beside a run's checkpoints and beside the weights of an export."""
+"""Tokenizer files, copied from a run directory into an export."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ TOKENIZER_FILES = (
     "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-"""All names of files that are taken from a folder of a tokenizer."""
+"""Names of the files taken from a tokenizer's folder."""
 
 
 def tokenizer_files(checkpoint: str, folder: str | Path | None) -> dict[str, bytes]:
-    """The files of a tokenizer, by name.
+    """Return the contents of tokenizer files, by name.
 
     Args:
-        checkpoint: path of the checkpoint that is exported.
-        folder: where they are; ``None``: ``tokenizer/`` of the run directory in whose ``checkpoints/`` the checkpoint
-            lies, or none if there is no such folder.
+        checkpoint: path of the exported checkpoint.
+        folder: of the files; ``None``: ``tokenizer/`` of the run directory whose ``checkpoints/`` has the checkpoint,
+            if there is such a folder.
 
     Raises:
-        CheckpointError: if a file is a link, no regular file or too large, or if ``folder`` has none of them.
+        CheckpointError: if a file is a symbolic link, not a regular file or too large, or if ``folder`` has none of
+            them.
     """
     found = _of_run(checkpoint) if folder is None else Path(folder).expanduser()
     if found is None:
@@ -34,7 +35,7 @@ def tokenizer_files(checkpoint: str, folder: str | Path | None) -> dict[str, byt
     files = {name: _content(found / name) for name in TOKENIZER_FILES if os.path.lexists(found / name)}
     if not files and folder is not None:
         raise CheckpointError(
-            f"tokenizer={folder} is no folder of a tokenizer: it has none of {', '.join(TOKENIZER_FILES)}. Give the "
+            f"tokenizer={folder} is not a tokenizer's folder: it has none of {', '.join(TOKENIZER_FILES)}. Give the "
             "folder that save_pretrained() of the tokenizer wrote."
         )
     return files
@@ -55,6 +56,6 @@ def _content(path: Path) -> bytes:
             return read_at_most(file, str(path))
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); a link is not followed. Give tokenizer= "
+            f"{path} cannot be read ({type(error).__name__}: {error}); links are not followed. Give tokenizer= "
             "(--tokenizer) a folder with the files themselves."
         ) from error

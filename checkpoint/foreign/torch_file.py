@@ -1,8 +1,8 @@
-"""Torch's file format (what ``torch.save`` writes), written one tensor at a time.
+"""Streaming writer of torch's file format (``torch.save``), one tensor at a time.
 
-``torch.save`` wants every tensor in memory. Here the objects are pickled first, with tensors that are still on disk
-standing in them, and then each tensor is read, written and forgotten. The file is an ordinary zip archive: ``data.pkl``
-and the bytes of each storage, uncompressed, aligned to 64 bytes so that they can be mapped into memory.
+``torch.save`` needs all tensors in memory. Here the objects are pickled first, with placeholders for tensors still on
+disk; then each tensor is read, written and freed. The file is a zip archive of ``data.pkl`` and the bytes of each
+storage, uncompressed and aligned to 64 bytes for memory-mapping.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from trainwright.checkpoint.format.records import FileRecord
 from trainwright.checkpoint.format.tensor_file import bytes_of
 from trainwright.core.errors import CheckpointError
 
-# Bytes; what `torch.save` aligns storages to.
+# Bytes; alignment of storages in `torch.save`.
 _ALIGNMENT = 64
 _ROOT = "archive"
-# A zip entry's local header without its name and extra fields, and the extra field that 64-bit sizes take (bytes).
+# Bytes of a zip entry's local header without name and extra fields, and of the extra field of 64-bit sizes.
 _LOCAL_HEADER = 30
 _SIZES_FIELD = 20
-# An extra field of a zip entry that readers skip; torch pads with the same one.
+# Id of an extra field that readers skip, as torch uses for padding.
 _PADDING_FIELD = b"FB"
 
 
 @dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A tensor that is read only when its turn to be written has come.
+    """A tensor that is read when it is written.
 
     Args:
-        key: tensors of one key are one: they are stored once and share memory when they are loaded.
+        key: tensors of one key are stored once and share memory when loaded.
         shape: its shape.
         dtype: its dtype.
-        read: gives the tensor, on the CPU.
+        read: returns the tensor, on the CPU.
     """
 
     key: str
@@ -61,30 +61,28 @@ class LazyTensor:
 
 
 def write_torch_file(file: BinaryIO, tree: Any) -> None:
-    """Write ``tree`` as ``torch.save`` would.
-
-    At most one lazy tensor is in memory at a time.
+    """Write ``tree`` like ``torch.save``, with at most one lazy tensor in memory at a time.
 
     Args:
-        file: where to; a file that can seek gets a plain archive, another one an archive with trailing sizes.
-        tree: dicts, lists, tuples, numbers, texts, tensors and :class:`LazyTensor`. What else it holds is pickled and
-            may be more than ``torch.load(weights_only=True)`` takes.
+        file: output; a seekable file gets a plain archive, another one an archive with trailing sizes.
+        tree: dicts, lists, tuples, numbers, texts, tensors and :class:`LazyTensor`. Other values are pickled, and
+            ``torch.load(weights_only=True)`` may refuse them.
 
     Raises:
-        ValueError: if a lazy tensor turns out to be of another shape or dtype than it said.
+        ValueError: if a lazy tensor has another shape or dtype than declared.
     """
     with TorchFileWriter(file) as writer:
         writer.write(tree)
 
 
 class TorchFileWriter:
-    """Writes one file of ``torch.save``, with records beside the tree that ``torch.load`` passes over.
+    """Writer of one file of ``torch.save``, with additional records that ``torch.load`` ignores.
 
     Args:
         file: see :func:`write_torch_file`.
 
     Attributes:
-        records: what each record holds, by its name within the archive, ``/`` written as ``.``.
+        records: record of each zip entry, by its name within the archive with ``/`` as ``.``.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -99,13 +97,13 @@ class TorchFileWriter:
             Name of the record of each tensor, by its key.
 
         Raises:
-            ValueError: if a lazy tensor turns out to be of another shape or dtype than it said.
+            ValueError: if a lazy tensor has another shape or dtype than declared.
         """
         pickled = io.BytesIO()
         pickler = _TensorPickler(pickled)
         pickler.dump(tree)
         tensors = {**{lazy.key: lazy for lazy in beside}, **pickler.tensors}
-        # In the order of the numbers that the pickle has given.
+        # In the order of the storage numbers in the pickle.
         tensors = {key: tensors[key] for key in dict.fromkeys((*pickler.tensors, *tensors))}
         self.add("data.pkl", pickled.getvalue())
         self.add("byteorder", sys.byteorder.encode())
@@ -127,7 +125,7 @@ class TorchFileWriter:
             tensor = lazy.read()
             if tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
                 raise ValueError(
-                    f"{lazy.key} was said to have shape {lazy.shape} and {lazy.dtype}; "
+                    f"{lazy.key} was declared with shape {lazy.shape} and {lazy.dtype}; "
                     f"it has {tuple(tensor.shape)} and {tensor.dtype}."
                 )
             data = bytes_of(tensor.detach().contiguous())
@@ -146,14 +144,14 @@ class TorchFileWriter:
 
 
 def _padding(start: int) -> bytes:
-    """An extra field after which the data, else beginning at ``start``, begins at a multiple of the alignment."""
+    """Return an extra field that aligns data which would otherwise begin at ``start``."""
     missing = -(start + len(_PADDING_FIELD) + 2) % _ALIGNMENT
     return _PADDING_FIELD + struct.pack("<H", missing) + bytes(missing)
 
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """Stands for the storage of a tensor while the tree is pickled."""
+    """Placeholder of a tensor's storage during pickling."""
 
     kind: type
     index: int
@@ -161,10 +159,10 @@ class _Storage:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles tensors, lazy or not, the way torch does, and keeps them for later.
+    """Pickler of tensors, lazy or not, in torch's form, with their data kept for later.
 
     Attributes:
-        tensors: what must be stored, by key, in the order of the storages' numbers.
+        tensors: tensors to store, by key, in the order of the storage numbers.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -174,13 +172,13 @@ class _TensorPickler(pickle.Pickler):
         self._typed = torch.storage._dtype_to_storage_type_map()
 
     def persistent_id(self, obj: Any) -> Any:
-        """Name the storage of a tensor instead of pickling it."""
+        """Return the reference to a storage."""
         if isinstance(obj, _Storage):
             return ("storage", obj.kind, str(obj.index), "cpu", obj.numel)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle a tensor as a view of its storage."""
+        """Reduce a tensor to a view of its storage."""
         if isinstance(obj, Tensor):
             obj = self._in_memory(obj)
         if not isinstance(obj, LazyTensor):
@@ -192,7 +190,7 @@ class _TensorPickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
 
     def _in_memory(self, tensor: Tensor) -> LazyTensor:
-        # Pickle asks once for each object, so a number of its own is name enough.
+        # Pickle reduces each object once, so a running number is a unique key.
         values = tensor.detach().to("cpu")
         return LazyTensor(f"in memory {len(self.tensors)}", tuple(values.shape), values.dtype, lambda: values)
 
@@ -207,8 +205,8 @@ class _TensorPickler(pickle.Pickler):
 
 
 def check_torch_file(path: Path) -> None:
-    """Raise :class:`CheckpointError` unless ``torch.load(weights_only=True)`` reads the file. Tensors are not read."""
+    """Raise :class:`CheckpointError` unless ``torch.load(weights_only=True)`` reads the file. Does not read tensors."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"torch.load(weights_only=True) does not take what was to be written: {error}") from error
+        raise CheckpointError(f"torch.load(weights_only=True) refuses the written file: {error}") from error

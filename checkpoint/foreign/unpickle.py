@@ -1,6 +1,6 @@
-"""Files of ``torch.save`` that nobody vouches for, read by torch's safe reader with bounds before it.
+"""Loading of untrusted ``torch.save`` files by torch's safe reader, with additional bounds.
 
-What a file names is neither imported nor called; :func:`load_inert` has an :class:`Inert` in its place.
+Nothing that a file names is imported or called; :func:`load_inert` substitutes an :class:`Inert`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from trainwright.core.text.sizes import size_text
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-# What torch.save wrote before it wrote zip archives: five pickles, of which the first is this number.
+# The format before torch 1.6: five pickles, of which the first is this number.
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 _PICKLES = 5
 _ZIP = b"PK\3\4"
 _BLOCK = 1 << 20
-# Bytes to which a file may unpack, or its tensors expand, unless it is large itself.
+# Most bytes that a small file may unpack to, or its tensors expand to.
 _MOST_UNPACKED = 1 << 30
 _MOST_NAMES = 1000
-# How torch's safe reader says which class or function it would have had to call.
+# Message of torch's safe reader that names the class or function it refuses.
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not|whose)")
 
 
 class Inert:
-    """An object of a class, or the result of a function, that a file names and that was not imported.
+    """Placeholder of an object of a class, or of a function's result, that was not imported.
 
     Attributes:
         name: module and name, such as ``deepspeed.runtime.zero.config.ZeroStageEnum``.
-        args: positional arguments that it would have been made with.
-        state: what it would have been given as state, ``None`` if nothing.
+        args: positional arguments of its construction.
+        state: its pickled state, ``None`` if there is none.
     """
 
     name: ClassVar[str]
@@ -69,7 +69,7 @@ class Inert:
 
 
 class _PlainDict:
-    """Makes a plain dict: torch's safe reader sets no items of another one."""
+    """Factory of plain dicts: torch's safe reader sets no items of subclasses."""
 
     def __new__(cls, *args: Any) -> dict[Any, Any]:  # type: ignore[misc]
         return {}
@@ -84,20 +84,19 @@ _DICTS = {
 
 
 def load_inert(path: str | os.PathLike[str]) -> Any:
-    """What a torch file holds, with nothing in it run.
+    """Load a torch file without running anything in it.
 
     Args:
-        path: a file of ``torch.save``, local or any fsspec path. Tensors of a local file are mapped from disk, so their
-            values are read when they are used, and writing to them does not change the file.
+        path: a file of ``torch.save``, local or any fsspec path. Tensors of a local file are memory-mapped
+            copy-on-write.
 
     Returns:
-        The saved object. A ``defaultdict`` or ``AttributeDict`` is a plain dict; an object of any other class that
-        torch's safe reader does not know is an :class:`Inert`, and the class itself is a subclass of :class:`Inert`.
+        The saved object. A ``defaultdict`` or ``AttributeDict`` becomes a plain dict; an object of any other class
+        unknown to torch's safe reader becomes an :class:`Inert`, and the class itself a subclass of :class:`Inert`.
 
     Raises:
-        CheckpointError: if there is no such file, it is damaged, or it holds what even that does not make readable:
-            functions of the system, items in an object that is no list or dict, or, in the format before torch 1.6,
-            any object.
+        CheckpointError: if there is no such file, it is damaged, or it is still unreadable: functions of the system,
+            items in an object that is not a list or dict, or, in the format before torch 1.6, any object.
     """
     path = normal_path(path)
     with open_file(path) as file:
@@ -105,70 +104,70 @@ def load_inert(path: str | os.PathLike[str]) -> Any:
 
 
 def load_safely(path: str, file: BinaryIO, map_location: Any = "cpu", *, inert: bool = False, advice: str = "") -> Any:
-    """What a torch file holds, if it can be had without importing or calling anything of its choice.
+    """Load a torch file without importing or calling anything that it names.
 
     Args:
         path: of the file.
         file: the same, open.
         map_location: as in ``torch.load``.
-        inert: make an :class:`Inert` of an object of an unknown class. A file with one is refused otherwise.
-        advice: what to do about a file that is refused.
+        inert: load objects of unknown classes as :class:`Inert`. Off: refuse the file.
+        advice: added to the message of a refusal.
 
     Raises:
         CheckpointError: if it is damaged, refused, or unfolds without bound.
     """
     check_file(path, file, advice)
     try:
-        with _stand_ins(file) if inert else nullcontext():
+        with _inert_globals(file) if inert else nullcontext():
             value = torch_load(path, file, map_location, weights_only=True)
         _check_tensors(value, _length(file))
     except Exception as error:
-        # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, UnpicklingError.
-        raise _why(path, file, error, advice) from error
+        # torch raises arbitrary errors: EOFError, RuntimeError, KeyError, UnpicklingError, ...
+        raise _load_error(path, file, error, advice) from error
     return value
 
 
 def torch_load(path: str, file: BinaryIO, map_location: Any, *, weights_only: bool) -> Any:
-    """``torch.load``, of the mapped file where that can be."""
+    """Call ``torch.load``, memory-mapping the file where possible."""
     records = _records(file)
-    # Bytes of a compressed record are not those of its tensor.
+    # Compressed records cannot be mapped.
     stored = bool(records) and all(each.compress_type == zipfile.ZIP_STORED for each in records)
     mapped = stored and not is_remote(path)
     file.seek(0)
     return torch.load(local_path(path) if mapped else file, map_location, weights_only=weights_only, mmap=mapped)
 
 
-def _stand_ins(file: BinaryIO) -> AbstractContextManager[Any]:
-    """Have torch's safe reader make an :class:`Inert` of what it does not know."""
+def _inert_globals(file: BinaryIO) -> AbstractContextManager[Any]:
+    """Let torch's safe reader create an :class:`Inert` for unknown classes."""
     if not zipfile.is_zipfile(file):
         return nullcontext()
     file.seek(0)
     names = get_unsafe_globals_in_checkpoint(cast(Any, file))
-    if len(names) > _MOST_NAMES:  # torch goes through all of them for each object
+    if len(names) > _MOST_NAMES:  # torch searches all of them for each object
         raise ContentError(f"it names {len(names)} classes and functions, and at most {_MOST_NAMES} are read")
     makers = [(_PlainDict if name in _DICTS else type("Inert", (Inert,), {"name": name}), name) for name in names]
     return safe_globals(cast(Any, makers))
 
 
-def _why(path: str, file: BinaryIO, error: Exception, advice: str) -> CheckpointError:
-    """Tell a file that was refused from one that is damaged."""
+def _load_error(path: str, file: BinaryIO, error: Exception, advice: str) -> CheckpointError:
+    """Return the error for a refused or a damaged file."""
     text = str(error)
     named = _REFUSED.search(text)
     if "Unsupported operand" in text:
         return _newer(path, advice)
     if not isinstance(error, pickle.UnpicklingError):
-        return DamagedFile(path, _what_is_wrong(_length(file), error))
+        return DamagedFile(path, _damage(_length(file), error))
     return CheckpointError(
-        f"{path} holds Python objects ({named[1] if named else shortened(one_line(text))}) that only calling what the "
-        f"file names can rebuild, and that can run any code, so it was not loaded. {advice}Save plain numbers, "
+        f"{path} holds Python objects ({named[1] if named else shortened(one_line(text))}) that can only be rebuilt by "
+        f"calling functions it names, which can run any code, so it was not loaded. {advice}Save plain numbers, "
         "strings, dicts and tensors instead of such objects."
     )
 
 
 def _newer(path: str, advice: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is in a form that torch's safe reader does not know (it knows pickle protocol 2), so it was not "
-        f"loaded. {advice}Save it anew with torch.save(..., pickle_protocol=2)."
+        f"{path} has a pickle protocol that torch's safe reader does not support (it supports 2), so it was not "
+        f"loaded. {advice}Save it again with torch.save(..., pickle_protocol=2)."
     )
 
 
@@ -176,30 +175,30 @@ def _newer(path: str, advice: str) -> CheckpointError:
 
 
 def check_file(path: str, file: BinaryIO, advice: str = "") -> None:
-    """Refuse what is no torch file, and one that would keep torch's safe reader busy without bound.
+    """Raise unless a file is a torch file that torch's safe reader processes in bounded time.
 
     Args:
         path: of the file.
         file: the same, open.
-        advice: what to do about a file that is refused.
+        advice: added to the message of a refusal.
 
     Raises:
-        CheckpointError: if it is one.
+        CheckpointError: if it is not.
     """
     try:
         for each in _pickles(file):
             check_pickle(each)
     except NewerPickleError:
         raise _newer(path, advice) from None
-    except Exception as error:  # a damaged file makes zipfile and pickletools raise anything
-        raise DamagedFile(path, _what_is_wrong(_length(file), error)) from error
+    except Exception as error:  # zipfile and pickletools raise arbitrary errors for damaged files
+        raise DamagedFile(path, _damage(_length(file), error)) from error
 
 
-def _what_is_wrong(size: int, error: Exception) -> str:
+def _damage(size: int, error: Exception) -> str:
     if size == 0:
-        return "is empty: it was never written to its end. Use another checkpoint"
+        return "is empty: it was not completely written. Use another checkpoint"
     what = shortened(one_line(f"{error}" or type(error).__name__))
-    return f"({size} bytes) is no torch file, or a damaged one: {what}. Use another checkpoint"
+    return f"({size} bytes) is not a torch file, or damaged: {what}. Use another checkpoint"
 
 
 def _length(file: BinaryIO) -> int:
@@ -207,25 +206,25 @@ def _length(file: BinaryIO) -> int:
 
 
 def _records(file: BinaryIO) -> Sequence[zipfile.ZipInfo]:
-    """Records of a zip archive; none if the file is another one."""
+    """Return the records of a zip archive; none for other files."""
     if zipfile.is_zipfile(cast(BinaryIO, Limited(file))):
         with open_zip(file) as archive:
             return archive.infolist()
     file.seek(0)
     if file.read(len(_ZIP)) == _ZIP:
-        raise ContentError("its end is missing, where the list of its contents stands")
+        raise ContentError("it is truncated: the zip directory at its end is missing")
     return []
 
 
 def _pickles(file: BinaryIO) -> Iterator[BinaryIO]:
-    """Each pickle of a torch file, at its beginning."""
+    """Yield each pickle of a torch file, at its beginning."""
     records = _records(file)
     if records:
         yield _pickle_among(records, file)
         return
     file.seek(0)
     if _MAGIC not in file.read(2 * len(_MAGIC)):
-        raise ContentError("it does not begin as torch files do")
+        raise ContentError("it does not start like a torch file")
     file.seek(0)
     yield from [cast(BinaryIO, Limited(file))] * _PICKLES
 
@@ -235,7 +234,7 @@ def _pickle_among(records: Sequence[zipfile.ZipInfo], file: BinaryIO) -> BinaryI
     pickles = [each for each in records if each.filename.endswith("/data.pkl")]
     if any(name.endswith("/constants.pkl") for name in names):
         raise ContentError("it is a TorchScript program (torch.jit.save), which is code")
-    # Torch does not tell cases apart, and which of two records it reads is its own business.
+    # torch ignores case, and which of two records it reads is unspecified.
     if len(set(names)) < len(names) or len(pickles) != 1:
         raise ContentError(f"it holds {len(pickles)} objects (data.pkl), or two records of one name")
     if sum(each.file_size for each in records if each.compress_type) > max(_MOST_UNPACKED, 20 * _length(file)):
@@ -247,7 +246,7 @@ def _pickle_among(records: Sequence[zipfile.ZipInfo], file: BinaryIO) -> BinaryI
 
 
 def _check_tensors(root: Any, size: int) -> None:
-    """Refuse tensors that expand a few bytes to more than there is memory for. The scan has bounded all else."""
+    """Raise for tensors that expand a small file beyond memory; the scan bounds everything else."""
     left, seen, nbytes = [root], set(), 0
     while left:
         value = left.pop()
@@ -265,7 +264,7 @@ def _check_tensors(root: Any, size: int) -> None:
 
 
 def open_file(path: str) -> AbstractContextManager[BinaryIO]:
-    """A file for reading, local or of any store.
+    """Open a file, local or in a store.
 
     Raises:
         CheckpointError: if it cannot be opened.
@@ -282,15 +281,15 @@ def open_file(path: str) -> AbstractContextManager[BinaryIO]:
     except FileNotFoundError as error:
         raise MissingCheckpoint(f"Checkpoint file not found: {path}. Give the path of one that exists.") from error
     except IsADirectoryError as error:
-        raise CheckpointError(f"{path} is a folder; a file is expected here.") from error
+        raise CheckpointError(f"{path} is a folder; give a file.") from error
     except Exception as error:
         raise CheckpointError(f"{path} cannot be opened: {type(error).__name__}: {error}.") from error
 
 
 def _downloaded(path: str, system: AbstractFileSystem, name: str) -> BinaryIO:
-    """A file of a web server, whole: not every one answers for a part of a file, and each would cost a round trip."""
+    """Download a file completely: not every web server supports ranges, and each would cost a round trip."""
     most = (free_bytes(tempfile.gettempdir()) or 0) // 2
-    size = system.info(name)["size"] or 0  # None where the server does not say
+    size = system.info(name)["size"] or 0  # None if the server does not report it
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     if size <= most:
         with system.open(name, "rb", block_size=0, size=size or None) as source:
@@ -301,6 +300,6 @@ def _downloaded(path: str, system: AbstractFileSystem, name: str) -> BinaryIO:
         return cast(BinaryIO, file)
     file.close()
     raise CheckpointError(
-        f"{path} is longer than {size_text(most)}, half of what is free in {tempfile.gettempdir()}, where files of web "
-        "servers are kept while they are read. Name a larger folder (export TMPDIR=<folder>), or download the file."
+        f"{path} is larger than {size_text(most)}, half of the free space in {tempfile.gettempdir()}, where downloads "
+        "are stored temporarily. Set a larger folder (export TMPDIR=<folder>), or download the file."
     )

@@ -1,1 +1,1 @@
-"""The format of a checkpoint: its manifest, its boxes and its files of tensors."""
+"""Checkpoint format: manifest, tensor boxes and tensor files."""

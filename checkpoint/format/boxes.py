@@ -1,4 +1,4 @@
-"""The boxes in which a tensor is stored, and whether they make up the whole. Neither torch nor Lightning is needed."""
+"""Boxes in which a tensor is stored, and checks that they tile it. Imports neither torch nor Lightning."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import product
 
 from trainwright.core.text.bounded import ContentError, naturals, parse_json, shape_of
 
-# Corners of boxes that are looked at for one tensor; 100,000 boxes in four dims have as many.
+# Most box corners checked for one tensor; 100,000 boxes in four dims have about as many.
 _MOST_CORNERS = 1 << 21
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Where one box of a tensor is kept: which box, in which file, under which name."""
+    """Location of one box of a tensor: its extent, its file and its name there."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -24,58 +24,56 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class PlainMetadata:
-    """What ``tensors.json`` says of one tensor; its dtype by torch's name without ``torch.``."""
+class StoredMetadata:
+    """Entry of one tensor in ``tensors.json``; ``dtype`` is torch's name without ``torch.``."""
 
     shape: tuple[int, ...]
     dtype: str
     boxes: tuple[StoredBox, ...]
 
 
-def plain_from_json(data: bytes) -> dict[str, PlainMetadata]:
-    """What ``tensors.json`` of a checkpoint of few ranks says, by key.
+def plain_from_json(data: bytes) -> dict[str, StoredMetadata]:
+    """Parse ``tensors.json`` of format version 1.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: if it is no such file.
+        ValueError, KeyError, TypeError, AttributeError: if it is malformed.
     """
     return {key: _metadata(entry) for key, entry in parse_json(data)["tensors"].items()}
 
 
-def _metadata(entry: dict[str, object]) -> PlainMetadata:
+def _metadata(entry: dict[str, object]) -> StoredMetadata:
     dtype, boxes = entry["dtype"], entry["boxes"]
     if not isinstance(dtype, str) or not isinstance(boxes, list):
         raise ContentError("a tensor has no dtype or no boxes")
-    return PlainMetadata(shape_of(entry["shape"]), dtype, tuple(_box(*box) for box in boxes))
+    return StoredMetadata(shape_of(entry["shape"]), dtype, tuple(_box(*box) for box in boxes))
 
 
 def _box(offsets: object, sizes: object, file: object, name: object) -> StoredBox:
     if not isinstance(file, str) or not isinstance(name, str):
-        raise ContentError("a box is in no file")
+        raise ContentError("a box has no file")
     return StoredBox(naturals(offsets), naturals(sizes), file, name)
 
 
 def problem_of_boxes(shape: tuple[int, ...], boxes: Collection[StoredBox], files: Collection[str]) -> str | None:
-    """What is wrong with the boxes of a tensor, in words; ``None``: they are in ``files`` and make up the whole, each
-    element once.
-    """
+    """Return why the boxes of a tensor do not tile it exactly within ``files``; ``None`` if they do."""
     for box in boxes:
         if box.file not in files:
-            return f"is said to be in {box.file!r}, no file of the manifest"
+            return f"is stored in {box.file!r}, which the manifest does not list"
         if not is_within(box.offsets, box.sizes, shape):
             return f"cannot have a box at {box.offsets} of {box.sizes}"
     held, all_of_it = sum(math.prod(box.sizes) for box in boxes), math.prod(shape)
     if held < all_of_it:
-        return f"is there with {held} of its {all_of_it} elements"
-    # A box without elements could take the place of the one with elements that begins where it does.
+        return f"has only {held} of its {all_of_it} elements"
+    # An empty box could shadow the non-empty one at the same offsets.
     if all_of_it and any(0 in box.sizes for box in boxes):
-        return "has a box without elements"
+        return "has an empty box"
     whole = (0,) * len(shape), shape
     tiled = tiles(whole, [(box.offsets, box.sizes) for box in boxes])
-    return None if tiled else "has boxes that overlap, so part of it is there twice"
+    return None if tiled else "has overlapping boxes"
 
 
 def is_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a box lies in a tensor of that shape."""
+    """Return whether a box lies within a tensor of that shape."""
     if not len(offsets) == len(sizes) == len(shape):
         return False
     return all(min(o, s) >= 0 and o + s <= length for o, s, length in zip(offsets, sizes, shape, strict=True))
@@ -86,16 +84,15 @@ Extent = tuple[Sequence[int], Sequence[int]]
 
 
 def tiles(whole: Extent, boxes: Sequence[Extent]) -> bool:
-    """Whether boxes cover ``whole``, each element once, and nothing else.
+    """Return whether boxes cover ``whole`` exactly, each element once.
 
-    A sum of boxes is known by its signed corners alone (they are its derivative along every dim), so it is ``whole`` if
-    and only if the corners of the boxes cancel, but for those of ``whole``. That takes time in proportion to the boxes,
-    where comparing each with each would take it to their square.
+    A sum of box indicator functions is determined by its signed corners (its derivative along every dim), so it equals
+    ``whole`` if and only if the corners cancel. This takes linear time, where pairwise comparison takes quadratic time.
 
     Raises:
-        ContentError: if there are more corners than are looked at; no layout cuts tensors so.
+        ContentError: if there are too many corners; no layout cuts tensors so.
     """
-    # Dims along which nothing is cut have the same two corners in every box.
+    # Uncut dims have the same two corners in every box.
     cut = [
         dim
         for dim in range(len(whole[0]))

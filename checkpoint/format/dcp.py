@@ -1,7 +1,7 @@
-"""How ``torch.distributed.checkpoint`` reads a run state: tensors as safetensors files, metadata as JSON.
+"""Reading of run states by ``torch.distributed.checkpoint``: tensors from safetensors files, metadata from JSON.
 
-DCP plans what a rank must read for the boxes it holds; torch's own storage would keep what is stored as a pickle, which
-runs whatever somebody put into it. Here it is ``tensors.json``.
+DCP plans which parts of which boxes a rank reads. Its own storage keeps metadata as a pickle, which can run code; here
+it is ``tensors.json``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,29 +25,20 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from trainwright.checkpoint.format.boxes import StoredBox, plain_from_json, problem_of_boxes
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, plain_from_json, problem_of_boxes
 from trainwright.checkpoint.format.dtypes import dtype_named
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import TENSORS
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
-# Each rank reads what it holds by itself, and DCP says so at every reading.
+# Ranks read independently; DCP would warn of that at every load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-@dataclass(frozen=True)
-class StoredMetadata:
-    """What ``tensors.json`` says of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[StoredBox, ...]
-
-
 class PartsLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner for flat mappings from keys to :class:`TensorParts`, which are read into in place."""
+    """DCP planner for flat mappings from keys to :class:`TensorParts`, loaded in place."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -56,13 +46,13 @@ class PartsLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the boxes as they are: torch's own makes None of what is no tensor, on its way to fill meta tensors."""
+        """Keep the state dict as it is: torch's method replaces non-tensors by None while filling meta tensors."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor of a box."""
+        """Return the tensor of a box."""
         parts: TensorParts = self.state_dict[index.fqn]
         return parts.part_at(index.offset)
 
@@ -71,10 +61,10 @@ class PartsLoadPlanner(DefaultLoadPlanner):
 
 
 def to_json(stored: Mapping[str, StoredMetadata]) -> bytes:
-    """``tensors.json``: key -> dtype, shape and boxes ``[offsets, sizes, file, name]``."""
+    """Return ``tensors.json``: key -> dtype, shape and boxes ``[offsets, sizes, file, name]``."""
     plain = {
         key: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "boxes": [[list(box.offsets), list(box.sizes), box.file, box.name] for box in tensor.boxes],
         }
@@ -84,22 +74,20 @@ def to_json(stored: Mapping[str, StoredMetadata]) -> bytes:
 
 
 def from_json(data: bytes, files: Mapping[str, Any], path: str) -> dict[str, StoredMetadata]:
-    """What :func:`to_json` was given.
+    """Parse the output of :func:`to_json`.
 
     Args:
         data: contents of ``tensors.json``.
-        files: the files that the manifest names; a box may be in no other.
+        files: files of the manifest; a box may be in no other.
         path: of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: if something is not as it must be.
+        CheckpointError: if it is malformed or inconsistent.
     """
-    with understood(join_path(path, TENSORS)):
-        stored = {
-            key: StoredMetadata(plain.shape, dtype_named(plain.dtype), plain.boxes)
-            for key, plain in plain_from_json(data).items()
-        }
+    with interpreting(join_path(path, TENSORS)):
+        stored = plain_from_json(data)
         for key, tensor in stored.items():
+            dtype_named(tensor.dtype)
             problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
             if problem is not None:
                 raise CheckpointError(f"{path}/{TENSORS}: {key} of shape {tensor.shape} {problem}.")
@@ -107,7 +95,7 @@ def from_json(data: bytes, files: Mapping[str, Any], path: str) -> dict[str, Sto
 
 
 class RunStateReader(StorageReader):
-    """Gives DCP what a published checkpoint holds.
+    """DCP storage reader of a published checkpoint.
 
     Args:
         stored: contents of ``tensors.json``.
@@ -124,14 +112,14 @@ class RunStateReader(StorageReader):
         self._places = {MetadataIndex(k, b.offsets): b for k, tensor in stored.items() for b in tensor.boxes}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The stored boxes in DCP's form."""
+        """Return the stored boxes as DCP metadata."""
         return Metadata(
             {
                 key: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.dtype),
+                    TensorProperties(dtype=dtype_named(tensor.dtype)),
                     torch.Size(tensor.shape),
                     [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
                 )
@@ -140,21 +128,21 @@ class RunStateReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the boxes that this rank holds, file after file."""
+        """Fill the boxes of this rank, file by file."""
         wanted = [(self._places[item.storage_index], item) for item in plan.items]
         for place, item in sorted(wanted, key=lambda pair: (pair[0].file, pair[0].name)):
-            dtype = self._stored[item.storage_index.fqn].dtype
+            dtype = dtype_named(self._stored[item.storage_index.fqn].dtype)
             value = self._read(place, dtype, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
@@ -165,5 +153,5 @@ class RunStateReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether DCP may make one from a path alone: no."""
+        """Return False: a path alone does not make a reader."""
         return False

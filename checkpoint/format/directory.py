@@ -1,9 +1,9 @@
-"""Which tensors a checkpoint of many ranks holds, and which of its files of boxes tells where a box of one is.
+"""Directory of the tensors of a many-rank checkpoint: which box file locates which part of a tensor.
 
-Each such file has the boxes of ranks that follow each other, so of one tensor mostly a row of neighbours. The directory
-says from where to where that is. Tensors of one shape are mostly cut alike, so what is said of one holds for the others
-and is written once; and ranks mostly have the same of their own. So the directory grows with the tensors, not with
-their boxes. Neither torch nor Lightning is needed here.
+Each box file has the boxes of consecutive ranks, so mostly a contiguous region of each tensor; the directory stores the
+bounds of these regions. Tensors of one shape are mostly sharded alike and share one pattern, and most ranks share one
+set of rank-local tensors. So the directory grows with the number of tensors, not of boxes. Imports neither torch nor
+Lightning.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 from trainwright.core.text.bounded import natural, naturals, parse_json, shape_of
 
 OF_RANK = "rank/"
-"""Prefix of the keys of what a rank has of its own, before its number: ``rank/3/...``."""
+"""Prefix of the keys of rank-local tensors, before the rank: ``rank/3/...``."""
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """Offsets, sizes, and the rank that wrote it."""
-_DIGITS = 10  # of a rank
+_DIGITS = 10  # of a rank number
 
 
 class BoxPlace(NamedTuple):
-    """A file of boxes that has some of a tensor.
+    """A box file with boxes of a tensor.
 
     Args:
         file: its number.
-        begin: in each tensor dimension, where the first of its boxes begins.
-        end: where the last of them ends.
+        begin: lower bounds of its boxes in each tensor dim.
+        end: upper bounds of its boxes.
     """
 
     file: int
@@ -40,12 +40,12 @@ class BoxPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the directory says of one tensor.
+    """A tensor of the directory.
 
     Args:
         dtype: torch's name without ``torch.``.
-        shape: of the whole.
-        places: files that have boxes of it; none where one rank has it of its own.
+        shape: of the whole tensor.
+        places: box files that locate it; none for rank-local tensors.
     """
 
     dtype: str
@@ -58,9 +58,9 @@ class Directory:
     """The tensors of a checkpoint.
 
     Args:
-        tensors: what is said of each, by key; without what ranks have of their own.
-        kinds: sets of what ranks have of their own, by the name that follows the rank's number.
-        own: in the order of the ranks, how many that follow each other have which of ``kinds``.
+        tensors: entries by key, without rank-local tensors.
+        kinds: sets of rank-local tensors, by the name after the rank.
+        own: run-length encoding over ranks of which of ``kinds`` each has: pairs of count and index.
     """
 
     tensors: dict[str, Entry]
@@ -73,26 +73,26 @@ class Directory:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return self._ends[-1] if self._ends else 0
 
     def own_of(self, rank: int) -> Mapping[str, Entry]:
-        """What a rank has of its own, by name."""
+        """Return the rank-local tensors of a rank, by name."""
         if not 0 <= rank < self.num_ranks:
             return {}
         return self.kinds[self.own[bisect_right(self._ends, rank)][1]]
 
     def find(self, key: str) -> Entry | None:
-        """What is said of a tensor; ``None``: there is none of that name."""
+        """Return the entry of a tensor; ``None`` if there is no such tensor."""
         rank, name = rank_and_name(key)
         return self.tensors.get(key) if rank is None else self.own_of(rank).get(name)
 
     def keys(self) -> Collection[str]:
-        """Names of all tensors; looking for one does not go through them."""
+        """Return the names of all tensors; membership tests take constant time."""
         return _Keys(self)
 
     def keys_under(self, prefix: str) -> list[str]:
-        """Names that begin with ``prefix``; of one rank's own, no other rank's are looked at."""
+        """Return names that begin with ``prefix``; for one rank's prefix, without visiting other ranks."""
         rank, name = rank_and_name(prefix)
         if rank is not None:
             return [f"{OF_RANK}{rank}/{own}" for own in self.own_of(rank) if own.startswith(name)]
@@ -100,7 +100,7 @@ class Directory:
         return [key for key in all_keys if key.startswith(prefix)]
 
     def to_bytes(self) -> bytes:
-        """As it is written, ``tensors.json``: what many tensors have in common once."""
+        """Return ``tensors.json``, with shared patterns written once."""
         patterns: dict[tuple[BoxPlace, ...], int] = {}
         tensors = {
             key: [entry.dtype, entry.shape, patterns.setdefault(entry.places, len(patterns))]
@@ -112,14 +112,14 @@ class Directory:
 
     @classmethod
     def from_bytes(cls, data: bytes, most_ranks: int) -> Directory:
-        """What :meth:`to_bytes` wrote.
+        """Parse the output of :meth:`to_bytes`.
 
         Args:
             data: of it.
-            most_ranks: that may have something of their own, such as the files of the checkpoint.
+            most_ranks: bound on ranks with local tensors, such as the number of files.
 
         Raises:
-            ValueError, LookupError, TypeError, AttributeError: if it is no such thing.
+            ValueError, LookupError, TypeError, AttributeError: if it is malformed.
         """
         plain = parse_json(data)
         patterns = [tuple(_place(*each) for each in pattern) for pattern in plain["patterns"]]
@@ -132,11 +132,11 @@ class Directory:
         ]
         own = [(natural(count), natural(kind)) for count, kind in plain["own"]]
         if sum(count for count, _ in own) > most_ranks:
-            raise ValueError("it says of more ranks what they have than there are files")
+            raise ValueError("it lists more ranks than there are files")
         if any(kind >= len(kinds) for _, kind in own) or any(key.startswith(OF_RANK) for key in tensors):
-            raise ValueError("it says of ranks what it does not hold")
+            raise ValueError("its tensors of ranks are inconsistent")
         if any(not len(e.shape) == len(p.begin) == len(p.end) for e in tensors.values() for p in e.places):
-            raise ValueError("it says of a tensor that it lies in a box of other dims")
+            raise ValueError("a tensor has boxes with another number of dims")
         return cls(tensors, kinds, own)
 
 
@@ -158,7 +158,7 @@ class _Keys(Collection[str]):
 
 
 def rank_and_name(key: str) -> tuple[int | None, str]:
-    """The rank whose own a tensor is, and its name there; ``None``: it is no rank's own."""
+    """Split the key of a rank-local tensor into rank and name; the rank is ``None`` for other tensors."""
     number, slash, name = key.removeprefix(OF_RANK).partition("/")
     if not key.startswith(OF_RANK) or not slash or not (number.isdecimal() and len(number) < _DIGITS):
         return None, key
@@ -166,7 +166,7 @@ def rank_and_name(key: str) -> tuple[int | None, str]:
 
 
 def overlap(begin: Sequence[int], end: Sequence[int], other_begin: Sequence[int], other_end: Sequence[int]) -> int:
-    """Elements that two boxes of one tensor have in common; a box without dimensions is one element."""
+    """Return the number of elements that two boxes share; boxes without dims have one element."""
     count = 1
     for first, last, other_first, other_last in zip(begin, end, other_begin, other_end, strict=True):
         count *= max(0, min(last, other_last) - max(first, other_first))
@@ -174,7 +174,7 @@ def overlap(begin: Sequence[int], end: Sequence[int], other_begin: Sequence[int]
 
 
 def in_runs(kinds: Iterable[int]) -> list[tuple[int, int]]:
-    """How many that follow each other are of which kind, from the kind of each."""
+    """Return the run-length encoding of ``kinds``: pairs of count and kind."""
     runs: list[tuple[int, int]] = []
     for kind in kinds:
         if runs and runs[-1][1] == kind:
@@ -185,10 +185,10 @@ def in_runs(kinds: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def boxes_from_json(data: bytes) -> dict[str, list[Box]]:
-    """The boxes that one file tells of, by key.
+    """Parse one box file: boxes by key.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: if it is no such file.
+        ValueError, LookupError, TypeError, AttributeError: if it is malformed.
     """
     return {
         key: [(naturals(offsets), naturals(sizes), natural(rank)) for offsets, sizes, rank in boxes]

@@ -1,4 +1,4 @@
-"""Dtypes by their names, without asking torch for whatever a file names."""
+"""Dtypes by name, without looking up arbitrary names from files in torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).valu
 
 
 def dtype_named(name: object) -> torch.dtype:
-    """The dtype of a name such as ``float32``.
+    """Return the dtype of a name such as ``float32``.
 
     Raises:
-        ContentError: if torch has none of that name.
+        ContentError: if torch has no such dtype.
     """
     if not isinstance(name, str) or name not in DTYPES:
-        raise ContentError(f"{shortened(repr(name))} is no dtype")
+        raise ContentError(f"{shortened(repr(name))} is not a dtype")
     return DTYPES[name]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: reading it, and holding the files against it before anything of them is used."""
+"""Reading of manifests, and verification of checkpoint files against them before use."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _THREADS = 8
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint at ``path``.
+    """Return the manifest of the checkpoint at ``path``.
 
     Raises:
-        CheckpointError: if there is no such folder, it was not completely written, a newer version of this package
-            wrote it, or it cannot be read.
+        CheckpointError: if the folder is missing or incomplete, was written by a newer version of this package, or
+            cannot be read.
         DamagedCheckpoint: if any bit of the manifest has changed.
     """
     folder = Folder(path)
@@ -40,7 +40,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise _nothing_there(folder)
     if not folder.has(MANIFEST):
         raise CheckpointError(
-            f"{folder.path} has no {MANIFEST}: it was not completely written, or is no checkpoint. Give another one."
+            f"{folder.path} has no {MANIFEST}: it was not completely written, or is not a checkpoint. Give another one."
         )
     try:
         return Manifest.from_bytes(folder.read(MANIFEST))
@@ -51,10 +51,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def read_whole(folder: Folder, record: FileRecord) -> bytes:
-    """All bytes of a file that are as they were written.
+    """Return the contents of a file after checking its hash.
 
     Raises:
-        DamagedCheckpoint: if they are not.
+        DamagedCheckpoint: if they have changed.
         CheckpointError: if the file cannot be read.
     """
     data = folder.read(record.name)
@@ -67,15 +67,15 @@ def read_whole(folder: Folder, record: FileRecord) -> bytes:
 
 
 def records_of(path: str | os.PathLike[str], manifest: Manifest, name: str | None = None) -> list[FileRecord]:
-    """The records of all files of a checkpoint, those that its lists hold too.
+    """Return the records of all files of a checkpoint, including those in its lists.
 
     Args:
         path: of the checkpoint.
         manifest: of it.
-        name: of a list: its records alone.
+        name: of a list, to return only its records.
 
     Raises:
-        DamagedCheckpoint: if a list is not as it was written.
+        DamagedCheckpoint: if a list is damaged.
     """
     folder = Folder(path, manifest)
     if name is None:
@@ -88,29 +88,26 @@ def records_of(path: str | os.PathLike[str], manifest: Manifest, name: str | Non
         raise DamagedCheckpoint(folder.path, [_named(record, str(error))]) from error
     held = (len(found), sum(each.size for each in found))
     if held != tuple(manifest.lists[name]):
-        problem = f"it tells of {held[0]} files of {held[1]} bytes, and {MANIFEST} says {tuple(manifest.lists[name])}"
+        problem = f"it lists {held[0]} files of {held[1]} bytes, and {MANIFEST} says {tuple(manifest.lists[name])}"
         raise DamagedCheckpoint(folder.path, [_named(record, problem)])
     return found
 
 
 def verify(
-    path: str | os.PathLike[str],
-    manifest: Manifest | None = None,
-    part: tuple[int, int] = (0, 1),
-    deep: bool = True,
+    path: str | os.PathLike[str], manifest: Manifest | None = None, part: tuple[int, int] = (0, 1), deep: bool = True
 ) -> list[str]:
-    """Hold the files of a checkpoint against its manifest.
+    """Check the files of a checkpoint against its manifest.
 
     Args:
         path: of the checkpoint.
         manifest: as read before; ``None``: read it.
-        part: ``(index, count)``: look at one of ``count`` files, the ``index``-th part of them. With a rank and the
-            world size, the ranks share the work; each reads those lists of files alone that its part is in.
-        deep: read and hash every byte; off: sizes only.
+        part: ``(index, count)``: check the ``index``-th of ``count`` shares of the files. With rank and world size, the
+            ranks share the work; each reads only the lists of files that its share needs.
+        deep: read and hash every byte; off: compare sizes only.
 
     Returns:
-        One text for each file that is not as written, naming it, the rank that wrote it and what is wrong. Files that
-        the manifest does not name are no problem. The files of a list that is damaged are not looked at.
+        One text per damaged file, with its name, the rank that wrote it and the problem. Files that the manifest does
+        not list are ignored, as are the files of a damaged list.
 
     Raises:
         CheckpointError, DamagedCheckpoint: as :func:`read_manifest`; and if the folder cannot be listed.
@@ -125,7 +122,7 @@ def verify(
     mine, known, unreadable = _part_of(folder, manifest, part)
     sizes = folder.sizes() if count == 1 or not manifest.lists else _sizes_of(folder, mine)
     check = _Check(folder, known, deep, sizes)
-    # Reading and hashing leave Python's lock to other threads.
+    # Reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(_THREADS, len(mine), os.cpu_count() or 1))) as pool:
         found = {record.name: problem for record, problem in zip(mine, pool.map(check.problem, mine), strict=True)}
     return [problem for problem in {**unreadable, **{k: v for k, v in found.items() if v}}.values() if problem]
@@ -134,11 +131,12 @@ def verify(
 def _part_of(
     folder: Folder, manifest: Manifest, part: tuple[int, int]
 ) -> tuple[list[FileRecord], list[FileRecord], dict[str, str]]:
-    """The records of a part of the files; all that were read to find them; and lists that cannot be read, with why."""
+    """Return the records of a share of the files, all records read for that, and problems of unreadable lists by
+    name."""
     index, count = part
     records = sorted(manifest.files.values(), key=lambda record: record.name)
     known, mine, unreadable = list(records), records[index::count], {}
-    # Of what the lists name, each has a row of neighbours, which are in few lists.
+    # Each share is a contiguous range of the listed files, so it needs few lists.
     total = sum(each.files for each in manifest.lists.values())
     first, last = (total * place // count for place in (index, index + 1))
     begin = 0
@@ -159,7 +157,7 @@ def _part_of(
 
 
 def _sizes_of(folder: Folder, records: Iterable[FileRecord]) -> dict[str, int]:
-    """Bytes of some files by their names in the folder, without listing those of all ranks."""
+    """Return the sizes of existing files by stored name, without listing the files of all ranks."""
     found = {}
     for record in records:
         if folder.has(record.name):
@@ -172,9 +170,9 @@ class _Check:
 
     Args:
         folder: of the checkpoint.
-        records: of files that may have been exchanged with another.
+        records: of files that may have been swapped.
         deep: whether to read every byte.
-        sizes: of the files that are there.
+        sizes: of the existing files.
     """
 
     def __init__(self, folder: Folder, records: Sequence[FileRecord], deep: bool, sizes: Mapping[str, int]) -> None:
@@ -184,7 +182,7 @@ class _Check:
         self._deep = deep
 
     def problem(self, record: FileRecord) -> str | None:
-        """What is wrong with a file; ``None``: nothing."""
+        """Return the problem of a file; ``None`` if it is intact."""
         what = self._what(record)
         return None if what is None else _named(record, what)
 
@@ -210,7 +208,7 @@ class _Check:
         )
 
     def _digest(self, record: FileRecord) -> tuple[str, int]:
-        """Hash and size of what is read, whatever the folder says of its size."""
+        """Return hash and size of the bytes read, whatever size the folder reports."""
         digest, size = xxhash.xxh3_128(), 0
         block = memoryview(bytearray(_BLOCK))
         with self._folder.open(record.name) as file:
@@ -226,11 +224,11 @@ def _named(record: FileRecord, what: str) -> str:
 
 
 def _changed(digest: str, was: str) -> str:
-    return f"changed content: its hash is {digest}, and was {was}"
+    return f"changed content: its hash is {digest}, expected {was}"
 
 
 def _wrong_size(size: int, expected: int) -> str:
-    return f"{'truncated' if size < expected else 'too long'}: {size} bytes, and had {expected}"
+    return f"{'truncated' if size < expected else 'too long'}: {size} bytes, expected {expected}"
 
 
 def _swapped(candidates: Iterable[FileRecord], digest: str) -> str | None:
@@ -248,5 +246,5 @@ def _nothing_there(folder: Folder) -> CheckpointError:
     with suppress(OSError):
         near = [] if is_remote(folder.path) else sorted(os.listdir(parent))
     shown = [entry for entry in near if os.path.isfile(os.path.join(parent, entry, MANIFEST)) and entry[0] != "."]
-    there = f" In {parent} there are: {', '.join(shown[-8:])}." if shown else f" There is none in {parent} at all."
+    there = f" {parent} has: {', '.join(shown[-8:])}." if shown else f" There is none in {parent}."
     return CheckpointError(f"There is no checkpoint {normal_path(folder.path)}.{there}")

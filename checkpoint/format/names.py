@@ -1,4 +1,4 @@
-"""Which tensor of a file belongs to which tensor of a module, when the two do not have the same names."""
+"""Matching of tensor names between a file and a module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainwright.core.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
-# Parts of names that wrappers add and that name no module of the user's.
+# Name parts added by wrappers.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
-# What wrappers of peft add to the names of the weights that an adapter leaves as they are.
+# Name parts that peft adds to the base weights.
 ADAPTED = frozenset({"base_layer", "original_module"})
-# Names from which the prefixes are guessed, and prefixes that are then tried on all names.
+# Names sampled to guess prefixes, and most prefixes tried on all names.
 _SAMPLE = 64
 _TRIED = 16
-# Names shown of each kind of leftover; the rest is counted.
+# Names shown of each kind of mismatch; the rest is counted.
 _SHOWN = 8
 
 
@@ -35,24 +35,24 @@ def match_names(
     where: str = "the file",
     say: Callable[[str], object] | None = None,
 ) -> dict[str, str]:
-    """For each tensor of a module, the key in ``source`` to load it from.
+    """Return, for each tensor of a module, the key in ``source`` to load it from.
 
-    Names agree exactly, or after one prefix on either side that is the same for all: ``model.`` before the names of a
-    Hugging Face file, ``module.`` before those of a file that another tool wrote. What compilers and wrappers add to
-    names (``_orig_mod.`` and the like) does not count, and what peft adds does not where there are adapters.
+    Names match exactly, or after removing one common prefix on either side: ``model.`` in Hugging Face files,
+    ``module.`` in files of other tools. Name parts added by compilers and wrappers (``_orig_mod.`` and the like) are
+    ignored, and with adapters those added by peft.
 
     Args:
         module_names: name -> shape of each tensor of the module.
-        source: where the tensors are.
-        tied: groups of names that are one tensor. A group is complete when the source has any of its names.
-        adapters: tensors of adapters in the module -> the tensor that they are a copy of where the source has none of
-            their own, or an empty text: they may keep their values where the source has no adapter.
-        strict: whether every tensor must find its other half. ``False`` leaves out what does not.
-        where: the source in words, for messages.
-        say: is told what ``strict=False`` left out on either side; ``None``: nobody.
+        source: of the tensors.
+        tied: groups of names of one tensor. A group is complete when the source has any of its names.
+        adapters: adapter tensors of the module -> the tensor that they copy if the source lacks them, or an empty text:
+            they keep their values if the source has no adapter.
+        strict: every tensor must match. ``False`` skips mismatches.
+        where: name of the source, for messages.
+        say: called with a list of what ``strict=False`` skipped; ``None``: not reported.
 
     Returns:
-        Name in the module -> key in the source; names in the order of ``module_names``.
+        Name in the module -> key in the source; in the order of ``module_names``.
 
     Raises:
         CheckpointError: if two prefixes fit equally well, if two keys fit one name, if no name fits at all, or
@@ -71,28 +71,28 @@ def match_names(
     if not fits_some or (strict and left):
         raise CheckpointError(_refusal(where, left, fits_some))
     if left and say is not None:
-        say(f"{where} was loaded in part; not loaded:{left}")
+        say(f"{where} was partially loaded; not loaded:{left}")
     return {name: key for name, key in found.items() if name not in set(wrong)}
 
 
 def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
-    """Groups of names in ``module.state_dict()`` that are one parameter or buffer, the first name first."""
+    """Return groups of names in ``module.state_dict()`` that share one parameter or buffer, the first name first."""
     groups: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):  # get_extra_state may give anything
+        if isinstance(tensor, Tensor):  # get_extra_state may return anything
             groups.setdefault(id(tensor), []).append(name)
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
 @dataclass(frozen=True)
 class _Match:
-    """One way to pair names: both without their prefix are equal.
+    """A pairing of names that are equal without their prefixes.
 
     Args:
-        names: plain name -> name in the module.
-        keys: plain name -> key in the source.
-        name_prefix: what a name in the module has before the common part.
-        key_prefix: the same of a key in the source.
+        names: unwrapped name -> name in the module.
+        keys: unwrapped name -> key in the source.
+        name_prefix: prefix of names in the module.
+        key_prefix: prefix of keys in the source.
     """
 
     names: Mapping[str, str]
@@ -112,8 +112,8 @@ class _Match:
         first, second = ranked[0], ranked[1] if len(ranked) > 1 else None
         if second is not None and first._rank(module_names, source) == second._rank(module_names, source):
             raise CheckpointError(
-                f"The tensors of {where} fit the module in more than one way: {first} or {second}. Give a source whose "
-                "names say which: the module's own names, as state_dict() has them."
+                f"The tensors of {where} match the module in more than one way: {first} or {second}. Give a source "
+                "with the module's own names, as in state_dict()."
             )
         return first
 
@@ -122,14 +122,14 @@ class _Match:
 
     @property
     def is_plausible(self) -> bool:
-        """A prefix on both sides is a guess, which only a match of all of one side makes certain."""
+        """True if it pairs any names; with prefixes on both sides, if it pairs all names of one side."""
         pairs = self.pairs()
         if not (self.name_prefix and self.key_prefix):
             return bool(pairs)
         return len(pairs) in (len(self.names), len(self.keys))
 
     def pairs(self) -> dict[str, str]:
-        """Name in the module -> key in the source."""
+        """Return name in the module -> key in the source."""
         return {
             name: self.keys[self.key_prefix + plain[len(self.name_prefix) :]]
             for plain, name in self.names.items()
@@ -137,25 +137,25 @@ class _Match:
         }
 
     def _rank(self, module_names: Mapping[str, Shape], source: TensorSource) -> tuple[int, int]:
-        """Lower is better: pairs of equal shape, then prefixes left away."""
+        """Return a sort key, best first: most pairs of equal shape, then fewest prefixes."""
         pairs = self.pairs().items()
         fitting = sum(tuple(source.shape(key)) == tuple(module_names[name]) for name, key in pairs)
         return -fitting, bool(self.name_prefix) + bool(self.key_prefix)
 
 
 def _plain(names: Iterable[str], where: str, wrappers: Collection[str]) -> dict[str, str]:
-    """Name without what wrappers added -> name."""
+    """Return unwrapped name -> name."""
     plain: dict[str, str] = {}
     for name in names:
         short = ".".join(part for part in name.split(".") if part not in wrappers)
         if short in plain:
-            raise CheckpointError(f"{plain[short]} and {name} of {where} are the same but for wrappers; keep one.")
+            raise CheckpointError(f"{plain[short]} and {name} of {where} differ by wrapper names only; keep one.")
         plain[short] = name
     return plain
 
 
 def _prefixes(names: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of prefixes worth trying; that both sides are equal as they are comes first."""
+    """Yield pairs of prefixes worth trying, starting with none."""
     yield "", ""
     by_ending: dict[str, list[str]] = {}
     for name in names:
@@ -170,7 +170,7 @@ def _prefixes(names: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _endings(name: str) -> Iterator[str]:
-    """What remains of a name when its first parts are left away, longest first."""
+    """Return suffixes of a dotted name, longest first."""
     parts = name.split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 
@@ -183,7 +183,7 @@ def _add_tied(pairs: dict[str, str], module_names: Mapping[str, Shape], tied: It
 
 
 def _leftovers(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
-    """One line for each kind of them, at most a screenful; empty when there are none."""
+    """Return one line per kind of mismatch, shortened; empty if there are none."""
     text = ""
     for title, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)):
         if items:
@@ -193,7 +193,7 @@ def _leftovers(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequenc
 
 
 def _refusal(where: str, left: str, some_fit: bool) -> str:
-    text = f"The tensors of {where} are not those of the module:{left}"
+    text = f"The tensors of {where} do not match the module:{left}"
     if not some_fit:
         return text + "\nNo tensor fits: give weights of this module's architecture."
-    return text + "\nTo load what fits and keep the module's initial values for the rest, say strict=false."
+    return text + "\nTo load what fits and keep the module's initial values for the rest, type strict=false."

@@ -1,4 +1,4 @@
-"""A tensor of which one rank holds some boxes, and how those boxes lie in the whole."""
+"""A sharded tensor: the boxes of it that one rank holds."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Part = tuple[tuple[int, ...], Tensor]
 
 @dataclass(init=False, eq=False)
 class TensorParts:
-    """What one rank holds of a tensor: boxes of the whole, each a tensor (mostly a view) of this rank's.
+    """The part of a tensor on one rank: boxes of the whole, each a local tensor (mostly a view).
 
-    It speaks DCP's protocol of checkpointable objects, so a planner of ``torch.distributed.checkpoint``
-    loads into it as into any sharded tensor. A DTensor could not say it all: a packed projection that is cut section by
-    section leaves a rank with several boxes.
+    It implements DCP's protocol of checkpointable objects, so ``torch.distributed.checkpoint`` loads into it as into
+    any sharded tensor. Unlike a DTensor it may have several boxes, as ranks have of packed projections that are cut
+    section by section.
 
     Args:
         shape: of the whole tensor.
         dtype: of the whole tensor.
-        parts: pairs of the offsets of a box in the whole and the tensor that holds it. Boxes do not overlap. Ranks may
-            hold the same box: then one of them writes it.
+        parts: pairs of offsets in the whole and the local tensor. Boxes of a rank do not overlap. Ranks may hold the
+            same box; one of them writes it.
     """
 
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class TensorParts:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
-        # A box without elements is written by nobody, unless the whole tensor has none.
+        # Empty boxes are dropped, unless the whole tensor is empty.
         self.parts = [(tuple(offsets), tensor) for offsets, tensor in parts if tensor.numel() or 0 in self.shape]
 
     @classmethod
     def whole(cls, tensor: Tensor) -> TensorParts:
-        """A tensor that this rank holds whole."""
+        """Wrap a tensor that this rank holds whole."""
         return cls(tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)])
 
     @property
@@ -48,14 +48,14 @@ class TensorParts:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.parts)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TensorParts:
-        """The same boxes of tensors that ``function`` makes of this rank's, of the same shapes."""
+        """Return the same boxes with ``function`` applied to each local tensor; it must keep the shape."""
         return TensorParts(self.shape, self.dtype, [(offsets, function(tensor)) for offsets, tensor in self.parts])
 
     def part_at(self, offsets: Sequence[int] | None) -> Tensor:
-        """The tensor of the box at ``offsets``.
+        """Return the tensor of the box at ``offsets``.
 
         Raises:
-            KeyError: if this rank holds no such box.
+            KeyError: if this rank has no such box.
         """
         for own, tensor in self.parts:
             if offsets is None or own == tuple(offsets):

@@ -1,8 +1,7 @@
-"""What a checkpoint consists of, as written in its ``manifest.json``. Pure data; nothing here touches a file.
+"""Contents of ``manifest.json``. Pure data; does not access files.
 
-The manifest of a run of few ranks names every file (version 1 of the format). That of many ranks names the files that
-tell of the others, its *lists*: each holds the records of the files that some ranks wrote (version 2). So nobody writes
-or reads a record of each rank.
+In format version 1 the manifest lists every file. In version 2, for many ranks, it lists files that list the others,
+its *lists*: each has the records of the files of some ranks, so that no process handles a record of every rank.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from trainwright.core.text.bounded import ContentError, parse_json
 from trainwright.core.text.printable import shortened
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.json"
-"""Files of every checkpoint: what it consists of, everything that is no tensor, and where the boxes of tensors are."""
+"""Files of every checkpoint: the list of files, all values other than tensors, and the locations of tensor boxes."""
 WHOLE, SPLIT = 1, 2
-"""Versions of the format: a manifest that names all files, and one whose lists do."""
+"""Format versions: a manifest that lists all files, and one with lists."""
 VERSION = SPLIT
-"""The newest version of the format that this code reads."""
+"""Newest format version that this code reads."""
 
 TENSOR_FILE = ".safetensors"
-"""How the names of files of tensors end; other files that hold tensors hold the bytes of one each."""
+"""Suffix of safetensors files; other tensor files hold the bytes of one tensor each."""
 
 _HASH = "xxh3_128"
 
 
 class ManifestError(ValueError):
-    """Bytes that are not what a writer of manifests wrote."""
+    """A malformed or damaged manifest."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint, as it was when it was written.
+    """One file of a checkpoint, as written.
 
     Args:
-        name: by which the other files and the code call it, e.g. ``rank_00003.safetensors``.
+        name: logical name, e.g. ``rank_00003.safetensors``.
         size: bytes.
         hash: xxh3_128 of its bytes, 32 hexadecimal digits.
         rank: global rank that wrote it.
-        stored: its name in the folder; ``""``: the same as ``name``. Object stores have no renaming, so there the names
-            of one writing carry its token.
+        stored: its name in the folder; ``""``: the same as ``name``. Object stores cannot rename, so there the names of
+            one save carry its token.
     """
 
     name: str
@@ -64,27 +63,27 @@ class FileRecord:
 
 
 class Listed(NamedTuple):
-    """What a list of files tells of, without reading it."""
+    """Summary of a list of files."""
 
     files: int
-    """How many files."""
+    """Number of files."""
     num_bytes: int
-    """Their size together."""
+    """Their total size."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint, and what is known about it without reading them.
+    """The files of a checkpoint and a description of it.
 
     Args:
-        files: record of each file, by :attr:`FileRecord.name`; without those that a list names.
+        files: record of each file, by :attr:`FileRecord.name`; without those in lists.
         about: plain JSON: ``step``, ``epoch``, ``layout``, ``world_size``, ``strategy``, ``versions``, ``created``,
-            ``metrics``, ``kind`` and what else the writer tells. Values that JSON lacks are written as the texts
-            ``NaN``, ``Infinity`` and ``-Infinity``.
+            ``metrics``, ``kind`` and more. NaN and infinities are written as the texts ``NaN``, ``Infinity`` and
+            ``-Infinity``.
         version: of the format.
         lists: by name, the files among ``files`` that hold records of others; none in version 1.
-        token: that the names of the files in the folder carry, where these are not those of their records; only in
-            version 2, in which the records of most files are elsewhere.
+        token: part of all stored file names, if these differ from the logical names; only in version 2, which does not
+            list most of them.
 
     Raises:
         CheckpointError: if a file name could lead out of the folder, or two files have one name.
@@ -99,43 +98,44 @@ class Manifest:
     def __post_init__(self) -> None:
         for key, record in self.files.items():
             if key != record.name:
-                raise CheckpointError(f"A manifest calls a file both {key!r} and {record.name!r}.")
+                raise CheckpointError(f"A manifest names a file both {key!r} and {record.name!r}.")
             check_file_name(record.name)
             check_file_name(record.file)
         if self.token:
             check_file_name(self.token)
         stored = [record.file for record in self.files.values()]
         if len({name.casefold() for name in stored}) != len(stored):
-            raise CheckpointError(f"A manifest names a file twice: {shortened(str(sorted(stored)))}.")
+            raise CheckpointError(f"A manifest lists a file twice: {shortened(str(sorted(stored)))}.")
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was written; -1 if that is not known."""
+        """Optimizer steps done when it was written; -1 if unknown."""
         step = self.about.get("step")
         return step if isinstance(step, int) else -1
 
     @property
     def created(self) -> str:
-        """ISO time at which it was written; ``""`` if that is not known."""
+        """ISO time of writing; ``""`` if unknown."""
         return str(self.about.get("created", ""))
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of all files."""
         return sum(record.size for record in self.files.values()) + sum(each.num_bytes for each in self.lists.values())
 
     @property
     def num_files(self) -> int:
-        """How many files there are."""
+        """Number of files."""
         return len(self.files) + sum(each.files for each in self.lists.values())
 
     def stored(self, name: str) -> str:
-        """What a file is called in the folder."""
+        """Return the name of a file in the folder."""
         record = self.files.get(name)
         return record.file if record else with_token(name, self.token)
 
     def names(self, file: str) -> bool:
-        """Whether a file of the folder is one of the checkpoint's; where a list names it, whether its name fits."""
+        """Return whether a stored file belongs to the checkpoint; for files in lists, judged by the token in its
+        name."""
         return file in self._stored or (bool(self.token) and f".{self.token}" in file)
 
     @cached_property
@@ -143,7 +143,7 @@ class Manifest:
         return frozenset(record.file for record in self.files.values())
 
     def metric(self, name: str) -> float | None:
-        """A monitored value; ``None`` if it was not logged or is no number."""
+        """Return a monitored value; ``None`` if it was not logged or is not a number."""
         metrics = self.about.get("metrics")
         value = metrics.get(name) if isinstance(metrics, Mapping) else None
         try:
@@ -152,10 +152,10 @@ class Manifest:
             return None
 
     def to_bytes(self) -> bytes:
-        """The one way to write this manifest: sorted, with a hash of everything else in it.
+        """Return the canonical form of this manifest: sorted, with a hash of its contents.
 
         Raises:
-            CheckpointError: if ``about`` holds what JSON cannot.
+            CheckpointError: if ``about`` is not plain JSON.
         """
         files = {name: _record_to_json(record) for name, record in self.files.items()}
         content: dict[str, Any] = {"files": files, "about": self.about, "version": self.version}
@@ -165,14 +165,14 @@ class Manifest:
             _check_about(self.about)
             return _sealed(_finite(content))
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"What is told about a checkpoint must be plain JSON: {error}.") from error
+            raise CheckpointError(f"The description of a checkpoint must be plain JSON: {error}.") from error
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read what :meth:`to_bytes` wrote.
+        """Parse the output of :meth:`to_bytes`.
 
         Raises:
-            ManifestError: if any bit of it differs from what was written.
+            ManifestError: if any bit differs from what was written.
             CheckpointError: if a newer version of this package wrote it, or it names files outside of its folder.
         """
         content = _opened(data)
@@ -181,7 +181,7 @@ class Manifest:
             raise ManifestError(f"it has no version (found {shortened(repr(version))})")
         if version > VERSION:
             raise CheckpointError(
-                f"has version {version} of the format; this installation reads versions up to {VERSION}: "
+                f"has format version {version}; this installation reads versions up to {VERSION}: "
                 "update trainwright (pip install --upgrade trainwright)"
             )
         files, about = content.get("files"), content.get("about")
@@ -198,16 +198,16 @@ class Manifest:
 
 
 def file_of(rank: int) -> str:
-    """Name of the file of tensors that a rank writes."""
+    """Return the name of a rank's tensor file."""
     return f"rank_{rank:05d}{TENSOR_FILE}"
 
 
 def with_token(name: str, token: str) -> str:
-    """What a file of one writing is called in a folder where the names of all its files carry its token.
+    """Return the stored name of a file whose folder puts a token into all names.
 
     Args:
         name: of the file.
-        token: ``""``: it is called by its name.
+        token: ``""``: the name is unchanged.
     """
     if not token:
         return name
@@ -216,27 +216,27 @@ def with_token(name: str, token: str) -> str:
 
 
 def list_to_bytes(records: Iterable[FileRecord]) -> bytes:
-    """A list of files, as it is written; the names under which they are stored follow from the manifest."""
+    """Return the contents of a list of files; stored names follow from the manifest."""
     plain = {record.name: [record.size, record.hash, record.rank] for record in records}
     return json.dumps({"files": plain}, separators=(",", ":")).encode("ascii")
 
 
 def list_from_bytes(data: bytes, token: str) -> list[FileRecord]:
-    """What :func:`list_to_bytes` was given.
+    """Parse the output of :func:`list_to_bytes`.
 
     Args:
         data: of the list.
         token: of the manifest.
 
     Raises:
-        ManifestError: if it is no such list.
+        ManifestError: if it is malformed.
         CheckpointError: if it names files outside of its folder.
     """
     try:
         plain = parse_json(data)["files"].items()
         values = {name: {"size": size, _HASH: digest, "rank": rank} for name, (size, digest, rank) in plain}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ManifestError(f"it is no list of files ({type(error).__name__}: {error})") from None
+        raise ManifestError(f"it is not a list of files ({type(error).__name__}: {error})") from None
     for name in values:
         check_file_name(name)
     stored = {name: with_token(name, token) if token else "" for name in values}
@@ -251,15 +251,15 @@ def _listed(name: str, value: object, records: Mapping[str, FileRecord]) -> List
 
 
 def check_file_name(name: str) -> None:
-    """Raise :class:`CheckpointError` unless ``name`` is a plain visible file of the checkpoint's own folder."""
+    """Raise :class:`CheckpointError` unless ``name`` is a plain visible file in the checkpoint's own folder."""
     if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
         raise CheckpointError(
-            f"A checkpoint cannot have a file named {name!r}: file names are letters, digits, '_', '-' and '.', do not "
-            f"begin with '.', have no folders, and are not {MANIFEST!r}."
+            f"A checkpoint cannot have a file named {name!r}: allowed are letters, digits, '_', '-' and '.', not "
+            f"beginning with '.', without folders, and not {MANIFEST!r}."
         )
 
 
-# Characters outside of this list are legal in some stores only; a separator or '..' would lead out of the folder.
+# Other characters are illegal in some stores; separators and '..' would lead out of the folder.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.\-]{0,199}")
 
 
@@ -269,18 +269,20 @@ def _sealed(content: dict[str, Any]) -> bytes:
 
 
 def _opened(data: bytes) -> dict[str, Any]:
-    """The content of sealed bytes. The envelope is the same in every version of the format, so that a flipped bit in
-    the version is taken for damage, not for a newer version."""
+    """Return the content of sealed bytes.
+
+    The envelope is the same in every format version, so that a flipped bit in the version counts as damage.
+    """
     try:
         content = parse_json(data)
     except ContentError as error:
         raise ManifestError(str(error)) from None
     if not isinstance(content, dict) or _HASH not in content:
-        raise ManifestError("it has no hash of itself")
+        raise ManifestError("it has no hash")
     content.pop(_HASH)
-    # Byte for byte: spaces, the case of a digit and the order of keys would survive parsing.
+    # Compared as bytes: whitespace, letter case of digits and key order do not survive parsing.
     if _sealed(content) != data:
-        raise ManifestError("it does not have the hash that was written into it")
+        raise ManifestError("it does not match its hash")
     return content
 
 
@@ -289,13 +291,13 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with the texts NaN, Infinity and -Infinity for numbers that JSON lacks, and every key a text."""
+    """Return ``value`` with NaN and infinities as texts; raise for keys that are not texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:
-            raise TypeError(f"keys must be texts, not {wrong[0]!r}")
+            raise TypeError(f"keys must be strings, not {wrong[0]!r}")
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
@@ -339,7 +341,7 @@ _ABOUT: dict[str, type | tuple[type, ...]] = {
 
 
 def _check_about(about: Mapping[str, Any]) -> None:
-    """Refuse what readers would take for something else; ``None`` and what nobody reads may be there."""
+    """Raise for values of a wrong type under known names; ``None`` and unknown names are allowed."""
     for name, kind in _ABOUT.items():
         value = about.get(name)
         is_wrong = (

@@ -1,4 +1,4 @@
-"""Where whole or partial tensors can be read from by name."""
+"""Protocol of readers of named tensors."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 
 class TensorSource(Protocol):
-    """Named tensors that are read in parts, so that no rank reads more than it keeps."""
+    """Named tensors that can be read in parts, so that a rank reads only what it keeps."""
 
     def keys(self) -> Collection[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole tensor.
+        """Return the shape of the whole tensor.
 
         Raises:
             KeyError: if there is no such tensor.
         """
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """The box ``[offsets, offsets + sizes)`` of a tensor, contiguous, on the CPU, in memory of its own.
+        """Return the box ``[offsets, offsets + sizes)`` of a tensor as a new contiguous CPU tensor.
 
         Args:
             key: name of the tensor.
-            offsets: where the box begins in each tensor dimension; ``None``: at 0.
-            sizes: its length in each tensor dimension; ``None``: to the end.
+            offsets: begin of the box in each dim; ``None``: 0.
+            sizes: of the box in each dim; ``None``: to the end.
         """

@@ -1,8 +1,8 @@
-"""The safetensors format, written and read as a stream: one tensor after another, no second copy of any.
+"""Streaming reader and writer of the safetensors format: one tensor at a time, without a second copy.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of each tensor),
-and the bytes of the tensors without gaps. Any reader of the format reads what is written here, and the other way round;
-what this module adds is boxes of a tensor read from any file that can seek, and writing to files that cannot.
+A file consists of the header's length (8 bytes, little endian), the header (JSON: dtype, shape and position of each
+tensor), and the tensors' bytes without gaps. It is compatible with other safetensors implementations; in addition, it
+reads boxes of tensors from any seekable file, and writes to files that cannot seek.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.format.boxes import is_within
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import ContentError, naturals, parse_json, shape_of
 from trainwright.core.text.printable import shortened
@@ -51,12 +52,12 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 _BLOCK = 16 << 20
-# Below this, reading what lies between two wanted pieces costs less than going to the second.
+# Below this many bytes, reading through a gap is faster than seeking.
 _WORTH_SEEKING = 1 << 18
 
 
 class Writable(Protocol):
-    """What a tensor file is written to."""
+    """An output for a tensor file."""
 
     def write(self, data: memoryview, /) -> object:
         """Append all of ``data``."""
@@ -77,11 +78,11 @@ class TensorEntry:
 
 
 class TensorFileWriter:
-    """Writes tensors one after another, so that at no time more than one of them is in host memory.
+    """Writer of tensors one after another, with at most one of them in host memory.
 
     Args:
         file: has ``write``; need not seek. It stays open.
-        entries: all tensors, in the order in which they will be written.
+        entries: all tensors, in the order of writing.
         metadata: texts for the header, e.g. ``{"format": "pt"}``.
 
     Raises:
@@ -104,14 +105,14 @@ class TensorFileWriter:
 
         Args:
             name: of the next entry.
-            tensor: of that dtype and shape; on any device, of any strides. A contiguous tensor of the CPU is written
-                from where it is, others through a buffer of some MiB.
+            tensor: of its dtype and shape, on any device and with any strides. Contiguous CPU tensors are written in
+                place, others through a buffer of some MiB.
 
         Raises:
-            ValueError: if it is not the next, or not what its entry says.
+            ValueError: if it is not the next entry or does not match it.
         """
         if self._next == len(self._entries):
-            raise ValueError(f"All {self._next} tensors are written; {name!r} is none of them.")
+            raise ValueError(f"All {self._next} tensors are written; {name!r} is not one of them.")
         entry = self._entries[self._next]
         if name != entry.name:
             raise ValueError(
@@ -127,7 +128,7 @@ class TensorFileWriter:
         self._next += 1
 
     def close(self) -> None:
-        """Say that all tensors were written; the file itself stays open.
+        """Check that all tensors were written; the file itself stays open.
 
         Raises:
             ValueError: if one was not.
@@ -139,17 +140,16 @@ class TensorFileWriter:
 
 
 class TensorFileReader:
-    """Reads tensors, or boxes of them, from a file of this format. The header is held against the size of the file and
-    against itself before anything is believed.
+    """Reader of tensors, or boxes of them, whose header is checked against itself and the file size first.
 
-    One thread at a time: a file has one position. As a context manager it closes itself.
+    For one thread at a time, since a file has one position. A context manager that closes the file.
 
     Args:
-        open: opens the file for reading; it must be able to seek.
-        only: the one tensor of a file that holds its bytes and no header; ``None``: a file of this format.
+        open: opens the file for reading; it must be seekable.
+        only: the one tensor of a file of raw bytes without a header; ``None``: a safetensors file.
 
     Raises:
-        CheckpointError: if it is no file of this format.
+        CheckpointError: if the file is malformed.
     """
 
     def __init__(self, open: Callable[[], BinaryIO], only: TensorEntry | None = None) -> None:
@@ -165,18 +165,18 @@ class TensorFileReader:
             raise
 
     entries: dict[str, TensorEntry]
-    """Its tensors by name, in the order of the file."""
+    """Tensors by name, in the order of the file."""
     metadata: dict[str, str]
-    """Texts of its header."""
+    """Texts of the header."""
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """The box ``[offsets, offsets + sizes)`` of a tensor, contiguous, on the CPU, in memory of its own.
+        """Return the box ``[offsets, offsets + sizes)`` of a tensor as a new contiguous CPU tensor.
 
         Args:
             name: of the tensor.
-            offsets: where the box begins in each tensor dimension; ``None``: at 0.
-            sizes: its length in each tensor dimension; ``None``: to the end. A box that is narrower in the first
-                dimension alone is read without a byte more.
+            offsets: begin of the box in each dim; ``None``: 0.
+            sizes: of the box in each dim; ``None``: to the end. A box that is narrower in the first dim only is read
+                without extra bytes.
 
         Raises:
             KeyError: if there is no such tensor.
@@ -186,15 +186,16 @@ class TensorFileReader:
         entry = self.entries[name]
         offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
         sizes = tuple(sizes) if sizes is not None else tuple(s - o for s, o in zip(entry.shape, offsets, strict=False))
-        _check_box(entry, offsets, sizes)
-        # One dimension at least: a number is a row of one.
+        if not is_within(offsets, sizes, entry.shape):
+            raise ValueError(f"{name!r} of shape {entry.shape} has no box at {offsets} of {sizes}.")
+        # A scalar is read as a row of one.
         out = torch.empty(sizes or (1,), dtype=entry.dtype)
         if out.numel():
             _Box(self._opened(), name).fill(out, self._begins[name], entry.shape or (1,), offsets or (0,))
         return out.reshape(sizes)
 
     def close(self) -> None:
-        """Close the file; the next :meth:`read` opens it again."""
+        """Close the file; the next :meth:`read` reopens it."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -212,14 +213,14 @@ class TensorFileReader:
 
 
 class _Box:
-    """Reading one box of one tensor."""
+    """Reader of one box of one tensor."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file = file
         self._name = name
 
     def fill(self, out: Tensor, begin: int, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """Fill ``out`` from the tensor of ``shape`` whose bytes begin at ``begin``; ``out`` begins at ``offsets``."""
+        """Fill ``out``, a box at ``offsets`` of the tensor of ``shape`` whose bytes start at ``begin``."""
         row = math.prod(shape[1:]) * out.element_size()
         begin += offsets[0] * row
         if tuple(out.shape[1:]) == tuple(shape[1:]):
@@ -269,7 +270,7 @@ def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> byte
         content[entry.name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    # Spaces until the tensors begin at a multiple of 8, so that memory maps of the file are aligned.
+    # Padding, so that tensors in a memory-mapped file are aligned to 8 bytes.
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > _LONGEST_HEADER:
         raise CheckpointError(
@@ -279,13 +280,13 @@ def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> byte
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, int]]:
-    """Entries, metadata, and where in the file each tensor begins."""
+    """Return entries, metadata and the file position of each tensor."""
     size = file.seek(0, 2)
     file.seek(0)
     try:
         return _parsed(file, size)
     except _FormatError as error:
-        raise CheckpointError(f"{_place(file)} is no whole safetensors file: {error}.") from None
+        raise CheckpointError(f"{_place(file)} is not a complete safetensors file: {error}.") from None
 
 
 class _FormatError(ValueError):
@@ -297,17 +298,17 @@ def _parsed(file: BinaryIO, size: int) -> tuple[dict[str, TensorEntry], dict[str
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else -1
     data_begin = _LENGTH.size + length
     if not 2 <= length <= _LONGEST_HEADER or data_begin > size:
-        raise _FormatError(f"it has {size} bytes, and its header is said to have {length}")
+        raise _FormatError(f"it has {size} bytes, and its header should have {length}")
     content = _header_of(file.read(length))
     metadata = content.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _FormatError(f"its {_METADATA} is not texts alone")
+        raise _FormatError(f"its {_METADATA} is not a mapping of texts")
     places = {name: _entry(name, value) for name, value in content.items()}
     end = 0
     entries, begins = {}, {}
     for name, (entry, begin) in sorted(places.items(), key=lambda item: (item[1][1], item[1][0].num_bytes)):
         if begin != end:
-            raise _FormatError(f"{name!r} begins at {begin}, and what is before it ends at {end}")
+            raise _FormatError(f"{name!r} begins at {begin}, and the tensor before it ends at {end}")
         entries[name], begins[name], end = entry, data_begin + begin, begin + entry.num_bytes
     if data_begin + end != size:
         raise _FormatError(f"it has {size} bytes, and its header describes {data_begin + end}")
@@ -318,42 +319,36 @@ def _header_of(text: bytes) -> dict[str, Any]:
     try:
         content = parse_json(text)
     except ContentError as error:
-        raise _FormatError(f"of its header: {error}") from None
+        raise _FormatError(f"its header: {error}") from None
     if not isinstance(content, dict):
-        raise _FormatError("its header is no JSON object")
+        raise _FormatError("its header is not a JSON object")
     return content
 
 
 def _entry(name: str, value: object) -> tuple[TensorEntry, int]:
-    """One tensor, and where it begins."""
+    """Return a tensor's entry and position."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _FormatError(f"{name!r} is described by {shortened(repr(value))}")
     dtype, shape, place = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         given = shortened(repr(dtype))
-        raise _FormatError(f"{name!r} has the dtype {given}, which is not known; known are {', '.join(DTYPES)}")
+        raise _FormatError(f"{name!r} has the unknown dtype {given}; known are {', '.join(DTYPES)}")
     try:
         entry, (begin, end) = TensorEntry(name, DTYPES[dtype], shape_of(shape)), naturals(place)
     except ValueError:
         raise _FormatError(
-            f"{name!r} has the shape {shortened(repr(shape))} and the place {shortened(repr(place))}"
+            f"{name!r} has the shape {shortened(repr(shape))} and the position {shortened(repr(place))}"
         ) from None
     if end - begin != entry.num_bytes:
-        raise _FormatError(f"{name!r} needs {entry.num_bytes} bytes, and has the place {place}")
+        raise _FormatError(f"{name!r} needs {entry.num_bytes} bytes, and has the position {place}")
     return entry, begin
 
 
 # ---- tensors and bytes ----------------------------------------------------------------------------------------------
 
 
-def _check_box(entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-    fits = all(min(o, s) >= 0 and o + s <= length for o, s, length in zip(offsets, sizes, entry.shape, strict=False))
-    if not fits or not len(offsets) == len(sizes) == len(entry.shape):
-        raise ValueError(f"{entry.name!r} of shape {entry.shape} has no box at {tuple(offsets)} of {tuple(sizes)}.")
-
-
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Contiguous pieces on the CPU that make up the tensor, of some MiB each where copying is needed."""
+    """Yield contiguous CPU pieces that make up a tensor, of some MiB each where copying is needed."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.device.type == "cpu" and tensor.is_contiguous():
@@ -366,12 +361,12 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     count = max(1, _BLOCK * tensor.shape[0] // size)
     for first in range(0, tensor.shape[0], count):
         rows = tensor[first : first + count]
-        # A single row may still be large: it is cut along the next dimension.
+        # A single large row is cut along the next dim.
         yield from _blocks(rows[0] if count == 1 else rows)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU, of any dtype."""
+    """Return the memory of a contiguous CPU tensor of any dtype."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Nested Python values as JSON, with tensors kept elsewhere under keys; nothing is ever pickled.
+"""Nested Python values as JSON, with tensors stored elsewhere under keys; nothing is pickled.
 
-What JSON has no form for is an object with one mark, ``{"~": kind, ...}``. Reading knows a fixed list of kinds, all of
-them plain data: no name in a file is ever looked up, imported or called.
+Values without a JSON form become marked objects, ``{"~": kind, ...}``. Reading accepts a fixed list of kinds, all plain
+data: no name in a file is looked up, imported or called.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Get = Callable[[str], Any]
 
 
 class UnsupportedValueError(CheckpointError):
-    """A value that has no form in a checkpoint.
+    """A value that a checkpoint cannot hold.
 
     Args:
-        path: where it stands, such as ``callbacks/Mine/lock``.
-        value: what stands there.
+        path: of the value, such as ``callbacks/Mine/lock``.
+        value: the value.
     """
 
     def __init__(self, path: str, value: object) -> None:
@@ -59,12 +59,12 @@ class UnsupportedValueError(CheckpointError):
 
 
 def encode(tree: Any, put: Put, path: str = "") -> Any:
-    """``tree`` as a JSON value.
+    """Return ``tree`` as a JSON value.
 
     Args:
         tree: nested containers of plain values, tensors and arrays.
-        put: called with the path and each tensor of at least one dimension; gives the key it is kept under.
-        path: where ``tree`` stands, for messages and keys.
+        put: called with the path and each tensor of at least one dim; returns the key to store it under.
+        path: of ``tree``, for messages and keys.
 
     Raises:
         UnsupportedValueError: if a value has no form.
@@ -92,12 +92,12 @@ def encode(tree: Any, put: Put, path: str = "") -> Any:
 
 
 def reference(key: str) -> dict[str, str]:
-    """What stands in an encoded tree for the tensor that is kept under a key."""
+    """Return the encoded reference to a tensor stored under a key."""
     return {_MARK: "tensor", "key": key}
 
 
-def encode_what_can_be(values: Mapping[str, Any], put: Put, path: str) -> tuple[dict[str, Any], list[str]]:
-    """Entries of a mapping as JSON, and those that have no form, as ``name (type)``."""
+def encode_supported(values: Mapping[str, Any], put: Put, path: str) -> tuple[dict[str, Any], list[str]]:
+    """Encode the entries of a mapping that have a form; return them, and the others as ``name (type)``."""
     tree, left_out = {}, []
     for name, value in values.items():
         try:
@@ -116,7 +116,7 @@ def _encode_dict(tree: dict[Any, Any], put: Put, path: str) -> Any:
 
 
 def _encode_items(tree: Any, put: Put, path: str) -> Any:
-    # Sets have no order; a fixed one makes equal states equal files.
+    # Sorted, so that equal sets give equal files.
     values = sorted(tree, key=repr) if isinstance(tree, set | frozenset) else tree
     encoded = [encode(value, put, f"{path}/{index}") for index, value in enumerate(values)]
     if isinstance(tree, torch.Size):
@@ -140,8 +140,7 @@ def _no_tensor(path: str, tensor: Tensor) -> str:
     raise AssertionError("a scalar holds no tensor")
 
 
-# In order: a subclass stands before what it is a subclass of. Subclasses of numbers and strings (members of an IntEnum,
-# for example) become plain ones.
+# Subclasses before their bases. Subclasses of numbers and strings (such as members of an IntEnum) become plain ones.
 _WRITERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.generic, lambda v: {_MARK: "numpy", "dtype": v.dtype.str, "v": encode(v.item(), _no_tensor)}),
     (bool, bool),
@@ -159,11 +158,11 @@ _WRITERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def decode(value: Any, get: Get) -> Any:
-    """What :func:`encode` was given.
+    """Return the argument of :func:`encode` from its result.
 
     Args:
         value: from JSON.
-        get: what stands for the tensor with a key: the tensor, or something that reads it later.
+        get: returns the tensor of a key, or a lazy reader of it.
 
     Raises:
         ContentError: if a mark is unknown (written by a newer version) or malformed.
@@ -206,17 +205,17 @@ SECTIONS: dict[str, type | tuple[type, ...]] = {
     "state_dict": dict,
     "trainwright": dict,
 }
-"""What Lightning's dict of a run holds under names that every reader knows."""
+"""Types of the known entries of Lightning's checkpoint dict."""
 
 
 def check_sections(tree: Any) -> None:
-    """Refuse a tree that is no dict of a run, before parts of it are restored.
+    """Raise if a tree is not a checkpoint dict of a run, before parts of it are restored.
 
     Raises:
-        ContentError: if it is none.
+        ContentError: if it is not.
     """
     if not isinstance(tree, dict):
-        raise ContentError("it holds no mapping")
+        raise ContentError("it is not a mapping")
     for name, kind in SECTIONS.items():
         value = tree.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
@@ -237,30 +236,30 @@ def _check_optimizer(state: dict[str, Any]) -> None:
         for group in groups
     )
     if not named or not isinstance(values, dict) or not all(isinstance(each, dict) for each in values.values()):
-        raise ContentError("the state of an optimizer does not say of parameters by name")
+        raise ContentError("the state of an optimizer does not list parameters by name")
 
 
 def _number(value: Any) -> Any:
     if not isinstance(value, bool | int | float | complex):
-        raise ContentError(f"a {type(value).__name__} is no number")
+        raise ContentError(f"a {type(value).__name__} is not a number")
     return value
 
 
 def _numpy_type(code: Any) -> Any:
-    # What these codes leave out is made of memory of any size or of objects.
+    # Other codes could allocate memory of any size or objects.
     if not isinstance(code, str) or not _NUMPY_CODE.fullmatch(code):
-        raise ContentError(f"{shortened(repr(code))} is no dtype of numpy")
+        raise ContentError(f"{shortened(repr(code))} is not a numpy dtype")
     return np.dtype(code).type
 
 
 def _config(value: Any) -> Any:
-    # A text would be read as YAML, in which a few lines stand for more values than there is memory.
+    # Text would be parsed as YAML, whose aliases can expand to more values than fit into memory.
     if not isinstance(value, dict | list):
-        raise ContentError(f"a {type(value).__name__} is no configuration")
+        raise ContentError(f"a {type(value).__name__} is not a configuration")
     try:
         return OmegaConf.create(value)
     except OmegaConfBaseException as error:
-        raise ContentError(f"no configuration: {error}") from error
+        raise ContentError(f"not a configuration: {error}") from error
 
 
 _READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
@@ -280,6 +279,6 @@ _READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "dtype": lambda _, v: dtype_named(v),
     "device": lambda _, v: torch.device(v),
     "class": lambda _, v: _CLASSES[v],
-    # A file of others must not have its reader look up variables of the environment, or call a resolver.
+    # Untrusted files must not make the reader look up environment variables or call resolvers.
     "omegaconf": lambda _, v: _config(literal(v)),
 }

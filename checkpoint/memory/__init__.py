@@ -1,1 +1,1 @@
-"""States in the memory of ranks."""
+"""Snapshots of run states in the memory of ranks."""

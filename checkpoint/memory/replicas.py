@@ -1,7 +1,7 @@
-"""The last state in the memory of the rank that it belongs to and of one more, so that a lost rank can have it back.
+"""Snapshots in each rank's memory and in a second rank's, so that a lost rank can be restored.
 
-Reading from a neighbour's memory takes a moment where a file system takes minutes, so such copies can be made far more
-often than checkpoints; they end with the job, so they do not replace them.
+Restoring from a neighbour's memory is much faster than from a file system, so these can be taken far more often than
+checkpoints; they end with the job, so they do not replace checkpoints.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, problems_of_ranks
 from trainwright.checkpoint.format.dtypes import dtype_named
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.write.save import Content
 from trainwright.checkpoint.write.staging import Arena, Slot, Staged, Staging
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import parse_json
 
-# What one message carries at most; larger ones are cut, so that no counter of the network's has to hold them.
+# Largest message in bytes; longer ones are split, so that no 32-bit counter overflows.
 _MESSAGE = 2**30
-# Containers of a state within each other, twice: each is encoded as an object around a list.
+# Twice the deepest nesting of a state: each container is encoded as an object around a list.
 _DEEPEST = 400
 
 
 class _Generation:
-    """One state of this rank and one of the rank it keeps a copy for, with memory for both."""
+    """A snapshot of this rank and one of the rank that it backs up, with memory for both."""
 
     def __init__(self) -> None:
         self.staging = Staging()
         self.arena = Arena()
-        self.own: HeldState | None = None
+        self.own: Snapshot | None = None
         self.guest: tuple[int, Tensor, Tensor] | None = None  # step, header, block
 
     def clear(self) -> None:
@@ -47,17 +47,17 @@ class _Generation:
 
 
 class NeighbourCopies:
-    """Keeps the last state of every rank in its own memory and in that of another rank.
+    """Last snapshot of every rank, in its own memory and in that of another rank.
 
-    Rank r's copy is kept by rank ``r + distance`` (modulo the number of ranks). Two generations are held: while one is
-    being made, the one before stays whole on all ranks, so an interruption at any instant leaves a state that can be
-    restored. That takes host memory of about four times the state that a rank holds.
+    Rank r's copy is kept by rank ``r + distance`` (modulo the world size). Two generations are kept: while one is being
+    made, the previous one stays complete on all ranks, so an interruption at any time leaves a restorable state. That
+    takes host memory of about four times a rank's state.
 
     Args:
-        make_group: makes a gloo group of all ranks that nothing else uses (or gives ``None`` where this process is
-            alone); called once, on all ranks, when first needed.
-        distance: ``None``: the ranks of one node (``LOCAL_WORLD_SIZE``), so that a lost node loses no copy; 1 where
-            there is one node only.
+        make_group: creates a gloo group of all ranks for exclusive use (or returns ``None`` for this process alone);
+            called once, on all ranks, on first use.
+        distance: ``None``: the ranks per node (``LOCAL_WORLD_SIZE``), so that losing a node loses no copy; 1 with a
+            single node.
 
     Raises:
         ValueError: if ``distance`` is less than 1.
@@ -75,22 +75,22 @@ class NeighbourCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that are held."""
+        """Bytes of host memory in use."""
         return sum(g.staging.num_bytes + g.arena.num_bytes for g in self._generations)
 
     def steps(self) -> list[int]:
-        """Steps of which this rank holds its own state, newest first."""
+        """Return the steps of this rank's own snapshots, newest first."""
         return sorted((g.own.step for g in self._generations if g.own is not None), reverse=True)
 
     def save(self, content: Content, step: int) -> None:
         """Copy this rank's state and send it to its keeper in a thread. A collective.
 
         Args:
-            content: everything that this rank holds; it may change as soon as this returns.
+            content: of this rank; it may change as soon as this returns.
             step: optimizer steps done.
 
         Raises:
-            CheckpointError: on every rank, if the copy before failed.
+            CheckpointError: on every rank, if the previous copy failed.
         """
         self.wait()
         ring = self._connect()
@@ -100,7 +100,7 @@ class NeighbourCopies:
         staged: Staged | None = None
         try:
             staged = generation.staging.stage(content.tensors)
-        except Exception as error:  # no memory; the others must hear of it
+        except Exception as error:  # out of memory; reported to the others later
             problem = error
 
         def run() -> None:
@@ -113,7 +113,7 @@ class NeighbourCopies:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no copy is on its way; whether that is so after ``timeout`` seconds (``None``: no limit).
+        """Wait until no copy is in flight; return whether that is so after ``timeout`` seconds (``None``: no limit).
 
         Raises:
             CheckpointError: if the copy failed.
@@ -125,20 +125,20 @@ class NeighbourCopies:
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            raise CheckpointError(f"The copy in memory failed; the one before is whole: {error}") from error
+            raise CheckpointError(f"The copy in memory failed; the previous one is complete: {error}") from error
         return True
 
-    def restore(self, have: bool = True) -> HeldState | None:
-        """The newest state of which every rank or its keeper holds its part. A collective.
+    def restore(self, have: bool = True) -> Snapshot | None:
+        """Return the newest state of which every rank or its keeper holds its part. A collective.
 
         Args:
-            have: ``False``: what this rank holds of its own must not be used; it gets its part from its keeper. (What
-                it keeps for another rank still counts.)
+            have: ``False``: do not use this rank's own snapshots, but its keeper's. (Those it keeps for another rank
+                still count.)
 
         Returns:
             This rank's part; ``None`` on every rank if there is no such state.
         """
-        with suppress(CheckpointError):  # an interrupted copy is what this is for
+        with suppress(CheckpointError):  # the last copy may have been interrupted
             self.wait()
         ring = self._connect()
         own = {g.own.step: g for g in self._generations if g.own is not None and have}
@@ -149,7 +149,7 @@ class NeighbourCopies:
             return None
         for generation in self._generations:
             if generation.own is not None and generation.own.step > step:
-                generation.clear()  # not everybody has it; what all fall back to must not be overwritten before it
+                generation.clear()  # incomplete across ranks; must be overwritten before the restored one
         lacking = [rank for rank, (steps, _) in enumerate(offers) if step not in steps]
         packed = guests[step].guest[1:] if step in guests else None  # type: ignore[index]
         received = ring.give_back(lacking, packed)
@@ -160,7 +160,7 @@ class NeighbourCopies:
         return self._take_back(*received)
 
     def release(self) -> None:
-        """Forget every copy and give the memory back."""
+        """Drop every copy and free the memory."""
         self.wait()
         self._generations = [_Generation(), _Generation()]
 
@@ -170,7 +170,7 @@ class NeighbourCopies:
         return self._ring
 
     def _oldest(self) -> _Generation:
-        """The generation to overwrite: what is not whole, else what is older."""
+        """Return the generation to overwrite: an incomplete one, else the older one."""
         return min(self._generations, key=lambda g: -1 if g.own is None else g.own.step)
 
     def _exchange(
@@ -188,12 +188,12 @@ class NeighbourCopies:
             header = pack(content, staged.slots, step)
         ring.agree(problem)
         assert staged is not None
-        generation.own = HeldState(step, replace(content, tensors=staged.tensors))
+        generation.own = Snapshot(step, replace(content, tensors=staged.tensors))
         if ring.size > 1:
             generation.guest = (step, *ring.exchange((header, staged.block), generation.arena))
-        ring.agree(None)  # now the generation before may be overwritten, by whoever is the first to save again
+        ring.agree(None)  # from here on the previous generation may be overwritten
 
-    def _take_back(self, header: Tensor, block: Tensor) -> HeldState:
+    def _take_back(self, header: Tensor, block: Tensor) -> Snapshot:
         held = unpack(header, block)
         generation = next((g for g in self._generations if g.own is not None and g.own.step == held.step), None)
         generation = generation or self._oldest()
@@ -202,7 +202,7 @@ class NeighbourCopies:
 
 
 def _newest_common(offers: list[tuple[list[int], list[int]]], distance: int) -> int | None:
-    """The newest step that each rank or its keeper offers."""
+    """Return the newest step that each rank or its keeper offers."""
     common: set[int] | None = None
     for rank, (own, _) in enumerate(offers):
         kept = offers[(rank + distance) % len(offers)][1] if len(offers) > 1 else []
@@ -212,7 +212,7 @@ def _newest_common(offers: list[tuple[list[int], list[int]]], distance: int) -> 
 
 
 class _Ring:
-    """Messages between a rank, its keeper, and the rank that it keeps a copy for."""
+    """Communication between a rank, its keeper, and the rank that it backs up."""
 
     def __init__(self, group: dist.ProcessGroup | None, distance: int | None) -> None:
         self._group = group
@@ -223,8 +223,8 @@ class _Ring:
         self.distance = distance % self.size or min(1, self.size - 1)
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank."""
-        return [value] if self._group is None else of_all_ranks(value, self._group)
+        """Return the values of all ranks."""
+        return [value] if self._group is None else all_gather_values(value, self._group)
 
     def agree(self, problem: BaseException | None) -> None:
         """Raise on every rank if one has a problem."""
@@ -233,7 +233,7 @@ class _Ring:
             raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in found.items())) from problem
 
     def exchange(self, own: tuple[Tensor, Tensor], arena: Arena) -> tuple[Tensor, Tensor]:
-        """Send what is this rank's to its keeper; get what this rank is to keep, the second part into ``arena``."""
+        """Send this rank's parts to its keeper; receive those to keep, the second part into ``arena``."""
         keeper, kept = (self._rank + self.distance) % self.size, (self._rank - self.distance) % self.size
         sizes = torch.tensor([part.numel() for part in own])
         theirs = torch.empty_like(sizes)
@@ -243,14 +243,14 @@ class _Ring:
         parts: list[Tensor] = []
         try:
             parts = [torch.empty(lengths[0], dtype=torch.uint8), arena.reserve(lengths[1])]
-        except Exception as error:  # no memory
+        except Exception as error:  # out of memory
             problem = error
         self.agree(problem)
         wait_for([*self._start(dist.isend, own, keeper), *self._start(dist.irecv, parts, kept)])
         return parts[0], parts[1]
 
     def give_back(self, lacking: list[int], packed: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        """Send ``packed`` to the rank it belongs to if that lacks it; what this rank gets if it lacks its own."""
+        """Send ``packed`` to its owner if that lacks it; return what this rank receives if it lacks its own."""
         if self._group is None or not lacking:
             return None
         lengths = self.gather(None if packed is None else [part.numel() for part in packed])
@@ -272,11 +272,11 @@ class _Ring:
 
 
 def start(operation: Callable[..., Any], tensors: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> list[Any]:
-    """Begin to send or receive tensors, all at once: each of hundreds of small ones would wait for an answer.
+    """Start to send or receive tensors, all at once: waiting for each of hundreds would add their latencies.
 
     Args:
         operation: ``isend`` or ``irecv`` of ``torch.distributed``.
-        tensors: as many as the other rank expects, in the same order.
+        tensors: as the other rank expects, in the same order.
         peer: the other rank, in ``group``.
         group: over gloo.
     """
@@ -286,17 +286,17 @@ def start(operation: Callable[..., Any], tensors: Sequence[Tensor], peer: int, g
 
 
 def wait_for(works: Sequence[Any]) -> None:
-    """Wait until everything that was begun has been sent or received."""
+    """Wait until all started transfers are complete."""
     for work in works:
         work.wait()
 
 
 def pack(content: Content, slots: list[Slot], step: int) -> Tensor:
-    """Everything of a state beside the bytes of its tensors, as bytes (uint8).
+    """Return a snapshot without the bytes of its tensors, as bytes (uint8).
 
     Args:
         content: the state.
-        slots: where its boxes will lie in one block.
+        slots: locations of its boxes in one block.
         step: optimizer steps done.
     """
     plain = {
@@ -313,22 +313,22 @@ def pack(content: Content, slots: list[Slot], step: int) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 
 
-def unpack(header: Tensor, block: Tensor) -> HeldState:
-    """The state of which :func:`pack` made ``header``; its boxes are views of ``block`` (uint8).
+def unpack(header: Tensor, block: Tensor) -> Snapshot:
+    """Return the snapshot of a ``header`` of :func:`pack`; its boxes are views of ``block`` (uint8).
 
     Raises:
-        CheckpointError: if :func:`pack` has not made it.
+        CheckpointError: if the header is malformed.
     """
     try:
         return _unpacked(parse_json(header.numpy().tobytes(), header.numel(), _DEEPEST), block)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The state that another rank has sent cannot be read ({error}). Resume from the newest checkpoint on disk "
-            "with ckpt_path=last."
+            f"The state sent by another rank cannot be read ({error}). Resume from the newest checkpoint on disk with "
+            "ckpt_path=last."
         ) from error
 
 
-def _unpacked(plain: Any, block: Tensor) -> HeldState:
+def _unpacked(plain: Any, block: Tensor) -> Snapshot:
     slots = [
         Slot(key, tuple(offsets), tuple(sizes), dtype_named(dtype), start)
         for key, offsets, sizes, dtype, start in plain["slots"]
@@ -339,4 +339,4 @@ def _unpacked(plain: Any, block: Tensor) -> HeldState:
     tensors = {
         key: TensorParts(shape, dtype_named(dtype), boxes[key]) for key, (dtype, shape) in plain["tensors"].items()
     }
-    return HeldState(plain["step"], Content(plain["tree"], tensors, plain["about"]))
+    return Snapshot(plain["step"], Content(plain["tree"], tensors, plain["about"]))

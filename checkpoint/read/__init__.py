@@ -1,1 +1,1 @@
-"""Find and open checkpoints."""
+"""Finding and opening of checkpoints."""

@@ -1,7 +1,7 @@
-"""The checkpoints that a run may go on from: what a folder holds, newest first, and why one of them is passed over.
+"""Checkpoints that a run may resume from, newest first, and why some are skipped.
 
-What is found here is judged by its manifest and the sizes of its files; contents are compared by the ranks
-(`trainwright.trainer.resume`), so that the launching process starts fast.
+Only manifests and file sizes are checked here, so that the launching process starts fast; ranks compare contents
+(`trainwright.trainer.resume`).
 """
 
 import os
@@ -18,7 +18,7 @@ from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
 LAST, AUTO = "last", "auto"
 RUN_STATE = "run state"
-# What Lightning's ModelCheckpoint writes.
+# Files of Lightning's ModelCheckpoint.
 _FILES = "*.ckpt"
 
 
@@ -27,10 +27,10 @@ class Candidate:
     """A checkpoint that was found.
 
     Attributes:
-        path: a run-state folder, or a file that Lightning wrote.
-        manifest: of the folder; None for a file, which has nothing that it could be checked against.
-        created: when it was written, as ISO time in UTC.
-        damage: what is wrong with its manifest; None: nothing, or it is a file.
+        path: a run-state folder, or a file of Lightning.
+        manifest: of the folder; None for a file, which cannot be verified.
+        created: ISO time of writing, in UTC.
+        damage: problem of its manifest; None: none, or a file.
     """
 
     path: str
@@ -39,16 +39,16 @@ class Candidate:
     damage: str | None = None
 
     def problem(self, *, for_fit: bool = True) -> str | None:
-        """Why it cannot be gone on from, as far as its manifest and the sizes of its files tell; None: it can.
+        """Return why it cannot be resumed from, by its manifest and file sizes; None: it can.
 
         Args:
-            for_fit: whether training goes on, which weights alone are not enough for.
+            for_fit: whether to resume training, for which weights alone do not suffice.
         """
         if self.manifest is None:
             return self.damage
         kind = self.manifest.about.get("kind", RUN_STATE)
         if for_fit and kind != RUN_STATE:
-            return f"holds {kind} alone, training cannot go on from that"
+            return f"holds {kind} alone, training cannot resume from that"
         try:
             return "; ".join(verify(self.path, self.manifest, deep=False)) or None
         except CheckpointError as error:
@@ -56,7 +56,7 @@ class Candidate:
 
 
 def candidates_in(folder: str) -> list[Candidate]:
-    """The checkpoints of one folder, newest first, see `newest_first`."""
+    """Return the checkpoints of one folder, newest first, see `newest_first`."""
     found = [Candidate(each.path, each.manifest, each.created) for each in list_checkpoints(folder)]
     if is_remote(folder):
         return found
@@ -65,16 +65,16 @@ def candidates_in(folder: str) -> list[Candidate]:
 
 
 def candidates_of(folders: Sequence[str]) -> Iterator[Candidate]:
-    """The checkpoints of several folders, those of the first folder first; the others are not looked at before."""
+    """Yield the checkpoints of several folders in order; later folders are read lazily."""
     for folder in folders:
         yield from candidates_in(folder)
 
 
 def newest_good(folders: Sequence[str], *, for_fit: bool = True) -> tuple[str | None, list[str]]:
-    """The first that nothing speaks against.
+    """Return the first usable checkpoint.
 
     Returns:
-        Its path, None when there is none, and why each one before it was passed over.
+        Its path, None when there is none, and why those before it were skipped.
     """
     reasons: list[str] = []
     for candidate in candidates_of(folders):
@@ -86,7 +86,7 @@ def newest_good(folders: Sequence[str], *, for_fit: bool = True) -> tuple[str | 
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """By step, then by time; what does not tell its step stands before the first that was written earlier."""
+    """Sort by step, then time; those of unknown step go before the first that was written earlier."""
     found = list(candidates)
     ordered = sorted((each for each in found if each.manifest is not None), key=_order, reverse=True)
     for other in sorted((each for each in found if each.manifest is None), key=_order):
@@ -100,11 +100,11 @@ def _order(candidate: Candidate) -> tuple[int, str]:
 
 
 def candidate_at(path: str, written: datetime) -> Candidate:
-    """What is at a path: a run state, whatever its name, or a file that Lightning wrote.
+    """Return the checkpoint at a path: a run state, whatever its name, or a file of Lightning.
 
     Args:
-        path: of a folder or file that exists.
-        written: when it was changed last, for what does not tell itself.
+        path: of an existing folder or file.
+        written: time of its last change, for checkpoints without their own.
     """
     created = written.astimezone(UTC).isoformat(timespec="microseconds")
     if not Folder(path).exists():
@@ -118,7 +118,7 @@ def candidate_at(path: str, written: datetime) -> Candidate:
 
 
 def _others(folder: Path, known: set[str]) -> Iterator[Candidate]:
-    """Files of Lightning's, and run states whose manifest is damaged."""
+    """Yield Lightning's files, and run states with a damaged manifest."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     for path in dict.fromkeys(map(_named, entries)):
         if path.name.startswith(".") or os.path.realpath(path) in known:
@@ -128,6 +128,6 @@ def _others(folder: Path, known: set[str]) -> Iterator[Candidate]:
 
 
 def _named(path: Path) -> Path:
-    """What a link beside its target (`last.ckpt`) stands for, whose name says the step."""
+    """Return the target of a link beside it (`last.ckpt`), whose name has the step."""
     target = path.resolve()
     return path.parent / target.name if path.is_symlink() and target.parent == path.parent.resolve() else path

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, newest first."""
+"""Listing of the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from trainwright.core.errors import CheckpointError
 
 Say = Callable[[str], object]
 
-# Each further look is at something that was replaced or deleted during the one before.
-_LOOKS = 100
+# Most attempts to list a folder whose checkpoints are replaced or deleted meanwhile.
+_RETRIES = 100
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint whose manifest can be read.
+    """A checkpoint with a readable manifest.
 
     Args:
         path: of its folder.
-        step: optimizer steps done when it was written; -1 if its manifest does not tell.
-        created: ISO time at which it was written.
-        manifest: of it. Its files were not looked at.
+        step: optimizer steps done when it was written; -1 if unknown.
+        created: ISO time of writing.
+        manifest: of it. Its files were not checked.
     """
 
     path: str
@@ -36,24 +36,23 @@ class FoundCheckpoint:
 
     @property
     def order(self) -> tuple[int, str]:
-        """What newer ones have more of."""
+        """Sort key, larger for newer ones."""
         return self.step, self.created
 
 
 def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> list[FoundCheckpoint]:
-    """The checkpoints of a folder, newest first: by step, then by the time of writing.
+    """Return the checkpoints of a folder, newest first: by step, then by time of writing.
 
-    Folders in it whose names begin with a dot are not looked at, other folders and files are nothing to it. A
-    checkpoint that links name as well counts once.
+    Hidden folders, other folders and files are ignored. A checkpoint with links to it counts once.
 
     Args:
         folder: local, or a URL that fsspec knows; need not exist.
-        say: is told of each checkpoint that is left out because its manifest is missing or damaged; ``None``: nobody.
+        say: called with a message for each checkpoint whose manifest is missing or damaged; ``None``: not reported.
 
     Raises:
         CheckpointError: if the folder cannot be listed.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_RETRIES):
         problems: list[str] = []
         try:
             found = [each for path in folders_in(folder) for each in _found_at(path, problems)]
@@ -70,14 +69,14 @@ def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> 
 
 
 class _ReplacedError(Exception):
-    """A folder was replaced or deleted while it was looked at."""
+    """A folder that was replaced or deleted while being read."""
 
 
 def _found_at(path: str, problems: list[str]) -> list[FoundCheckpoint]:
-    """The checkpoint in a folder, or none if it was never meant to be one, or its manifest cannot be read.
+    """Return the checkpoint in a folder; none if it is not one, or its manifest cannot be read.
 
     Raises:
-        _ReplacedError: if that is only because another folder has the name now, or none has.
+        _ReplacedError: if the folder was replaced or deleted meanwhile.
     """
     before, own = _state_of(path), list[str]()
     try:
@@ -93,17 +92,17 @@ def _found_at(path: str, problems: list[str]) -> list[FoundCheckpoint]:
 
 
 def _state_of(path: str) -> tuple[int, ...] | None:
-    """What differs between folders that had a name one after the other; ``None``: no folder has it."""
+    """Return the identity of the folder with a name; ``None``: there is none."""
     if is_remote(path):
-        return ()  # a store replaces the manifest in one step
+        return ()  # object stores replace the manifest atomically
     try:
         state = os.stat(path)
     except FileNotFoundError:
         return None
-    return state.st_dev, state.st_ino, state.st_ctime_ns  # a number is used again; the time changes with the name
+    return state.st_dev, state.st_ino, state.st_ctime_ns  # inodes are reused; renaming changes the time
 
 
 def _is_meant_as_checkpoint(path: str) -> bool:
-    """Whether a folder has a manifest, or files that only checkpoints have: one that lost its manifest is told of."""
+    """Return whether a folder has a manifest, or tensor files that indicate a lost one."""
     names = Folder(path).names()
     return MANIFEST in names or any(name.startswith("rank_") and name.endswith(".safetensors") for name in names)

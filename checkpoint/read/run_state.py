@@ -12,35 +12,35 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainwright.checkpoint.format.boxes import StoredBox
-from trainwright.checkpoint.format.dcp import PartsLoadPlanner, RunStateReader, StoredMetadata
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata
+from trainwright.checkpoint.format.dcp import PartsLoadPlanner, RunStateReader
 from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import STATE, TENSOR_FILE, TENSORS
 from trainwright.checkpoint.format.source import TensorSource
-from trainwright.checkpoint.format.stored import StoredTensors, stored_tensors
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileReader
+from trainwright.checkpoint.format.tensor_index import TensorIndex, tensor_index
 from trainwright.checkpoint.format.tree import check_sections, decode
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
-from trainwright.core.text.bounded import parse_json, understood
+from trainwright.core.text.bounded import interpreting, parse_json
 
 
 def holds_run_state(path: str) -> bool:
-    """Whether a checkpoint of ours is published at ``path``."""
+    """Return whether a checkpoint of this package is published at ``path``."""
     if path.startswith(("http://", "https://")):
-        return False  # such a server lists no folders
+        return False  # HTTP servers do not list folders
     folder = Folder(path)
     return folder.exists() and folder.has(MANIFEST)
 
 
 class StoredTensor:
-    """A tensor that has not been read yet.
+    """A tensor that is read on demand.
 
     Args:
-        source: where it is.
-        key: under which name.
+        source: that holds it.
+        key: its name there.
     """
 
     def __init__(self, source: TensorSource, key: str) -> None:
@@ -58,7 +58,7 @@ class StoredTensor:
         return self.source.dtype(self.key)
 
     def whole(self) -> Tensor:
-        """The tensor, read now, on the CPU."""
+        """Read the tensor to the CPU."""
         return self.source.read(self.key)
 
     def __repr__(self) -> str:
@@ -66,12 +66,12 @@ class StoredTensor:
 
 
 def materialised(tree: Any) -> Any:
-    """A copy of nested dicts, lists and tuples with every :class:`StoredTensor` read."""
+    """Return a copy of nested dicts, lists and tuples with every :class:`StoredTensor` read."""
     return map_tree(tree, StoredTensor, StoredTensor.whole)
 
 
 def map_tree(tree: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples with every value of a kind changed, in order."""
+    """Return a copy of nested dicts, lists and tuples with ``change`` applied to every value of a kind, in order."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):
@@ -84,11 +84,11 @@ def map_tree(tree: Any, kind: type | tuple[type, ...], change: Callable[[Any], A
 
 
 class RunState:
-    """A checkpoint whose manifest is in order; a :class:`~trainwright.checkpoint.format.source.TensorSource`.
+    """A checkpoint with a valid manifest; a :class:`~trainwright.checkpoint.format.source.TensorSource`.
 
     Args:
         path: its folder, or its file.
-        manifest: what was published.
+        manifest: of it.
     """
 
     def __init__(self, path: str, manifest: Manifest) -> None:
@@ -99,14 +99,14 @@ class RunState:
 
     @classmethod
     def open(cls, path: str) -> RunState:
-        """Open the checkpoint at ``path``, after the contents of all its files were held against the manifest.
+        """Open the checkpoint at ``path`` after verifying the contents of all its files.
 
         Args:
             path: its folder or file, local or any fsspec path.
 
         Raises:
-            CheckpointError: if there is none, it is half-written, or written by a newer version.
-            DamagedCheckpoint: if a file is not what the manifest says.
+            CheckpointError: if it is missing, incomplete, or written by a newer version.
+            DamagedCheckpoint: if a file does not match the manifest.
         """
         manifest = read_manifest(path)
         problems = verify(path, manifest)
@@ -116,26 +116,26 @@ class RunState:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What the manifest says of the checkpoint: step, epoch, layout, versions, metrics, ..."""
+        """Description in the manifest: step, epoch, layout, versions, metrics, ..."""
         return self.manifest.about
 
     @cached_property
     def tree(self) -> dict[str, Any]:
-        """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
-        with understood(self._place(STATE)):
+        """Everything that is not a tensor; tensors are :class:`StoredTensor`."""
+        with interpreting(self._place(STATE)):
             tree: dict[str, Any] = decode(self.plain_tree, self._tensor)
             check_sections(tree)
         return tree
 
     @property
     def plain_tree(self) -> Any:
-        """The tree as JSON, keys in the places of tensors."""
-        with understood(self._place(STATE)):
+        """The tree as JSON, with keys instead of tensors."""
+        with interpreting(self._place(STATE)):
             return parse_json(self._folder.read(STATE))
 
     def _tensor(self, key: str) -> StoredTensor:
         if key not in self.keys():
-            raise CheckpointError(f"{self._place(STATE)} refers to the tensor {key!r}, which {TENSORS} does not name.")
+            raise CheckpointError(f"{self._place(STATE)} refers to the tensor {key!r}, which {TENSORS} does not list.")
         return StoredTensor(self, key)
 
     def _place(self, name: str) -> str:
@@ -143,46 +143,46 @@ class RunState:
 
     @property
     def stored(self) -> dict[str, StoredMetadata]:
-        """Where the boxes of every tensor are; all that ranks have told of them is read for it."""
+        """Locations of the boxes of every tensor; reads all metadata."""
         return {key: self._tensors.boxes(key) for key in self.keys()}
 
     @cached_property
-    def _tensors(self) -> StoredTensors:
-        return stored_tensors(self._folder, self.manifest)
+    def _tensors(self) -> TensorIndex:
+        return tensor_index(self._folder, self.manifest)
 
     # ---- tensors --------------------------------------------------------------------------------------------------
 
     def keys(self) -> Collection[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return self._tensors.keys()
 
     def keys_under(self, prefix: str) -> list[str]:
-        """Those that begin with ``prefix``."""
+        """Return the names that begin with ``prefix``."""
         return self._tensors.keys_under(prefix)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return self._tensors.shape(key)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype."""
+        """Return its dtype."""
         return self._tensors.dtype(key)
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """A box of a tensor, see :class:`~trainwright.checkpoint.format.source.TensorSource`."""
+        """Read a box of a tensor, see :class:`~trainwright.checkpoint.format.source.TensorSource`."""
         shape = self.shape(key)
         offsets = tuple(offsets) if offsets is not None else (0,) * len(shape)
         rest = tuple(length - offset for length, offset in zip(shape, offsets, strict=True))
         sizes = rest if sizes is None else tuple(sizes)
         stored = self._tensors.boxes(key, [(offsets, sizes)])
-        if len(stored.boxes) == 1 and stored.boxes[0].sizes == shape:  # the whole, read without a second copy of it
-            return self._read_box(stored.boxes[0], stored.dtype, offsets, sizes)
-        target = torch.empty(sizes, dtype=stored.dtype)
-        self.fill({key: TensorParts(stored.shape, stored.dtype, [(offsets, target)])})
+        if len(stored.boxes) == 1 and stored.boxes[0].sizes == shape:  # one box: no second copy
+            return self._read_box(stored.boxes[0], self.dtype(key), offsets, sizes)
+        target = torch.empty(sizes, dtype=self.dtype(key))
+        self.fill({key: TensorParts(stored.shape, target.dtype, [(offsets, target)])})
         return target
 
     def fill(self, tensors: Mapping[str, TensorParts]) -> None:
-        """Read into the boxes that this rank holds, whoever wrote them under whatever layout. No collective.
+        """Read into the boxes that this rank holds, whatever layout wrote them. No collective.
 
         Args:
             tensors: boxes by key; their tensors are written in place, converted to their dtype and device.
@@ -194,8 +194,7 @@ class RunState:
         for key, parts in tensors.items():
             if key not in keys or self.shape(key) != parts.shape:
                 found = self.shape(key) if key in keys else "nothing"
-                raise CheckpointError(f"{self.path}: {key} of shape {parts.shape} was asked for, but it holds {found}.")
-        # DCP's planner goes by what it is told is stored, key by key.
+                raise CheckpointError(f"{self.path}: {key} of shape {parts.shape} was requested, but it holds {found}.")
         stored = {
             key: self._tensors.boxes(key, [(offsets, box.shape) for offsets, box in parts.parts])
             for key, parts in tensors.items()
@@ -213,7 +212,7 @@ class RunState:
 
     def _read_box(self, box: StoredBox, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         expected = TensorEntry(box.name, dtype, box.sizes)
-        if not box.file.endswith(TENSOR_FILE):  # the bytes of one tensor alone; there may be more such than may be open
+        if not box.file.endswith(TENSOR_FILE):  # one tensor per file: closed, since there may be too many to keep open
             with TensorFileReader(partial(self._folder.open, box.file), expected) as reader:
                 return reader.read(box.name, offsets, sizes)
         # One reader per thread: a file has one position.
@@ -248,19 +247,19 @@ class SavedWeights:
         self._values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 
     def keys(self) -> Collection[str]:
-        """Names in the module."""
+        """Return the names in the module."""
         return [*self._key_of, *self._values]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor; :class:`KeyError` if there is none of that name."""
+        """Return the shape of a tensor; :class:`KeyError` if there is none of that name."""
         return tuple(self._values[key].shape) if key in self._values else self._state.shape(self._key_of[key])
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype; :class:`KeyError` if there is none of that name."""
+        """Return its dtype; :class:`KeyError` if there is none of that name."""
         return self._values[key].dtype if key in self._values else self._state.dtype(self._key_of[key])
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """A box of a tensor, see :meth:`~trainwright.checkpoint.format.source.TensorSource.read`."""
+        """Read a box of a tensor, see :meth:`~trainwright.checkpoint.format.source.TensorSource.read`."""
         if key in self._values:
-            return self._values[key].clone()  # a number, which is kept beside the tensors
+            return self._values[key].clone()  # scalars are part of the tree
         return self._state.read(self._key_of[key], offsets, sizes)

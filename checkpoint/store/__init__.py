@@ -1,1 +1,1 @@
-"""Folders of checkpoints on this machine and in stores that fsspec knows."""
+"""Storage of checkpoint folders, local and in fsspec stores."""

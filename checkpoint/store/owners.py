@@ -1,7 +1,7 @@
-"""Who is writing: tokens that name a process, so that what a killed one left can be told from what a living one writes.
+"""Tokens that identify a writing process, to tell leftovers of killed writers from files being written.
 
-The token is part of the name of everything that is not finished. A file beside it would come into being after it, and a
-process killed in between would leave something that belongs to nobody.
+The token is part of the name of everything unpublished. A separate owner file would leave a window in which a killed
+process leaves something without an owner.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import xxhash
 from trainwright.core.processes.process import START_TIME, stat_of
 
 TOKEN = r"[0-9a-f]{8}-[0-9a-f]+-[0-9a-f]+-[0-9a-f]{16}"  # noqa: S105
-"""Pattern of a token: random digits, process id, its start time, the place where that id counts."""
+"""Pattern of a token: random digits, process id, its start time, and hash of the host and pid namespace."""
 
 ABANDONED_SECONDS = 600.0
-"""After so long without a change, what a process of another machine was writing counts as left behind. Its blocks are
-written within seconds of each other, and a save whose slowest rank is silent for longer than this is not alive."""
+"""Seconds without a change after which files of another machine's process count as abandoned. A live writer writes
+every few seconds."""
 
 
 def new_token() -> str:
-    """A token of this process."""
+    """Return a token of this process."""
     pid = os.getpid()
     return f"{secrets.token_hex(4)}-{pid:x}-{_started(pid) or 0:x}-{_place()}"
 
 
 def is_token(token: str) -> bool:
-    """Whether this is a text that :func:`new_token` could have given."""
+    """Return whether ``token`` has the form of :func:`new_token`."""
     return re.fullmatch(TOKEN, token) is not None
 
 
 def owner_lives(token: str) -> bool | None:
-    """Whether the process that made a token is alive; ``None``: it ran where this process cannot look."""
+    """Return whether the process of a token is alive; ``None``: it ran on another machine or in another namespace."""
     _, pid, started, place = token.split("-")
     if place != _place():
         return None
@@ -46,26 +46,25 @@ def owner_lives(token: str) -> bool | None:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # it is somebody else's, so it exists
+        pass  # another user's process, so it exists
     now = _started(int(pid, 16))
-    # 0: its start time is not known, on systems without /proc or when it is hidden. Then the id alone decides.
+    # 0: unknown start time, without /proc or if it is hidden. Then the id alone decides.
     return now is None or int(started, 16) == 0 or now == int(started, 16)
 
 
-def left_behind(token: str, idle_seconds: float) -> bool:
-    """Whether what carries this token belongs to no living process.
+def is_abandoned(token: str, idle_seconds: float) -> bool:
+    """Return whether files with this token belong to no live process.
 
     Args:
-        token: of its writer.
-        idle_seconds: since anything of it changed, by the clock of its store.
+        token: of their writer.
+        idle_seconds: since they last changed, by the clock of their store.
     """
     lives = owner_lives(token)
     return idle_seconds > ABANDONED_SECONDS if lives is None else not lives
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in ticks since the machine started; ``None``: not known; -1: it has ended, and only its
-    parent has not noticed."""
+    """Return a process's start time in ticks since boot; ``None``: unknown; -1: a zombie."""
     fields = stat_of(pid)
     if not fields:
         return None
@@ -73,8 +72,8 @@ def _started(pid: int) -> int | None:
 
 
 def _place() -> str:
-    """Where a process id names one process: this machine since it started, in this namespace of processes."""
+    """Return a hash of the scope of process ids: this machine since boot, and its pid namespace."""
     parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # no Linux: host names are all there is
+    with contextlib.suppress(OSError):  # not Linux: host name only
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode())

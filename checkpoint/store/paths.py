@@ -1,4 +1,4 @@
-"""Paths of checkpoints: folders of this machine, or URLs of stores that fsspec knows."""
+"""Paths of checkpoints: local folders, or URLs of fsspec stores."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LOCAL_SCHEMES = ("file://", "local://")
 
 
 def is_remote(path: str) -> bool:
-    """Whether ``path`` is a URL of a store, not a folder of this machine (``file://`` is this machine)."""
+    """Return whether ``path`` is a URL of a store (``file://`` is local)."""
     return "://" in path and not path.startswith(_LOCAL_SCHEMES)
 
 
 def local_path(path: str) -> str:
-    """The absolute path of a folder of this machine; a link at its end is kept."""
+    """Return the absolute local path; a symbolic link at its end is kept."""
     for scheme in _LOCAL_SCHEMES:
         path = path.removeprefix(scheme)
     return os.path.abspath(os.path.expanduser(path))
 
 
 def normal_path(path: str | os.PathLike[str]) -> str:
-    """``path`` in the one form in which this package keeps it: absolute, or a URL, without a slash at the end."""
+    """Return the normal form of ``path``: absolute, or a URL, without a trailing slash."""
     text = os.fspath(path)
     if not text:
         raise CheckpointError("The path of a checkpoint is empty: give a folder, e.g. checkpoints/step_100.ckpt.")
@@ -37,7 +37,7 @@ def normal_path(path: str | os.PathLike[str]) -> str:
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder in which ``path`` lies, and its name there."""
+    """Return the parent folder of ``path``, and its name."""
     path = normal_path(path)
     if not is_remote(path):
         return os.path.split(path)
@@ -47,7 +47,7 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def join_path(parent: str | os.PathLike[str], name: str) -> str:
-    """The path of ``name`` in the folder ``parent``."""
+    """Return the path of ``name`` in the folder ``parent``."""
     parent = normal_path(parent)
     if not is_remote(parent):
         return os.path.join(parent, name)
@@ -55,12 +55,12 @@ def join_path(parent: str | os.PathLike[str], name: str) -> str:
 
 
 def file_system(path: str) -> tuple[AbstractFileSystem, str]:
-    """The store of a URL, and the path in it.
+    """Return the fsspec file system of a URL, and the path in it.
 
     Raises:
-        CheckpointError: if the store is not known, or its package is not installed.
+        CheckpointError: if the store is unknown, or its package is not installed.
     """
-    # Imported here: it takes longer than everything else in a launching parent, and most runs write to a disk.
+    # Imported lazily: it is slow, and most runs write to local disks.
     from fsspec.core import url_to_fs
 
     try:
@@ -68,6 +68,6 @@ def file_system(path: str) -> tuple[AbstractFileSystem, str]:
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be opened: {type(error).__name__}: {error}. Install the fsspec package of this store (e.g. "
-            "s3fs, gcsfs, adlfs), or give a folder of this machine."
+            "s3fs, gcsfs, adlfs), or give a local folder."
         ) from error
     return store, str(root)

@@ -1,5 +1,4 @@
-"""Whether something is on the disk. ``os.path`` takes every error for absence; these raise that of a failing disk:
-what cannot be looked at may be a good checkpoint."""
+"""Existence checks that raise on disk errors, unlike ``os.path``: an unreadable path may be a good checkpoint."""
 
 from __future__ import annotations
 
@@ -11,37 +10,37 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is anything, a broken link included.
+    """Return whether the path exists, even as a broken link.
 
     Raises:
-        OSError: if the disk does not say.
+        OSError: if the disk fails.
     """
     return _mode(path, follow=False) != 0
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a folder, or a link to one.
+    """Return whether the path is a folder, or a link to one.
 
     Raises:
-        OSError: if the disk does not say.
+        OSError: if the disk fails.
     """
     return stat.S_ISDIR(_mode(path))
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a regular file, or a link to one.
+    """Return whether the path is a regular file, or a link to one.
 
     Raises:
-        OSError: if the disk does not say.
+        OSError: if the disk fails.
     """
     return stat.S_ISREG(_mode(path))
 
 
 def is_link(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a symbolic link.
+    """Return whether the path is a symbolic link.
 
     Raises:
-        OSError: if the disk does not say.
+        OSError: if the disk fails.
     """
     return stat.S_ISLNK(_mode(path, follow=False))
 
@@ -49,7 +48,7 @@ def is_link(path: str | os.PathLike[str]) -> bool:
 def _mode(path: str | os.PathLike[str], *, follow: bool = True) -> int:
     try:
         return os.stat(path, follow_symlinks=follow).st_mode
-    except ValueError:  # no name of a file: a null byte in it
+    except ValueError:  # a null byte in the name
         return 0
     except OSError as error:
         if error.errno in _ABSENT:

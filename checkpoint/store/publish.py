@@ -1,4 +1,4 @@
-"""Give what has been written its name, in the place of what has it now, and be able to take that back."""
+"""Publishing by renaming, with roll-back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from trainwright.core.errors import CheckpointError
 
 
 def put_in_place(new: str, target: str, aside: str) -> None:
-    """Rename ``new`` to ``target``, and bring the names to the disk.
+    """Rename ``new`` to ``target`` and sync the folder.
 
-    What ``target`` named before is at ``new`` then, or at ``aside``; for the caller to delete. All three are in folders
-    of one file system.
+    The previous target is then at ``new`` or at ``aside``, for the caller to delete. All three must be on one file
+    system.
 
     Raises:
-        OSError: if it failed; ``target`` names what it named before. Where not even that can be brought about, that is
-            at ``aside``.
-        CheckpointError: if ``target`` names the new, and only that this is on the disk is not certain.
+        OSError: if it failed; ``target`` is unchanged, or if even that could not be restored, at ``aside``.
+        CheckpointError: if ``target`` is the new one, but the folder could not be synced to disk.
     """
     back = _rename(new, target, aside)
     try:
@@ -31,35 +30,35 @@ def put_in_place(new: str, target: str, aside: str) -> None:
             back()
         except OSError:
             raise CheckpointError(
-                f"{target} is written and has its name, but a loss of power may undo that: the names in its folder "
-                f"could not be brought to the disk ({error.strerror}). Check the disk, and save again."
+                f"{target} is written, but a loss of power may undo that: its folder could not be synced to disk "
+                f"({error.strerror}). Check the disk, and save again."
             ) from error
         raise
 
 
 def sync_folder(path: str) -> None:
-    """Bring the names in a folder to the disk: a renaming is lost with the power otherwise."""
+    """Sync the names in a folder to disk, so that renaming survives a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by the file system
             raise
     finally:
         os.close(descriptor)
 
 
 def _rename(new: str, target: str, aside: str) -> Callable[[], object]:
-    """Rename in one step where the system can; returns how to take it back."""
+    """Rename, atomically where the system can; return a function that undoes it."""
     if not is_there(target):
         os.rename(new, target)
         return partial(os.rename, target, new)
     if _swap(new, target):
         return partial(_swap_back, new, target)
     if not is_folder(new) and not is_folder(target):
-        os.rename(new, target)  # in one step, too; but nothing is left of the old one
+        os.rename(new, target)  # atomic too, but cannot be undone
         return _impossible
-    # Between two renamings the old one waits under a name from which `clean_up` brings it back if this process ends.
+    # If this process is killed in between, `clean_up` restores the old one from `aside`.
     os.rename(target, aside)
     try:
         os.rename(new, target)
@@ -79,7 +78,7 @@ def _rename_back(new: str, target: str, aside: str) -> None:
 
 
 def _swap(one: str, other: str) -> bool:
-    """Exchange two names in one step; false where the system or the file system cannot."""
+    """Exchange two names atomically; return False where that is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -1,4 +1,4 @@
-"""Open files of a checkpoint whose errors say which file it was."""
+"""Reading of checkpoint files with errors that name the file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BUFFER = 1 << 16
 
 
 def open_named(path: str, opening: Callable[[], Any]) -> BinaryIO:
-    """A file for reading, whole reads only: a store that gives less than was asked for is asked again.
+    """Open a file whose reads are complete even if the store returns short reads.
 
     Args:
         path: for messages.
-        opening: gives a binary file that can seek.
+        opening: opens a seekable binary file.
 
     Raises:
         CheckpointError: if it cannot be opened; its ``read``, ``readinto`` and ``seek`` raise it too.
@@ -25,14 +25,14 @@ def open_named(path: str, opening: Callable[[], Any]) -> BinaryIO:
         return io.BufferedReader(_Named(path, opening()), _BUFFER)
 
 
-class reading:  # noqa: N801 - used like a function
-    """Raise :class:`CheckpointError` from any error met in this context, while ``path`` is read."""
+class reading:  # noqa: N801
+    """Context manager that converts errors of reading ``path`` into :class:`CheckpointError`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
@@ -40,11 +40,11 @@ class reading:  # noqa: N801 - used like a function
 
 
 def _read_error(path: str, error: Exception) -> CheckpointError:
-    """What to raise from an error met while reading ``path``."""
+    """Return the error to raise for one met while reading ``path``."""
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path}: this file is missing.")
     if isinstance(error, PermissionError):
-        return CheckpointError(f"{path}: may not be read by this user; change its permissions (chmod -R u+rX).")
+        return CheckpointError(f"{path}: not readable by this user; change its permissions (chmod -R u+rX).")
     return CheckpointError(f"{path}: could not be read ({type(error).__name__}: {error}).")
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints in stores that fsspec knows: s3, gs, az, memory and others.
+"""Checkpoints in fsspec stores: s3, gs, az, memory and others.
 
-Objects cannot be renamed, but one object is put whole or not at all. So the files of one writing carry its token in
-their names, and putting ``manifest.json``, which names them, publishes them. What it replaces is deleted after that.
+Objects cannot be renamed, but a put is atomic. So the files of one save have its token in their names, and putting
+``manifest.json``, which lists them, publishes them. Replaced files are deleted after that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
 from trainwright.checkpoint.format.records import MANIFEST, Manifest, ManifestError, with_token
-from trainwright.checkpoint.store.owners import TOKEN, left_behind
+from trainwright.checkpoint.store.owners import TOKEN, is_abandoned
 from trainwright.checkpoint.store.paths import file_system, join_path
 from trainwright.checkpoint.store.reading import open_named, reading
 from trainwright.core.errors import CheckpointError
@@ -26,44 +26,44 @@ _READ_ONLY = ("http", "https")
 
 
 class RemoteFiles:
-    """Files of a folder of a store, for reading."""
+    """Files of a folder in a store, for reading."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.store, self.root = file_system(path)
 
     def exists(self) -> bool:
-        """Whether there is a folder, or objects as of one."""
+        """Return whether the folder, or objects under its name, exist."""
         with reading(self.path):
-            # Stores keep listings; another process may have written since.
+            # fsspec caches listings, which other processes may have changed.
             self.store.invalidate_cache(self.root)
             return bool(self.store.isdir(self.root) or self.store.exists(posixpath.join(self.root, MANIFEST)))
 
     def has(self, file: str) -> bool:
-        """Whether there is an object of that name in the folder."""
+        """Return whether the folder has an object of that name."""
         with reading(join_path(self.path, file)):
             return bool(self.store.isfile(posixpath.join(self.root, file)))
 
     def is_file(self) -> bool:
-        """Whether there is an object in its place."""
+        """Return whether the path is an object."""
         with reading(self.path):
             return bool(self.store.isfile(self.root))
 
     def open(self, file: str) -> BinaryIO:
-        """An object for reading, see :func:`~trainwright.checkpoint.store.reading.open_named`."""
+        """Open an object for reading, see :func:`~trainwright.checkpoint.store.reading.open_named`."""
         return open_named(join_path(self.path, file), lambda: self.store.open(posixpath.join(self.root, file), "rb"))
 
     def size(self, file: str) -> int:
-        """Bytes of an object."""
+        """Return the size of an object in bytes."""
         with reading(join_path(self.path, file)):
             return int(self.store.info(posixpath.join(self.root, file))["size"])
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every object, by its name."""
+        """Return the size of every object in bytes, by name."""
         return {name: int(info["size"]) for name, info in self.entries().items() if info["type"] == "file"}
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
-        """What lies directly in the folder, with what the store knows of it; empty if there is no such folder."""
+        """Return the entries directly in the folder, with the store's info; empty if the folder does not exist."""
         with reading(self.path), contextlib.suppress(FileNotFoundError):
             self.store.invalidate_cache(self.root)
             listed = self.store.ls(self.root, detail=True)
@@ -71,7 +71,7 @@ class RemoteFiles:
         return {}
 
     def manifest(self) -> Manifest | None:
-        """The manifest; ``None`` if there is none, or one that is no manifest.
+        """Return the manifest; ``None`` if there is none, or a malformed one.
 
         Raises:
             CheckpointError: if the store does not answer.
@@ -83,10 +83,10 @@ class RemoteFiles:
             return None
 
     def manifest_bytes(self) -> bytes | None:
-        """What ``manifest.json`` holds; ``None`` if there is none.
+        """Return the contents of ``manifest.json``; ``None`` if there is none.
 
         Raises:
-            CheckpointError: if the store does not answer, or it is longer than any.
+            CheckpointError: if the store does not answer, or it is too long.
         """
         path = join_path(self.path, MANIFEST)
         with reading(path), contextlib.suppress(FileNotFoundError):
@@ -97,7 +97,7 @@ class RemoteFiles:
 
 
 class RemoteOutput:
-    """A new object; see :class:`~trainwright.checkpoint.store.sealed.SealedOutput`."""
+    """A new object, with the interface of :class:`~trainwright.checkpoint.store.local_files.LocalOutput`."""
 
     def __init__(self, store: Any, path: str) -> None:
         self._store = store
@@ -113,7 +113,7 @@ class RemoteOutput:
         self._size += block.nbytes
 
     def seal(self) -> None:
-        """Complete the object, and see that the store keeps all of it."""
+        """Complete the object, and check its size in the store."""
         self._file.close()
         self._store.invalidate_cache(posixpath.dirname(self._path))
         size = self._store.info(self._path)["size"]
@@ -121,22 +121,22 @@ class RemoteOutput:
             raise OSError(f"the store keeps {size} of {self._size} bytes")
 
     def abort(self) -> None:
-        """Give the object up."""
+        """Discard the object."""
         if not getattr(self._file, "closed", False):
-            # Without discarding, closing would complete the upload.
+            # Closing without discarding would complete the upload.
             with contextlib.suppress(Exception):
                 self._file.discard()
 
 
 class RemotePending:
-    """The files of one writing, which nobody sees until a manifest names them."""
+    """Files of one save, invisible until a manifest lists them."""
 
     def __init__(self, target: str, token: str) -> None:
         scheme = target.partition("://")[0]
         if scheme in _READ_ONLY:
             raise CheckpointError(
-                f"{target}: checkpoints cannot be written to {scheme}://; give a folder of this machine, or a store "
-                "such as s3://, gs:// or az://."
+                f"{target}: checkpoints cannot be written to {scheme}://; give a local folder, or a store such as "
+                "s3://, gs:// or az://."
             )
         self.target = target
         self.token = token
@@ -145,25 +145,25 @@ class RemotePending:
         self._replaced: list[str] = []
 
     def begin(self) -> None:
-        """See that objects can be written there."""
+        """Create the folder."""
         if self.files.is_file():
             raise CheckpointError(f"{self.target} is a file; a checkpoint is a folder. Give another name or remove it.")
         self.files.store.makedirs(self.files.root, exist_ok=True)
 
     def stored_name(self, name: str) -> str:
-        """What a file is called in the store: its name, with the token of this writing."""
+        """Return the name of a file in the store: with the token of this save."""
         return with_token(name, self.token)
 
     def open_new(self, file: str) -> RemoteOutput:
-        """A new object, which no manifest names yet."""
+        """Create an object."""
         return RemoteOutput(self.files.store, posixpath.join(self.files.root, file))
 
     def sizes(self, files: Sequence[str]) -> dict[str, int]:
-        """Bytes of those objects that are there, and of others: a listing answers for a thousand at a time."""
+        """Return the sizes of all objects: a listing returns a thousand per request."""
         return self.files.sizes()
 
     def publish(self, manifest: bytes) -> None:
-        """Put the manifest. A store may have taken it although it answered with an error: then it is published."""
+        """Put the manifest. If the store reports an error but has stored it, it is published."""
         before = self.files.manifest_bytes()
         replaced = self.files.manifest()
         self._replaced = [name for name in self.files.entries() if replaced.names(name)] if replaced else []
@@ -178,12 +178,12 @@ class RemotePending:
             raise
 
     def clear_replaced(self) -> None:
-        """Delete what the published files replaced; may be called again."""
+        """Delete the replaced files; may be repeated."""
         for name in self._replaced:
             _remove_object(self.files, name)
 
     def discard(self) -> None:
-        """Delete the files of this writing, unless the manifest names them: an answer may have been lost on its way."""
+        """Delete the files of this save, unless the manifest lists them: the store's answer may have been lost."""
         if not self._names_ours():
             for name in self.files.entries():
                 if _token_of(name) == self.token:
@@ -195,7 +195,7 @@ class RemotePending:
             return
         self.files.store.pipe_file(posixpath.join(self.files.root, MANIFEST), data)
         if self.files.manifest_bytes() != data:
-            raise OSError("the store keeps another manifest than was put")
+            raise OSError("the store has another manifest than the one written")
 
     def _names_ours(self) -> bool:
         manifest = self.files.manifest()
@@ -204,24 +204,24 @@ class RemotePending:
         )
 
 
-def remove_remote(path: str) -> None:
-    """Remove a checkpoint: the manifest first, without which the rest is nothing."""
+def remove(path: str) -> None:
+    """Delete a checkpoint, the manifest first."""
     files = RemoteFiles(path)
     if MANIFEST not in files.entries():
-        raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it was not removed.")
+        raise CheckpointError(f"{path} is not a checkpoint (it has no {MANIFEST}), so it was not removed.")
     _remove_object(files, MANIFEST)
     with contextlib.suppress(FileNotFoundError):
         files.store.rm(files.root, recursive=True)
 
 
-def folders_in_remote(parent: str) -> list[str]:
-    """See :func:`~trainwright.checkpoint.store.storage.folders_in`."""
+def folders_in(parent: str) -> list[str]:
+    """List folders, see :func:`~trainwright.checkpoint.store.storage.folders_in`."""
     entries = RemoteFiles(parent).entries().items()
     return sorted(join_path(parent, n) for n, info in entries if info["type"] == "directory" and not n.startswith("."))
 
 
-def clean_up_remote(parent: str) -> list[str]:
-    """See :func:`~trainwright.checkpoint.store.storage.clean_up`."""
+def clean_up(parent: str) -> list[str]:
+    """Clean up, see :func:`~trainwright.checkpoint.store.storage.clean_up`."""
     done = []
     for folder, info in RemoteFiles(parent).entries().items():
         if info["type"] == "directory":
@@ -231,26 +231,26 @@ def clean_up_remote(parent: str) -> list[str]:
 
 def _clean_up_one(files: RemoteFiles) -> list[str]:
     entries = files.entries()
-    # Listed first, then the writers, then the manifest: what a writer publishes meanwhile is in the manifest, and one
-    # that has ended publishes nothing more.
-    dead = [name for name, info in entries.items() if _is_left(name, info)]
+    # Order matters: listing, writers, manifest. What a writer publishes meanwhile is in the manifest, and a dead one
+    # publishes nothing more.
+    dead = [name for name, info in entries.items() if _is_abandoned(name, info)]
     if not dead:
         return []
     manifest = files.manifest()
     if manifest is None and MANIFEST in files.entries():
-        return []  # damaged: which files it named nobody knows
+        return []  # damaged: its files are unknown
     done = [name for name in dead if manifest is None or not manifest.names(name)]
     for name in done:
         _remove_object(files, name)
     if not files.entries():
         with contextlib.suppress(Exception):
-            files.store.rmdir(files.root)  # stores without folders have none to remove
+            files.store.rmdir(files.root)  # fails in stores without folders
     return [join_path(files.path, name) for name in done]
 
 
-def _is_left(name: str, info: Mapping[str, Any]) -> bool:
+def _is_abandoned(name: str, info: Mapping[str, Any]) -> bool:
     token = _token_of(name)
-    return token is not None and left_behind(token, _idle_seconds(info))
+    return token is not None and is_abandoned(token, _idle_seconds(info))
 
 
 def _token_of(name: str) -> str | None:
@@ -259,7 +259,7 @@ def _token_of(name: str) -> str | None:
 
 
 def _idle_seconds(info: Mapping[str, Any]) -> float:
-    """Seconds since an object was written; 0 if its store does not tell, so that it is kept."""
+    """Return seconds since an object was written; 0 if unknown, so that it is kept."""
     for key in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"):
         changed = info.get(key)
         if isinstance(changed, str):

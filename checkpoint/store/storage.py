@@ -1,8 +1,7 @@
-"""Folders of checkpoints: read, grown out of sight and published at once, removed, cleaned of what killed writers left.
+"""Folders of checkpoints: reading, atomic publishing, removal, and cleaning up after killed writers.
 
-Local folders and every store of fsspec (``memory://``, ``s3://``, ...) behave alike; see
-``local_files`` and ``remote_files`` for how each keeps the
-promise that a reader sees a whole checkpoint or none.
+Local folders and fsspec stores (``memory://``, ``s3://``, ...) behave alike; ``local_files`` and ``remote_files``
+explain how each ensures that a reader sees a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -16,39 +15,28 @@ from types import TracebackType
 from typing import BinaryIO
 
 from trainwright.checkpoint.format.records import MANIFEST, FileRecord, Manifest, check_file_name
-from trainwright.checkpoint.store.local_files import (
-    LocalFiles,
-    LocalPending,
-    clean_up_local,
-    folders_in_local,
-    remove_local,
-)
+from trainwright.checkpoint.store import local_files, remote_files
+from trainwright.checkpoint.store.hashed_file import HashedFile
+from trainwright.checkpoint.store.local_files import LocalFiles, LocalPending
 from trainwright.checkpoint.store.owners import is_token, new_token
 from trainwright.checkpoint.store.paths import is_remote, join_path, normal_path
-from trainwright.checkpoint.store.remote_files import (
-    RemoteFiles,
-    RemotePending,
-    clean_up_remote,
-    folders_in_remote,
-    remove_remote,
-)
-from trainwright.checkpoint.store.sealed import SealedFile
+from trainwright.checkpoint.store.remote_files import RemoteFiles, RemotePending
 from trainwright.checkpoint.store.write_errors import delete_error, write_error
 from trainwright.checkpoint.store.zip_files import ZipFiles
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import open_regular, read_at_most
 
-# A folder that another machine's rank wrote into may be listed late by a network file system.
+# Network file systems may show files of other machines late.
 _PATIENCE_SECONDS = 5.0
 
 
 class Folder:
-    """One checkpoint's folder, for reading; or one file, whose records are then called its files.
+    """A checkpoint's folder, for reading; or a single file, whose zip records count as files.
 
     Args:
-        path: a folder or file of this machine, or a URL that fsspec knows.
-        manifest: its manifest. With it, files are called by their names in the manifest; without it, by those in the
-            folder. The two differ in stores without renaming.
+        path: a local folder or file, or a URL that fsspec knows.
+        manifest: its manifest. With it, files are addressed by their names in the manifest; without it, by stored
+            names. They differ in stores without renaming.
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
@@ -57,19 +45,19 @@ class Folder:
         self._manifest = manifest
 
     def exists(self) -> bool:
-        """Whether there is a folder at the path, or one file that holds a run state."""
+        """Return whether the path is a folder, or a file with a run state."""
         return self._files.exists()
 
     def is_file(self) -> bool:
-        """Whether there is a file at the path."""
+        """Return whether the path is a file."""
         return self._files.is_file()
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name; the others of the folder are not looked at."""
+        """Return whether there is a file of that name, without listing the folder."""
         return self._files.has(self._stored(name))
 
     def open(self, name: str) -> BinaryIO:
-        """A file for reading; reads are whole unless the file ends.
+        """Open a file; reads are complete unless the file ends.
 
         Raises:
             CheckpointError: if it cannot be opened. Reading raises it too, always with the file's path.
@@ -77,16 +65,16 @@ class Folder:
         return self._files.open(self._stored(name))
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file that is not a file of tensors.
+        """Return the contents of a metadata file.
 
         Raises:
-            CheckpointError: if it cannot be read, or is longer than such files are.
+            CheckpointError: if it cannot be read, or is too long.
         """
         with self.open(name) as file:
             return read_at_most(file, join_path(self.path, name))
 
     def size(self, name: str) -> int:
-        """Bytes of a file.
+        """Return the size of a file in bytes.
 
         Raises:
             CheckpointError: if there is no such file.
@@ -94,11 +82,11 @@ class Folder:
         return self._files.size(self._stored(name))
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file, by its name in the folder."""
+        """Return the size of every file in bytes, by its name in the folder."""
         return self._files.sizes()
 
     def names(self) -> list[str]:
-        """Names of all files in the folder."""
+        """Return the names of all files in the folder."""
         return sorted(self.sizes())
 
     def _stored(self, name: str) -> str:
@@ -110,7 +98,7 @@ def _files_at(path: str) -> LocalFiles | RemoteFiles | ZipFiles:
         files: LocalFiles | RemoteFiles = LocalFiles(path)
         return ZipFiles(path, partial(open_regular, path)) if files.is_file() else files
     files = RemoteFiles(path)
-    # A store is asked only where the name is one of a file. A web server gives no parts of files.
+    # Only names with a suffix are queried in stores. HTTP servers may not support ranges.
     named_as_file = bool(os.path.splitext(path)[1]) and not path.startswith(("http://", "https://"))
     if not named_as_file or not files.is_file():
         return files
@@ -118,29 +106,29 @@ def _files_at(path: str) -> LocalFiles | RemoteFiles | ZipFiles:
 
 
 class PendingFolder:
-    """A checkpoint that is being written, and that nobody sees before :meth:`publish`.
+    """A checkpoint being written, invisible until :meth:`publish`.
 
-    One rank calls :meth:`create` and sends :attr:`token` to the others, which :meth:`join`. Every rank writes files of
-    its own; their records go to one rank, which publishes. As a context manager it discards itself on an error.
+    One rank calls :meth:`create` and sends :attr:`token` to the others, which :meth:`join`. Each rank writes its own
+    files; their records go to one rank, which publishes. A context manager that discards itself on an error.
 
     Args:
-        target: path that the checkpoint will have.
-        token: names this writing and its first process.
+        target: final path of the checkpoint.
+        token: identifies this save and its first process.
     """
 
     def __init__(self, target: str | os.PathLike[str], token: str) -> None:
         self.target = normal_path(target)
         self.token = token
         self._files = (RemotePending if is_remote(self.target) else LocalPending)(self.target, token)
-        self._open: list[SealedFile] = []
+        self._open: list[HashedFile] = []
         self._published = False
 
     @classmethod
     def create(cls, target: str | os.PathLike[str]) -> PendingFolder:
-        """Begin a checkpoint.
+        """Start a checkpoint.
 
         Raises:
-            CheckpointError: if nothing can be written there, or what is there is no checkpoint and would be lost.
+            CheckpointError: if the target cannot be written, or is not a checkpoint and would be lost.
         """
         pending = cls(target, new_token())
         try:
@@ -151,35 +139,35 @@ class PendingFolder:
 
     @classmethod
     def join(cls, target: str | os.PathLike[str], token: str) -> PendingFolder:
-        """Take part in what another rank created.
+        """Join a checkpoint that another rank created.
 
         Args:
             target: the same path as there.
             token: its :attr:`token`.
         """
         if not is_token(token):
-            raise CheckpointError(f"{token!r} is no token of a checkpoint being written; pass on PendingFolder.token.")
+            raise CheckpointError(f"{token!r} is not a token of a checkpoint being written; pass PendingFolder.token.")
         return cls(target, token)
 
     def stored_name(self, name: str) -> str:
-        """What a file is called in the folder, where that is not ``name``; ``""``: it is."""
+        """Return the name of a file in the folder if it differs from ``name``; else ``""``."""
         return self._files.stored_name(name)
 
     @property
     def token_in_names(self) -> str:
-        """What the names of all files carry in the folder; ``""``: they are called by their names."""
+        """Token in all stored file names; ``""``: files are stored under their own names."""
         return self.token if self.stored_name(MANIFEST) else ""
 
-    def create_file(self, name: str, rank: int, size: int | None = None) -> SealedFile:
-        """A new file of the checkpoint.
+    def create_file(self, name: str, rank: int, size: int | None = None) -> HashedFile:
+        """Create a file of the checkpoint.
 
         Args:
             name: without folders; no two ranks may use one name.
-            rank: global rank that writes it, to be named when the file is found damaged.
-            size: its bytes, if they are known; told when the disk is full.
+            rank: global rank that writes it, for messages.
+            size: its bytes, if known, for messages.
 
         Raises:
-            CheckpointError: if it cannot be made.
+            CheckpointError: if it cannot be created.
         """
         check_file_name(name)
         stored = self._files.stored_name(name)
@@ -188,7 +176,7 @@ class PendingFolder:
             output = self._files.open_new(stored or name)
         except Exception as error:
             raise write_error(error, path, size) from error
-        file = SealedFile(FileRecord(name, 0, "", rank, stored), output, path, size)
+        file = HashedFile(FileRecord(name, 0, "", rank, stored), output, path, size)
         self._open.append(file)
         return file
 
@@ -199,14 +187,14 @@ class PendingFolder:
             return file.close()
 
     def publish(self, manifest: Manifest) -> None:
-        """Make the checkpoint appear at its target, in the place of what is there now.
+        """Publish the checkpoint at its target, replacing an existing one.
 
         Args:
-            manifest: with the records of all files of all ranks, or of the lists that tell of them; the files that a
-                list names were looked for by who wrote it, see :meth:`check_present`.
+            manifest: with the records of all files of all ranks, or of lists of them; the writer of a list has checked
+                its files, see :meth:`check_present`.
 
         Raises:
-            CheckpointError: if a file that it names is not there, or publishing failed; then the target is as before.
+            CheckpointError: if a listed file is missing, or publishing failed; the target is then unchanged.
         """
         self.check_present(list(manifest.files.values()))
         data = manifest.to_bytes()
@@ -218,26 +206,25 @@ class PendingFolder:
         try:
             self._files.clear_replaced()
         except Exception as error:
-            warnings.warn(f"{self.target} is written, but what it replaced could not be deleted: {error}", stacklevel=2)
+            warnings.warn(f"{self.target} is written, but the replaced one could not be deleted: {error}", stacklevel=2)
 
     def discard(self) -> None:
-        """Give up: everything written so far is deleted. After :meth:`publish` the checkpoint
-        stays. May be called again.
+        """Delete everything written so far; after :meth:`publish` the checkpoint stays. May be repeated.
 
-        What cannot be deleted is warned of, not raised: the error that led here matters more. ``clean_up`` deletes it
-        once this process has ended.
+        Failures are warnings, since the error that led here matters more; ``clean_up`` deletes the rest once this
+        process has ended.
         """
         for file in self._open:
             file.abort()
         self._open.clear()
         try:
-            # Something may have ended the clearing after publishing halfway.
+            # Clearing after publishing may have been interrupted.
             (self._files.clear_replaced if self._published else self._files.discard)()
         except Exception as error:
             warnings.warn(f"{self._files.path} could not be deleted: {error}", stacklevel=2)
 
     def check_present(self, records: Sequence[FileRecord]) -> None:
-        """This rank must see these files: ranks on machines that do not share the folder wrote theirs elsewhere.
+        """Check that this rank sees these files, which machines without a shared folder do not.
 
         Raises:
             CheckpointError: if it does not, after some seconds.
@@ -253,8 +240,8 @@ class PendingFolder:
             time.sleep(0.05)
         shown = ", ".join(f"{r.name} of rank {r.rank} ({sizes.get(r.file, 'missing')})" for r in wrong[:8])
         raise CheckpointError(
-            f"{self.target} was not published: a rank that looks does not see what others wrote: {shown}. All "
-            "machines must share the folder of checkpoints; choose one that they share (checkpoint.*.dirpath=...)."
+            f"{self.target} was not published: a rank does not see the files of others: {shown}. All machines must "
+            "share the folder of checkpoints; choose a shared one (checkpoint.*.dirpath=...)."
         )
 
     def __enter__(self) -> PendingFolder:
@@ -266,51 +253,48 @@ class PendingFolder:
 
 
 def folders_in(parent: str | os.PathLike[str]) -> list[str]:
-    """Paths of the visible folders in a folder, which may hold checkpoints; empty if it does not exist.
+    """Return paths of the visible folders in a folder; empty if it does not exist.
 
-    A folder that links name as well is in it once. A checkpoint that is just being replaced is in it at any instant.
+    Links to a folder are not listed separately. Checkpoints are listed even while being replaced.
 
     Raises:
         CheckpointError: if the folder cannot be listed.
     """
     parent = normal_path(parent)
-    return folders_in_remote(parent) if is_remote(parent) else folders_in_local(parent)
+    return remote_files.folders_in(parent) if is_remote(parent) else local_files.folders_in(parent)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint, so that at no instant a half of it can be taken for whole.
+    """Delete a checkpoint; it never looks complete while partly deleted.
 
     Raises:
-        CheckpointError: if it is no checkpoint, or cannot be removed.
+        CheckpointError: if it is not a checkpoint, or cannot be deleted.
     """
     path = normal_path(path)
     try:
-        (remove_remote if is_remote(path) else remove_local)(path)
+        (remote_files.remove if is_remote(path) else local_files.remove)(path)
     except Exception as error:
         raise delete_error(error, path) from error
 
 
 def clean_up(parent: str | os.PathLike[str]) -> list[str]:
-    """Remove what killed writers left in a folder of checkpoints, and bring back what one was about to replace.
+    """Delete leftovers of killed writers in a folder of checkpoints, and restore what one was about to replace.
 
-    What a living process is writing is never touched. A writer of this machine is looked up by its process id and start
-    time; one of another machine counts as gone when nothing of its files has changed for ten minutes. To be called by
-    one rank; several at once do no harm.
+    Files of live processes are never touched. Writers of this machine are identified by process id and start time;
+    those of other machines count as dead when their files have not changed for ten minutes. To be called by one rank;
+    concurrent calls are harmless.
 
     Args:
-        parent: the folder in which checkpoints are; need not exist. In a store, the folders directly in it are
-            looked at.
+        parent: folder of checkpoints; need not exist. In a store, its direct subfolders are cleaned.
 
     Returns:
-        Paths that were removed or renamed back.
+        Paths that were deleted or restored.
 
     Raises:
-        CheckpointError: if something cannot be removed.
+        CheckpointError: if something cannot be deleted.
     """
     parent = normal_path(parent)
     try:
-        return (clean_up_remote if is_remote(parent) else clean_up_local)(parent)
-    except CheckpointError:
-        raise
+        return (remote_files.clean_up if is_remote(parent) else local_files.clean_up)(parent)
     except Exception as error:
         raise delete_error(error, parent) from error

@@ -1,4 +1,4 @@
-"""Errors of the operating system while writing, in words that say what to do."""
+"""Explanations of operating system errors while writing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FULL = {
 
 
 def write_error(error: Exception, path: str, needed: int | None = None) -> CheckpointError:
-    """What to raise from an error met while writing ``path``.
+    """Return the error to raise for one met while writing ``path``.
 
     Args:
-        error: as raised by the operating system or a store.
+        error: of the operating system or a store.
         path: of the file or folder.
-        needed: bytes that the file has at least; ``None``: not known.
+        needed: least size of the file in bytes; ``None``: unknown.
     """
     if isinstance(error, CheckpointError):
         return error
@@ -37,37 +37,37 @@ def write_error(error: Exception, path: str, needed: int | None = None) -> Check
             "published; checkpoints that were complete before are untouched."
         )
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
-        return CheckpointError(f"{path}: not allowed to write there ({error}); change the rights or {ELSEWHERE}.")
+        return CheckpointError(f"{path}: not allowed to write there ({error}); change the permissions or {ELSEWHERE}.")
     if isinstance(error, FileExistsError | NotADirectoryError):
         return CheckpointError(f"{path}: there is a file where a folder is needed ({error}); remove it or {ELSEWHERE}.")
     return CheckpointError(f"{path}: could not be written ({type(error).__name__}: {error}); {ELSEWHERE} or try again.")
 
 
 def delete_error(error: Exception, path: str) -> CheckpointError:
-    """What to raise from an error met while deleting ``path``."""
+    """Return the error to raise for one met while deleting ``path``."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"{path}: could not be deleted ({type(error).__name__}: {error}); delete it by hand.")
 
 
 def refuse_unwritable(folder: str) -> None:
-    """Find before training that nothing can be saved, as far as the rights of a folder of this machine tell.
+    """Raise before training if the permissions of a local folder prevent saving.
 
     Raises:
-        CheckpointError: if ``folder``, or the nearest one above it that exists, may not be written.
+        CheckpointError: if ``folder``, or its nearest existing parent, is not writable.
     """
     if is_remote(folder):
         return
     nearest = _nearest(folder)
     if os.path.isdir(nearest) and not os.access(nearest, os.W_OK | os.X_OK):
         raise CheckpointError(
-            f"{folder}: not allowed to write in {nearest}, so no checkpoint could be saved; change the rights or "
+            f"{folder}: not allowed to write in {nearest}, so no checkpoint could be saved; change the permissions or "
             f"{ELSEWHERE}."
         )
 
 
 def free_bytes(path: str) -> int | None:
-    """Bytes that may still be written where ``path`` is or would be; ``None`` for a store that cannot tell."""
+    """Return the free space on the disk of ``path``; ``None`` if unknown, as in stores."""
     if is_remote(path):
         return None
     try:
@@ -78,7 +78,7 @@ def free_bytes(path: str) -> int | None:
 
 
 def _nearest(path: str) -> str:
-    """The nearest folder above ``path`` that exists."""
+    """Return the nearest existing folder at or above ``path``."""
     path = local_path(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)

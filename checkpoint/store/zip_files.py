@@ -1,8 +1,7 @@
-"""Records of a zip archive, read as the files of a folder.
+"""Records of a zip archive, read like files of a folder.
 
-``torch.save`` writes a zip archive whose records are not compressed. A run state in one file
-(``state_file``) keeps its manifest and JSON as further records, so what reads a run state's
-folder reads its file too.
+``torch.save`` writes a zip archive of uncompressed records. A run state in one file (``state_file``) has its manifest
+and JSON as further records, so readers of folders can read it too.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class RecordError(ValueError):
-    """A record whose bytes are not stored as they are, or not there."""
+    """A record that is compressed, encrypted or truncated."""
 
 
 def open_zip(file: BinaryIO) -> zipfile.ZipFile:
-    """Open an archive; of what lists and describes its contents, a bounded number of bytes is read."""
+    """Open an archive, reading a bounded amount of metadata."""
     return zipfile.ZipFile(cast(BinaryIO, Limited(file)))
 
 
 def place_of(file: BinaryIO, info: zipfile.ZipInfo, size: int) -> tuple[int, int]:
-    """Return where the bytes of a record begin in the archive, and how many they are.
+    """Return the position and size of a record in the archive.
 
     Args:
         file: the archive.
         info: of the record.
-        size: bytes of the archive.
+        size: of the archive, in bytes.
 
     Raises:
-        RecordError: if the record is compressed, encrypted or cut short.
+        RecordError: if the record is compressed, encrypted or truncated.
     """
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise RecordError("is compressed or encrypted, which torch never does")
+        raise RecordError("is compressed or encrypted, which torch does not support")
     file.seek(info.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size:
@@ -58,7 +57,7 @@ def place_of(file: BinaryIO, info: zipfile.ZipInfo, size: int) -> tuple[int, int
 
 
 class ZipFiles:
-    """Records of one archive, for reading. A record ``archive/data/0`` is the file ``data.0``.
+    """Records of an archive, for reading. The record ``archive/data/0`` is the file ``data.0``.
 
     Args:
         path: of the archive, for messages.
@@ -74,16 +73,16 @@ class ZipFiles:
         try:
             with self._open() as file, open_zip(file) as archive:
                 records = archive.infolist()
-        except Exception:  # a damaged file makes zipfile raise anything
-            return {}  # whoever reads the file says what is wrong with it
+        except Exception:  # zipfile raises arbitrary errors for damaged files
+            return {}  # the reader of the file reports the damage
         return {info.filename.partition("/")[2].replace("/", "."): info for info in records}
 
     def exists(self) -> bool:
-        """Return whether the archive holds a run state, or what is left of one."""
+        """Return whether the archive holds a run state, or remains of one."""
         return not _OURS.isdisjoint(self._records)
 
     def is_file(self) -> bool:
-        """Return whether the archive is a file: always."""
+        """Return True: an archive is a file."""
         return True
 
     def has(self, file: str) -> bool:
@@ -95,7 +94,7 @@ class ZipFiles:
 
         Raises:
             CheckpointError: if there is none of that name.
-            DamagedCheckpoint: if its bytes are not there as they were written.
+            DamagedCheckpoint: if its bytes are not intact.
         """
         return open_named(f"{self.path}:{file}", lambda: self._window(file))
 
@@ -132,7 +131,7 @@ class _Window(io.RawIOBase):
         self._file, self._start, self._size, self._at = file, start, size, 0
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read into ``buffer``, not beyond the part."""
+        """Read into ``buffer`` within the part."""
         wanted = min(len(buffer), self._size - self._at)
         if wanted <= 0:
             return 0

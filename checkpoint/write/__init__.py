@@ -1,1 +1,1 @@
-"""Write a checkpoint: all ranks together, whole or not at all."""
+"""Writing of checkpoints by all ranks together, atomically."""

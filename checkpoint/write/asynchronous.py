@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Synchronous and asynchronous savers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from trainwright.checkpoint.exchange.distinct import any_of_ranks, problems_of_ranks
 from trainwright.checkpoint.format.manifest import Manifest, verify
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.write.dealing import Dealer
+from trainwright.checkpoint.write.assignment import WriteAssigner
 from trainwright.checkpoint.write.retention import KEPT
-from trainwright.checkpoint.write.save import Content, dealt_out, write
+from trainwright.checkpoint.write.save import Content, with_assignment, write
 from trainwright.checkpoint.write.staging import Staged, Staging
 from trainwright.core.errors import CheckpointError, ClearingError, DamagedCheckpoint
 
@@ -26,13 +26,13 @@ Write = Callable[[Content, str, dist.ProcessGroup | None], Manifest | None]
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended.
+    """Outcome of a save.
 
     Args:
         path: of the checkpoint.
-        error: why there is none, the same on every rank; ``None``: all went well.
-        blocked_seconds: how long the caller was kept from training.
-        written_seconds: how long it took from the beginning until the checkpoint could be read.
+        error: why it failed, the same on every rank; ``None``: it succeeded.
+        blocked_seconds: how long training was blocked.
+        written_seconds: from the beginning until the checkpoint was readable.
     """
 
     path: str
@@ -51,22 +51,22 @@ def save_together(
     write: Write = write,
     read_back_if: ReadBackIf | None = None,
 ) -> None:
-    """Write a checkpoint, let the first rank do what comes after it, and end alike on every rank. A collective.
+    """Write a checkpoint, run a follow-up on the first rank, and end alike on every rank. A collective.
 
     Args:
-        content: what this rank holds.
+        content: of this rank.
         path: of the checkpoint.
-        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
-        after: called on the first rank with what was published.
+        group: a gloo group of all ranks for exclusive use; ``None``: this process alone.
+        after: called on the first rank with the published manifest.
         staged: waited for before ``content`` is read.
-        problem: why this rank has nothing to contribute; then nothing is written.
+        problem: error that prevents this rank from saving; then nothing is written.
         write: writes a checkpoint.
-        read_back_if: asked on the first rank, but given on all or none: whether what comes after depends on what was
-            published being whole. Then all ranks read it back, each a share of the files, and ``after`` is called if
-            it is; ``None``: nothing is read.
+        read_back_if: called on the first rank, but given on all ranks or none: whether ``after`` depends on the
+            checkpoint being intact. Then all ranks verify it, each a share of the files, and ``after`` is called if it
+            is intact; ``None``: no verification.
 
     Raises:
-        ClearingError: on every rank, if the checkpoint is saved and ``after`` has failed.
+        ClearingError: on every rank, if the checkpoint is saved and ``after`` failed.
         CheckpointError: on every rank, if anything else failed on any of them.
     """
     if staged is not None and problem is None:
@@ -88,7 +88,7 @@ def save_together(
 def _read_back(
     manifest: Manifest | None, path: str, group: dist.ProcessGroup | None, read_back_if: ReadBackIf
 ) -> BaseException | None:
-    """Why what was published cannot be relied on; on the first rank. A collective."""
+    """Verify what was published; return the problem on the first rank. A collective."""
     problem: BaseException | None = None
     wanted = False
     try:
@@ -100,7 +100,7 @@ def _read_back(
     share = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     try:
         wrong = verify(path, part=share)
-    except Exception as error:  # whatever it is: the others wait for this rank
+    except Exception as error:  # the other ranks wait for the result
         wrong = [str(error)]
     found = problems_of_ranks(wrong or None, group)
     if manifest is None or not found:
@@ -123,37 +123,44 @@ def _agree(
 
 
 class BlockingSaver:
-    """Writes checkpoints while the caller waits; to be used as :class:`AsyncSaver` is.
+    """Synchronous saver with the interface of :class:`AsyncSaver`.
 
     Args:
-        group: gives a gloo group of all ranks that nothing else uses during a save, or ``None`` where this process is
-            alone; asked at every save, alike on all ranks.
+        group: returns a gloo group of all ranks for exclusive use during a save, or ``None`` for this process alone;
+            called at every save, on all ranks.
         write: writes a checkpoint.
     """
 
-    in_flight: str | None = None
-    num_bytes = 0
+    @property
+    def in_flight(self) -> str | None:
+        """Path of the checkpoint being written; ``None`` if there is none."""
+        return None
 
-    def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
-        """Nothing is copied."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory held for copies."""
+        return 0
 
     def __init__(self, group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
-        self._group = group
+        self._make_group = group
         self._write = write
-        self._dealer: Dealer | None = None
+        self._assigner: WriteAssigner | None = None
         self._saved: Saved | None = None
+
+    def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Do nothing."""
 
     def save(
         self, content: Content, path: str, after: After | None = None, read_back_if: ReadBackIf | None = None
     ) -> None:
-        """Write ``content``; how that ended is to be taken. A collective."""
+        """Write ``content``; the outcome is kept for :meth:`take`. A collective."""
         begin = time.perf_counter()
         error: CheckpointError | None = None
         try:
-            group = self._group()
-            if self._dealer is None or self._dealer.group is not group:
-                self._dealer = Dealer(group)
-            content = dealt_out(content, self._dealer)
+            group = self._make_group()
+            if self._assigner is None or self._assigner.group is not group:
+                self._assigner = WriteAssigner(group)
+            content = with_assignment(content, self._assigner)
             save_together(content, path, group, after, write=self._write, read_back_if=read_back_if)
         except CheckpointError as failure:
             error = failure
@@ -161,69 +168,67 @@ class BlockingSaver:
         self._saved = Saved(path, error, taken, taken)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Nothing is ever on its way."""
+        """Return True: no save is in flight."""
         return True
 
     def all_done(self, group: dist.ProcessGroup | None) -> bool:
-        """Nothing is ever on its way, on any rank."""
+        """Return True: no save is in flight on any rank."""
         return True
 
     def take(self) -> Saved | None:
-        """How the last save ended, once; ``None`` if none has ended since."""
+        """Wait for a save in flight and return the outcome once; ``None`` if none has ended since."""
+        self.wait()
         saved, self._saved = self._saved, None
         return saved
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
-class AsyncSaver:
-    """Writes checkpoints in a thread while training goes on.
+class AsyncSaver(BlockingSaver):
+    """Saver that writes checkpoints in a thread while training continues.
 
-    :meth:`save` copies the tensors that this rank shall write into memory that is used again and again, and returns; a
-    thread writes the copy. At most one save is on its way: the next one waits for it.
+    :meth:`save` copies the tensors that this rank writes into reused memory and returns; a thread writes the copy. At
+    most one save is in flight: the next one waits for it.
 
     Args:
-        make_group: makes a gloo group of all ranks (or gives ``None`` where this process is alone); called once, on all
-            ranks, when first needed. Nothing else may use that group: collectives of two threads on one group mix up
-            their messages, which ends the process.
+        make_group: creates a gloo group of all ranks for exclusive use (or returns ``None`` for this process alone);
+            called once, on all ranks, on first use. Concurrent collectives of two threads on one group mix up their
+            messages.
         write: writes a checkpoint.
     """
 
     def __init__(self, make_group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
-        self._make_group = make_group
-        self._write = write
+        super().__init__(make_group, write)
         self._staging = Staging()
-        self._dealer: Dealer | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
         self._path = ""
-        self._saved: Saved | None = None
 
     @property
     def in_flight(self) -> str | None:
-        """Path of the checkpoint that is being written; ``None`` if there is none."""
+        """Path of the checkpoint being written; ``None`` if there is none."""
         return self._path if self._thread is not None and self._thread.is_alive() else None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that are held for copies."""
+        """Bytes of host memory held for copies."""
         return self._staging.num_bytes
 
     def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
-        """Get memory for a copy, in a thread, before the first save needs it. A collective.
+        """Allocate memory for a copy, in a thread, before the first save. A collective.
 
         Args:
-            tensors: what is going to be saved, or most of it.
+            tensors: what will be saved, or most of it.
         """
-        own = self._connect().deal(tensors)
+        own = self._connect().assign(tensors)
 
         def run() -> None:
-            with suppress(Exception):  # no memory: the save will say so, on every rank
+            with suppress(Exception):  # out of memory: the save will fail on every rank
                 self._staging.prepare(own)
 
         self._preparing = threading.Thread(target=run, name="trainwright-prepare", daemon=True)
@@ -232,19 +237,19 @@ class AsyncSaver:
     def save(
         self, content: Content, path: str, after: After | None = None, read_back_if: ReadBackIf | None = None
     ) -> None:
-        """Copy ``content`` and let it be written; returns when the copy is made. A collective.
+        """Copy ``content``, start writing it, and return. A collective.
 
-        The caller must have taken the outcome of the save before (:meth:`take`), so that no error is lost.
+        The caller must have taken the outcome of the previous save (:meth:`take`), so that no error is lost.
 
         Args:
-            content: what this rank holds; it may change as soon as this returns.
+            content: of this rank; it may change as soon as this returns.
             path: of the checkpoint.
-            after: called on the first rank, in the thread, with what was published.
-            read_back_if: see :func:`save_together`; asked in the thread.
+            after: called on the first rank, in the thread, with the published manifest.
+            read_back_if: see :func:`save_together`; called in the thread.
         """
         begin = time.perf_counter()
         self.wait()
-        assert self._saved is None, "the outcome of the save before was not taken"
+        assert self._saved is None, "the outcome of the previous save was not taken"
         own, staged, problem = self._stage(content)
         self._path = path
         blocked = time.perf_counter() - begin
@@ -255,40 +260,40 @@ class AsyncSaver:
                 save_together(own, path, self._group, after, staged, problem, self._write, read_back_if)
             except CheckpointError as failure:
                 error = failure
-            except BaseException as failure:  # torch's CheckpointException is no Exception; here nothing may get lost
+            except BaseException as failure:  # torch's CheckpointException is not an Exception
                 error = CheckpointError(f"Saving {path} failed: {failure!r}")
                 error.__cause__ = failure
             self._saved = Saved(path, error, blocked, time.perf_counter() - begin)
 
-        # A daemon: a writer that hangs must not keep the process from ending.
+        # A daemon: a hanging writer must not block process exit.
         self._thread = threading.Thread(target=run, name="trainwright-save", daemon=True)
         self._thread.start()
 
     def _stage(self, content: Content) -> tuple[Content, Staged | None, BaseException | None]:
-        content = dealt_out(content, self._connect())
+        content = with_assignment(content, self._connect())
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
         try:
             staged = self._staging.stage(content.tensors)
-        except Exception as error:  # no memory; the other ranks must hear of it, or they would wait for this one
+        except Exception as error:  # out of memory; reported later, since the other ranks wait for this one
             return content, None, error
         return replace(content, tensors=staged.tensors), staged, None
 
-    def _connect(self) -> Dealer:
-        if self._dealer is None:
+    def _connect(self) -> WriteAssigner:
+        if self._assigner is None:
             self._group = self._make_group()
-            self._dealer = Dealer(self._group)
-        return self._dealer
+            self._assigner = WriteAssigner(self._group)
+        return self._assigner
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is being written.
+        """Wait until no save is in flight.
 
         Args:
-            timeout: seconds; ``None``: as long as it takes.
+            timeout: seconds; ``None``: no limit.
 
         Returns:
-            Whether that is so.
+            Whether no save is in flight.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -298,21 +303,15 @@ class AsyncSaver:
         return True
 
     def all_done(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether every rank has finished its part of the save. A collective that does not wait for the save.
+        """Return whether every rank has finished its part of the save, without waiting for it. A collective.
 
         Args:
-            group: a gloo group of all ranks, not the one of this saver; ``None``: this process alone.
+            group: a gloo group of all ranks other than this saver's; ``None``: this process alone.
         """
         return not any_of_ranks(self.in_flight is not None, group)
 
-    def take(self) -> Saved | None:
-        """How the last save ended, once; ``None`` if none has ended since. Waits for one that is on its way."""
-        self.wait()
-        saved, self._saved = self._saved, None
-        return saved
-
     def release(self) -> None:
-        """Give the memory of the copies back; a save on its way is waited for."""
+        """Wait for a save in flight and free the memory of copies."""
         self.wait()
         if self._preparing is not None:
             self._preparing.join()
@@ -320,9 +319,9 @@ class AsyncSaver:
         self._staging.release()
 
     def close(self) -> None:
-        """Give memory and group back. A collective."""
+        """Free memory and group. A collective."""
         self.release()
         if self._group is not None:
-            dist.barrier(self._group)  # one rank must not hang up while another one still listens
+            dist.barrier(self._group)  # no rank may disconnect while another still receives
             dist.destroy_process_group(self._group)
-            self._group = self._dealer = None
+            self._group = self._assigner = None

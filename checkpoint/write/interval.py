@@ -1,4 +1,4 @@
-"""When to save: often enough that little is lost, seldom enough that saving costs little."""
+"""Intervals between checkpoints that balance lost work against the cost of saving."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable
 
-# A look costs one small collective, so a look too many is cheap; one that comes too late is not.
+# (is due, step of the next check). A check costs one small collective, so checking early is cheap.
 _Answer = tuple[bool, int]
 
 
 def young_daly(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of training between two saves that lose least time to saving and to doing lost work again.
+    """Return the seconds of training between two saves that minimize time lost to saving and to repeated work.
 
     ``sqrt(2 C M)`` is Young's first-order optimum (J. W. Young, "A first order approximation to the optimum checkpoint
     interval", CACM 17(9), 1974). Daly's higher-order estimate corrects it where saving is not short against the time
@@ -19,7 +19,7 @@ def young_daly(cost_seconds: float, mtbf_seconds: float) -> float:
     22(3), 2006, equation 37): ``sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C``, and ``M`` where ``C >= 2M``.
 
     Args:
-        cost_seconds: C, how long training stands still for one save.
+        cost_seconds: C, how long one save blocks training.
         mtbf_seconds: M, mean time between failures of the whole job.
 
     Raises:
@@ -37,18 +37,17 @@ def young_daly(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 class AutoInterval:
-    """Young's and Daly's interval for the cost that is measured while a run goes on.
+    """Young's and Daly's interval for the save cost measured during a run.
 
     Args:
         mtbf_seconds: mean time between failures of the whole job.
-        first: seconds before the first save, whose cost nobody knows yet; early, so that a place that cannot be
-            written to shows early.
-        least: never save more often than this, seconds.
-        most: never lose more than this, seconds.
+        first: seconds before the first save, whose cost is unknown; short, so that an unwritable folder shows early.
+        least: shortest interval, seconds.
+        most: longest interval, seconds.
     """
 
     def __init__(self, mtbf_seconds: float, first: float = 60.0, least: float = 10.0, most: float = 3600.0) -> None:
-        young_daly(0.0, mtbf_seconds)  # refuses what is impossible
+        young_daly(0.0, mtbf_seconds)  # validates
         self._mtbf = mtbf_seconds
         self._first = first
         self._least = least
@@ -58,7 +57,7 @@ class AutoInterval:
 
     @property
     def cost_seconds(self) -> float | None:
-        """Measured cost of a save, the latest counting most; ``None`` before the first."""
+        """Measured cost of a save, weighted towards the latest; ``None`` before the first."""
         return self._cost
 
     @property
@@ -66,32 +65,32 @@ class AutoInterval:
         """Training time between two saves."""
         if self._cost is None:
             return self._first
-        # A save that begins while the one before is still being written would wait for it.
+        # A save would wait for the previous one to be written.
         least = max(self._least, 2 * self._written)
         return max(least, min(self._most, young_daly(self._cost, self._mtbf)))
 
     def saved(self, cost_seconds: float, written_seconds: float = 0.0) -> None:
-        """Learn from a save.
+        """Update the cost from a save.
 
         Args:
-            cost_seconds: how long training stood still.
-            written_seconds: how long writing went on in the background after that; 0 if it did not.
+            cost_seconds: how long it blocked training.
+            written_seconds: how long it was written in the background after that; 0 if synchronous.
         """
         self._cost = cost_seconds if self._cost is None else (self._cost + cost_seconds) / 2
         self._written = written_seconds
 
 
 class TimedSteps:
-    """Tells at which steps a save is due by the clock, the same on every rank, without asking at every step.
+    """Schedule of saves by the clock at the same steps on every rank, without communicating at every step.
 
-    The ranks agree on the next step at which they look at the clock again. It is estimated from the time that steps
-    take, and at most doubles the steps done since the last save, so that slow first steps mislead nobody for long: the
-    number of collectives between two saves grows with the logarithm of the steps.
+    The ranks agree on the next step at which they check the clock. It is estimated from the time per step, and at most
+    doubles the steps since the last save, so that slow first steps do not mislead for long: the number of collectives
+    between two saves grows with the logarithm of the steps.
 
     Args:
-        seconds: time between two saves; asked at every look, on the first rank only.
-        agree: gives every rank the first rank's answer, a collective.
-        clock: seconds that only grow.
+        seconds: returns the time between two saves; called at every check, on the first rank only.
+        agree: broadcasts the first rank's answer, a collective.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -108,19 +107,19 @@ class TimedSteps:
         self._look_at = 0
 
     def restart(self, step: int) -> None:
-        """Count from here: training begins, or a save has been made."""
+        """Restart the interval: training begins, or a save was made."""
         self._begin_step, self._begin_time = step, self._clock()
         self._look_at = step + 1
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after ``step``; a collective when it is time to look, and free otherwise."""
+        """Return whether to save after ``step``; a collective at steps that check the clock."""
         if step < self._look_at:
             return False
         due, self._look_at = self._agree(self._answer(step))
         return due
 
     def is_overdue(self) -> bool:
-        """Whether the time between two saves has passed by this rank's clock; never a collective."""
+        """Return whether the interval has passed by this rank's clock; never a collective."""
         return self._clock() - self._begin_time >= self._seconds()
 
     def _answer(self, step: int) -> _Answer:

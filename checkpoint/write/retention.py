@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and deleting the others without ever risking the last good one."""
+"""Retention of checkpoints: deletes old ones without risking the last good one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainwright.core.errors import DamagedCheckpoint
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept; a checkpoint stays if any of the three says so.
+    """Retention policy; a checkpoint is kept if any of the three rules keeps it.
 
     Args:
-        keep_last: so many of the newest, 1 at least; ``None``: all.
-        keep_every: those whose step is a multiple of it, for good; ``None``: off.
-        keep_best: so many of the best by ``metric``; 0: off.
-        metric: name of a logged value; needed when ``keep_best`` is not 0. A checkpoint without it, or with NaN, is
-            worse than all others.
+        keep_last: number of newest ones to keep, at least 1; ``None``: all.
+        keep_every: keep those whose step is a multiple of it; ``None``: off.
+        keep_best: number of best ones by ``metric`` to keep; 0: off.
+        metric: name of a logged value; required by ``keep_best``. A checkpoint without it, or with NaN, is never among
+            the best.
         mode: ``min``: the smallest value is the best; ``max``: the largest.
 
     Raises:
-        ValueError: if a number is out of its range, or ``metric`` is missing.
+        ValueError: if a number is out of range, or ``metric`` is missing.
     """
 
     keep_last: int | None = 1
@@ -46,12 +46,12 @@ class Retention:
         if self.keep_best < 0:
             raise ValueError(f"keep_best must be 0 (off) or more, not {self.keep_best}")
         if self.keep_best and not self.metric:
-            raise ValueError(f"keep_best={self.keep_best} needs the name of a logged value to judge by (monitor)")
+            raise ValueError(f"keep_best={self.keep_best} needs the name of a logged value to rank by (monitor)")
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode must be min or max, not {self.mode!r}")
 
     def doomed(self, found: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
-        """Those that nothing keeps, oldest first.
+        """Return the checkpoints that no rule keeps, oldest first.
 
         Args:
             found: all checkpoints, in any order.
@@ -71,12 +71,12 @@ class Retention:
         values = [(each, each.manifest.metric(self.metric)) for each in newest_first]
         judged = [(each, value) for each, value in values if value is not None and not math.isnan(value)]
         sign = 1 if self.mode == "min" else -1
-        # Sorting is stable: of equal ones, the newer comes first.
+        # Sorting is stable: among equal values, the newer wins.
         return [each for each, _ in sorted(judged, key=lambda pair: sign * pair[1])[: self.keep_best]]
 
 
 KEPT = "(older checkpoints were kept because of this)"
-"""What is said where the newest is not whole."""
+"""Note in messages when the newest checkpoint is damaged."""
 
 
 def may_delete(
@@ -86,10 +86,10 @@ def may_delete(
     *,
     among: Callable[[FoundCheckpoint], bool] | None = None,
 ) -> list[FoundCheckpoint]:
-    """What :func:`apply` with the same arguments would delete if the newest is whole.
+    """Return what :func:`apply` with the same arguments would delete if the newest checkpoint is intact.
 
     Raises:
-        CheckpointError: if the newest is not there.
+        CheckpointError: if the newest is missing.
     """
     newest = _real(newest)
     manifest = read_manifest(newest)
@@ -107,28 +107,28 @@ def apply(
     verified: bool = False,
     among: Callable[[FoundCheckpoint], bool] | None = None,
 ) -> list[str]:
-    """Delete what nothing keeps, once the newest checkpoint was read back and is whole.
+    """Delete checkpoints that no rule keeps, after verifying the newest one.
 
-    The newest itself always stays, also when others claim later steps (a run went on from an earlier one); so does what
-    a link in the folder names. Only checkpoints of its kind are deleted: weights alone do not take the place of a state
-    that training can go on from.
+    Always kept are the newest itself, even if others have later steps (a run was resumed from an earlier one), and
+    targets of symbolic links in the folder. Only checkpoints of its kind are deleted: weights alone do not replace a
+    run state.
 
     Args:
-        folder: in which the checkpoints are.
-        retention: what is kept.
-        newest: path of the one that was written last.
-        verified: the caller has verified it already, deeply, e.g. by all ranks together.
-        among: which checkpoints count and may be deleted; ``None``: all.
+        folder: of the checkpoints.
+        retention: the policy.
+        newest: path of the one written last.
+        verified: the caller has already verified it deeply, e.g. by all ranks together.
+        among: selects the checkpoints that count and may be deleted; ``None``: all.
 
     Returns:
         Paths of the deleted ones.
 
     Raises:
-        DamagedCheckpoint: if the newest is not as it was written. Nothing is deleted then.
-        CheckpointError: if the newest is not there, or something cannot be deleted.
+        DamagedCheckpoint: if the newest is damaged. Nothing is deleted then.
+        CheckpointError: if the newest is missing, or something cannot be deleted.
     """
     doomed = may_delete(folder, retention, newest, among=among)
-    # Nothing is read back when nothing depends on it.
+    # Verified only if something would be deleted.
     problems = verify(_real(newest)) if doomed and not verified else []
     if problems:
         raise DamagedCheckpoint(_real(newest), [*problems, KEPT])
@@ -147,7 +147,7 @@ def _real(path: str | os.PathLike[str]) -> str:
 
 
 def _linked(folder: str | os.PathLike[str]) -> set[str]:
-    """What links in a folder name."""
+    """Return the targets of symbolic links in a folder."""
     path = normal_path(folder)
     if is_remote(path) or not is_folder(path):
         return set()

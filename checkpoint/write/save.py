@@ -1,8 +1,8 @@
-"""Writing a run state: all ranks together, whole or not at all."""
+"""Writing of a run state by all ranks together, atomically."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.exchange.distinct import from_rank, problems_of_ranks
+from trainwright.checkpoint.exchange.distinct import broadcast_value, problems_of_ranks
 from trainwright.checkpoint.format.boxes import problem_of_boxes
 from trainwright.checkpoint.format.dcp import to_json
 from trainwright.checkpoint.format.parts import TensorParts
@@ -26,73 +26,73 @@ from trainwright.checkpoint.format.records import (
     file_of,
     list_to_bytes,
 )
+from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.store.write_errors import free_bytes
-from trainwright.checkpoint.write.dealing import Deal, Dealer
-from trainwright.checkpoint.write.split import ListSplit
-from trainwright.checkpoint.write.writing import directory_of, led_boxes, stored_by, write_parts
+from trainwright.checkpoint.write.assignment import Assignment, WriteAssigner
+from trainwright.checkpoint.write.box_index import directory_of, led_box_file, name_of, stored_by
+from trainwright.checkpoint.write.split import MetadataSplit
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 from trainwright.core.text.sizes import size_text
 
-# Numbers by which a rank tells of a file: whether there is one, its size, its hash; and what it lists, if it is a list.
+# Numbers that describe a file: whether it exists, size, hash (2); for lists, number and bytes of listed files.
 _NUMBERS = 6
 
 
 @dataclass
 class Content:
-    """What one rank contributes to a checkpoint.
+    """One rank's part of a checkpoint.
 
     Args:
-        tree: everything that is not a tensor, as JSON (see ``tree``); that of the first rank
-            is written.
-        tensors: the boxes of tensors that this rank holds, by key. Ranks may hold the same box; one writes it.
-        about: what the manifest says of the checkpoint, as JSON; that of the first rank is written.
-        deal: who writes what, where ``tensors`` are what this rank shall write; ``None``: that is not settled.
+        tree: everything that is not a tensor, as JSON (see ``tree``); the first rank's is written.
+        tensors: boxes of tensors on this rank, by key. Ranks may hold the same box; one writes it.
+        about: description for the manifest, as JSON; the first rank's is written.
+        assignment: of boxes to ranks, if ``tensors`` are already what this rank writes; ``None``: not assigned yet.
     """
 
     tree: Any
     tensors: dict[str, TensorParts]
     about: dict[str, Any] = field(default_factory=dict)
-    deal: Deal | None = None
+    assignment: Assignment | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that this rank holds."""
+        """Bytes of the tensors on this rank."""
         return sum(parts.num_bytes for parts in self.tensors.values())
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Content:
-        """The same content with every tensor exchanged for what ``function`` makes of it, of the same shape."""
+        """Return the same content with ``function`` applied to every tensor; it must keep the shape."""
         return replace(self, tensors={key: parts.map(function) for key, parts in self.tensors.items()})
 
 
-def dealt_out(content: Content, dealer: Dealer) -> Content:
-    """What this rank shall write of ``content``. A collective."""
-    return replace(content, tensors=dealer.deal(content.tensors), deal=dealer.last)
+def with_assignment(content: Content, assigner: WriteAssigner) -> Content:
+    """Return the part of ``content`` that this rank writes. A collective."""
+    return replace(content, tensors=assigner.assign(content.tensors), assignment=assigner.last)
 
 
 def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
-    """Write a checkpoint and publish it; it blocks until it can be read. A collective.
+    """Write and publish a checkpoint; blocks until it is readable. A collective.
 
-    What each rank sends does not grow with the number of ranks: the bytes that it writes, the record of its file, and
-    whether anything is wrong. Of many ranks, several write down what others have written, see
-    ``split``; only what the first rank publishes makes a checkpoint of it. Who writes what is
-    settled by :mod:`trainwright.checkpoint.write.dealing`, at every call unless ``content`` has been dealt out.
+    Traffic per rank does not grow with the number of ranks: the record of its file and whether it failed. With many
+    ranks, several write metadata, see ``split``; only the first rank publishes. Boxes are assigned to ranks by
+    :mod:`trainwright.checkpoint.write.assignment` at every call, unless ``content`` already is.
 
     Args:
-        content: what this rank holds; it must not change meanwhile.
-        path: folder of the checkpoint, local or any fsspec path. What is there is replaced once the new one is whole.
-        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+        content: of this rank; it must not change meanwhile.
+        path: folder of the checkpoint, local or any fsspec path. An existing one is replaced once the new one is
+            complete.
+        group: a gloo group of all ranks for exclusive use; ``None``: this process alone.
 
     Returns:
-        What was published, on the first rank; ``None`` on the others.
+        The published manifest on the first rank; ``None`` on the others.
 
     Raises:
-        CheckpointError: on every rank, if one of them failed; nothing new is there then, and what was there is whole.
+        CheckpointError: on every rank, if one of them failed; an existing checkpoint is untouched then.
     """
     rank = 0 if group is None else dist.get_rank(group)
-    content = content if content.deal is not None else dealt_out(content, Dealer(group))
-    pending = _meet(path, rank, group, _sum_of(content, group))
+    content = content if content.assignment is not None else with_assignment(content, WriteAssigner(group))
+    pending = _create_pending(path, rank, group, _sum_of(content, group))
     try:
         return _write_together(pending, content, path, rank, group)
     except CheckpointError:
@@ -110,21 +110,51 @@ def _write_together(
     record = None
     files: dict[str, FileRecord] = {}
     lists: dict[str, Listed] = {}
-    with alike(path, group):
+    with fail_together(path, group):
         record = write_parts(pending, rank, content.tensors) if content.tensors else None
-    assert content.deal is not None
-    if content.deal.split is None:
+    assert content.assignment is not None
+    if content.assignment.split is None:
         files = {each.name: each for each in records_of_ranks(record, pending, group)}
     else:
         assert group is not None
-        with alike(path, group):
-            files, lists = write_divided(pending, content.deal, content.deal.split, record, group)
-    with alike(path, group):
+        with fail_together(path, group):
+            files, lists = write_divided(pending, content.assignment, content.assignment.split, record, group)
+    with fail_together(path, group):
         return _publish(pending, content, files, lists) if rank == 0 else None
 
 
-def _meet(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
-    """Let the first rank make the folder, if there is room, and tell the others."""
+def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorParts]) -> FileRecord:
+    """Write boxes into this rank's file, one tensor at a time.
+
+    Args:
+        pending: the unpublished folder.
+        rank: this rank.
+        tensors: the boxes, by key; at least one.
+
+    Raises:
+        CheckpointError: if writing fails.
+    """
+    boxes = [(held, offsets, box.shape, key) for key, held in tensors.items() for offsets, box in held.parts]
+    # Widest dtypes first, so that every tensor is aligned to its element size.
+    boxes.sort(key=lambda box: -box[0].dtype.itemsize)
+    names = [name_of(key, offsets, sizes, held.shape) for held, offsets, sizes, key in boxes]
+    entries = [
+        TensorEntry(name, held.dtype, tuple(sizes)) for name, (held, _, sizes, _) in zip(names, boxes, strict=True)
+    ]
+    file = pending.create_file(file_of(rank), rank)
+    try:
+        writer = TensorFileWriter(file, entries)
+        for name, (held, offsets, _, _) in zip(names, boxes, strict=True):
+            writer.write(name, held.part_at(offsets).detach())  # reads lazy tensors of imports one at a time
+        writer.close()
+    except BaseException:
+        file.abort()
+        raise
+    return file.close()
+
+
+def _create_pending(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
+    """Create the folder on the first rank, if there is room, and join it on the others."""
     pending, answer = None, ""
     if rank == 0:
         try:
@@ -137,24 +167,17 @@ def _meet(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) ->
                 pending.discard()
             if group is None:
                 raise
-    kind, _, text = _told(answer, group).partition(" ")
+    answer = answer if group is None else broadcast_value(answer, 0, group)
+    kind, _, text = answer.partition(" ")
     if kind == "error":
         raise CheckpointError(text)
     return pending if pending is not None else PendingFolder.join(path, text)
 
 
-def _told(value: str, group: dist.ProcessGroup | None) -> str:
-    """What the first rank of the group says."""
-    if group is None:
-        return value
-    told: str = from_rank(value, 0, group)
-    return told
-
-
 def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
-    """Bytes of the tensors of all ranks."""
+    """Return the bytes of the tensors of all ranks."""
     own = 0
-    with suppress(Exception):  # writing it will fail, and say why; the others must not wait for this rank here
+    with suppress(Exception):  # writing will fail and report it; the others must not wait here
         own = content.num_bytes
     total = torch.tensor(own, dtype=torch.int64)
     if group is not None:
@@ -165,19 +188,19 @@ def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
 def _publish(
     pending: PendingFolder, content: Content, files: dict[str, FileRecord], lists: dict[str, Listed]
 ) -> Manifest:
-    deal = content.deal
-    assert deal is not None
-    if deal.split is None:
-        stored = stored_by(deal)
+    assignment = content.assignment
+    assert assignment is not None
+    if assignment.split is None:
+        stored = stored_by(assignment)
         for key, tensor in stored.items():
             problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
             if problem is not None:
-                raise CheckpointError(f"{key} of shape {tensor.shape}, as the ranks hold it, {problem}.")
+                raise CheckpointError(f"{key} of shape {tensor.shape}, as sharded over the ranks, {problem}.")
         tensors = to_json(stored)
     else:
-        if TENSORS not in deal.composed:
-            deal.composed[TENSORS] = directory_of(deal).to_bytes()
-        tensors = deal.composed[TENSORS]
+        if TENSORS not in assignment.composed:
+            assignment.composed[TENSORS] = directory_of(assignment).to_bytes()
+        tensors = assignment.composed[TENSORS]
     state = json_bytes(content.tree, "The state")
     written = [pending.write_file(STATE, state, rank=0), pending.write_file(TENSORS, tensors, rank=0)]
     manifest = Manifest({**files, **{record.name: record for record in written}}, lists=lists)
@@ -186,7 +209,7 @@ def _publish(
         "bytes": manifest.num_bytes,
         "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
-    if deal.split is None:
+    if assignment.split is None:
         manifest = replace(manifest, about=about)
     else:
         manifest = replace(manifest, about=about, version=SPLIT, token=pending.token_in_names)
@@ -198,17 +221,14 @@ def _refuse_full(path: str, needed: int) -> None:
     free = free_bytes(path)
     if free is not None and free < needed:
         raise CheckpointError(
-            f"{path}: a checkpoint of {size_text(needed)} does not fit into the {size_text(free)} that are free there. "
+            f"{path}: a checkpoint of {size_text(needed)} does not fit into {size_text(free)} of free space. "
             "Nothing was written. Free space, or choose a folder on another disk (checkpoint.*.dirpath=...)."
         )
 
 
 @contextmanager
-def alike(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """End this context with an error on every rank if one has met an error, in the words of those that have.
-
-    A collective: whoever meets an error tells the others, which would wait for it.
-    """
+def fail_together(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise on every rank if the context raises on one, with the messages of all that failed. A collective."""
     problem: BaseException | None = None
     try:
         yield
@@ -224,49 +244,50 @@ def alike(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     if len(set(texts.values())) == 1 and all(is_plain for _, is_plain in found.values()):
         raise CheckpointError(f"{next(iter(texts.values()))} (rank {', '.join(map(str, texts))})") from problem
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-    raise CheckpointError(
-        f"The checkpoint {path} was not written; what was there before is untouched. {causes}"
-    ) from problem
+    raise CheckpointError(f"The checkpoint {path} was not written; an existing one is untouched. {causes}") from problem
 
 
 def records_of_ranks(
     record: FileRecord | None, pending: PendingFolder, group: dist.ProcessGroup | None
 ) -> list[FileRecord]:
-    """The records of the files of all ranks, on the first; 48 bytes from each. A collective.
+    """Return the file records of all ranks on the first; 48 bytes from each. A collective.
 
     Args:
-        record: of the file of this rank; ``None``: it wrote none.
+        record: of this rank's file; ``None``: it wrote none.
         pending: the folder.
         group: of all ranks; ``None``: this process alone.
     """
     if group is None:
         return [] if record is None else [record]
-    own = _numbers_of(record)
+    own = _to_numbers(record)
     is_first = dist.get_rank(group) == 0
     everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))] if is_first else None
     dist.gather(own, everyone, dst=dist.get_global_rank(group, 0), group=group)
-    found = [_heard(numbers, file_of(rank), rank, pending) for rank, numbers in enumerate(everyone or ())]
+    found = [_record_from(numbers, file_of(rank), rank, pending) for rank, numbers in enumerate(everyone or ())]
     return [record for record, _ in filter(None, found)]
 
 
 def write_divided(
-    pending: PendingFolder, deal: Deal, split: ListSplit, record: FileRecord | None, group: dist.ProcessGroup
+    pending: PendingFolder,
+    assignment: Assignment,
+    split: MetadataSplit,
+    record: FileRecord | None,
+    group: dist.ProcessGroup,
 ) -> tuple[dict[str, FileRecord], dict[str, Listed]]:
-    """Let the ranks that ``split`` says write lists of files and files of boxes. A collective, which nobody leaves
-    early: what a rank raises, it raises when it has told the others.
+    """Write lists of files and box files on the ranks that ``split`` assigns. A collective, to the end even on errors.
 
     Args:
         pending: the folder.
-        deal: who has written what.
-        split: how that is divided.
-        record: of the file of this rank; ``None``: it wrote none.
+        assignment: assignment of boxes to ranks.
+        split: division of metadata among ranks.
+        record: of this rank's file; ``None``: it wrote none.
         group: of all ranks.
 
     Returns:
-        The records of these files by name, and what the lists among them tell of; both on the first rank alone.
+        Records of these files and summaries of the lists, by name; on the first rank only.
 
     Raises:
-        CheckpointError: on a rank that could not write; files are missing in what is returned on the first then.
+        CheckpointError: on a rank that could not write; the first rank's result then lacks files.
     """
     rank = dist.get_rank(group)
     lists, boxes = split.lists, split.boxes
@@ -279,12 +300,12 @@ def write_divided(
             listed = Listed(len(records), sum(each.size for each in records))
             own.append((name, pending.write_file(name, list_to_bytes(records), rank), listed))
         for name in (name for name, leader in boxes if leader == rank):
-            if name not in deal.composed:
-                deal.composed[name] = led_boxes(deal)
-            own.append((name, pending.write_file(name, deal.composed[name], rank), None))
+            if name not in assignment.composed:
+                assignment.composed[name] = led_box_file(assignment)
+            own.append((name, pending.write_file(name, assignment.composed[name], rank), None))
     except BaseException as error:  # the first rank waits for this one
         problem = error
-    found = _at_first(own, [*lists, *boxes], pending, group)
+    found = _gather_records(own, [*lists, *boxes], pending, group)
     if problem is not None:
         raise problem
     files = {name: each for name, (each, _) in found.items()}
@@ -292,37 +313,38 @@ def write_divided(
 
 
 def _records_of_list(
-    record: FileRecord | None, pending: PendingFolder, split: ListSplit, group: dist.ProcessGroup
+    record: FileRecord | None, pending: PendingFolder, split: MetadataSplit, group: dist.ProcessGroup
 ) -> list[FileRecord]:
-    """The records of the files of one list, on the rank that writes it."""
-    rank, own = dist.get_rank(group), _numbers_of(record)
+    """Return the records of the files of one list, on the rank that writes it."""
+    rank, own = dist.get_rank(group), _to_numbers(record)
     ranks = split.list_of(rank)
     if rank != ranks[0]:
         dist.send(own, dist.get_global_rank(group, ranks[0]), group=group)
         return []
-    told = [own, *(_received(other, group) for other in ranks[1:])]
-    found = [_heard(numbers, file_of(other), other, pending) for other, numbers in zip(ranks, told, strict=True)]
+    received = [own, *(_received(other, group) for other in ranks[1:])]
+    pairs = zip(ranks, received, strict=True)
+    found = [_record_from(numbers, file_of(other), other, pending) for other, numbers in pairs]
     return [record for record, _ in filter(None, found)]
 
 
-def _at_first(
+def _gather_records(
     own: Sequence[tuple[str, FileRecord, Listed | None]],
     expected: Sequence[tuple[str, int]],
     pending: PendingFolder,
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[FileRecord, Listed]]:
-    """What the ranks that wrote files for all tell of them, by name, on the first rank."""
+    """Return the records of the metadata files of all ranks, by name, on the first rank."""
     rank = dist.get_rank(group)
-    mine = {name: _numbers_of(record, listed) for name, record, listed in own}
+    mine = {name: _to_numbers(record, listed) for name, record, listed in own}
     found = {}
     for name, leader in expected:
-        numbers = mine.get(name, _numbers_of(None))
+        numbers = mine.get(name, _to_numbers(None))
         if rank not in (0, leader):
             continue
         if rank != 0:
             dist.send(numbers, dist.get_global_rank(group, 0), group=group)
             continue
-        heard = _heard(numbers if leader == 0 else _received(leader, group), name, leader, pending)
+        heard = _record_from(numbers if leader == 0 else _received(leader, group), name, leader, pending)
         if heard is not None:
             found[name] = heard
     return found
@@ -334,7 +356,7 @@ def _received(rank: int, group: dist.ProcessGroup) -> Tensor:
     return numbers
 
 
-def _numbers_of(record: FileRecord | None, listed: Listed | None = None) -> Tensor:
+def _to_numbers(record: FileRecord | None, listed: Listed | None = None) -> Tensor:
     if record is None:
         return torch.zeros(_NUMBERS, dtype=torch.int64)
     octets = bytes.fromhex(record.hash)
@@ -342,7 +364,7 @@ def _numbers_of(record: FileRecord | None, listed: Listed | None = None) -> Tens
     return torch.tensor([1, record.size, *halves, *(listed or (0, 0))], dtype=torch.int64)
 
 
-def _heard(numbers: Tensor, name: str, rank: int, pending: PendingFolder) -> tuple[FileRecord, Listed] | None:
+def _record_from(numbers: Tensor, name: str, rank: int, pending: PendingFolder) -> tuple[FileRecord, Listed] | None:
     is_there, size, *halves, files, num_bytes = numbers.tolist()
     if not is_there:
         return None

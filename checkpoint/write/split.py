@@ -1,9 +1,8 @@
-"""How what a checkpoint says of its files and boxes is divided among the ranks of a large run.
+"""Division of a checkpoint's metadata among the ranks of a large run.
 
-Two things grow with the ranks: a record of the file of each, and a line for each box. One file for all of them would be
-made by one rank and read whole by all. So ranks that follow each other have a list of their files together, written by
-the first of them; and kin (those that hold the same) that follow each other have a file of their boxes, written by the
-first of these. A small run has one file for all, made by the first rank.
+A record per file and a line per box grow with the number of ranks; one file of them would be written by one rank and
+read by all. So consecutive ranks share a list of their files, and consecutive groups of ranks with equal boxes share a
+box file, each written by its first rank. A small run has one file, written by the first rank.
 """
 
 from __future__ import annotations
@@ -11,32 +10,32 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainwright.checkpoint.exchange.distinct import Kin
+from trainwright.checkpoint.exchange.distinct import EqualRanks
 
-RANKS_OF_A_LIST = 256
-"""Files that one list names: the square root of as many ranks as there are anywhere."""
-MOST_WHOLE = 4 * 2**20
-"""Bytes of boxes, as ranks say them, up to which one file has them all: read in tenths of a second."""
+RANKS_PER_LIST = 256
+"""Files per list: about the square root of the largest world sizes."""
+MOST_UNDIVIDED = 4 * 2**20
+"""Most bytes of boxes in a single file, which is read in tenths of a second."""
 
 _LEAST = 256 * 2**10
-# What one more file of boxes adds to what every rank reads: its record, and where the tensors in it begin.
-_OF_A_FILE = 512
+# Bytes that one more box file adds to what every rank reads: its record and bounds of its tensors.
+_BYTES_PER_FILE = 512
 
 
 @dataclass(frozen=True)
-class ListSplit:
-    """Who writes down what.
+class MetadataSplit:
+    """Division of metadata.
 
     Args:
-        num_ranks: all of them.
-        firsts: of each kin, by its number, the first rank.
-        kins: how many kin have one file of boxes.
-        ranks: how many ranks have one list of files.
+        num_ranks: world size.
+        firsts: first rank of each group of equal ranks.
+        groups: groups per box file.
+        ranks: ranks per list of files.
     """
 
     num_ranks: int
     firsts: tuple[int, ...]
-    kins: int
+    groups: int
     ranks: int
 
     @property
@@ -46,21 +45,21 @@ class ListSplit:
 
     @property
     def boxes(self) -> list[tuple[str, int]]:
-        """Name of each file of boxes, and the rank that writes it."""
-        return [(boxes_file(number), first) for number, first in enumerate(self.firsts[:: self.kins])]
+        """Name of each box file, and the rank that writes it."""
+        return [(boxes_file(number), first) for number, first in enumerate(self.firsts[:: self.groups])]
 
-    def boxes_of(self, kin: int) -> int:
-        """Number of the file that has the boxes of a kin."""
-        return kin // self.kins
+    def boxes_of(self, replicas: int) -> int:
+        """Return the number of the box file of a group."""
+        return replicas // self.groups
 
     def list_of(self, rank: int) -> range:
-        """The ranks whose files one list names, with those of ``rank``."""
+        """Return the ranks in the same list of files as ``rank``."""
         begin = rank - rank % self.ranks
         return range(begin, min(begin + self.ranks, self.num_ranks))
 
 
 def boxes_file(number: int) -> str:
-    """Name of a file of boxes."""
+    """Return the name of a box file."""
     return _name("boxes", number)
 
 
@@ -68,18 +67,17 @@ def _name(what: str, number: int) -> str:
     return f"{what}_{number:05d}.json"
 
 
-def split_of(kin: Kin) -> ListSplit | None:
-    """How to divide, which all ranks find alike; ``None``: not at all.
+def divide_metadata(equal: EqualRanks) -> MetadataSplit | None:
+    """Return the division, the same on all ranks; ``None``: not divided.
 
-    A rank reads the file with its own boxes and something of each such file, so files become as large as makes both
-    together the least.
+    A rank reads its own box file and a part of the directory per box file; the size of files minimizes the sum.
 
     Args:
-        kin: of what ranks say of their boxes.
+        equal: of the ranks' packed boxes.
     """
-    total, count = sum(kin.lengths), len(kin.firsts)
-    if len(kin.of_rank) <= RANKS_OF_A_LIST and total <= MOST_WHOLE:
+    total, count = sum(equal.lengths), len(equal.firsts)
+    if len(equal.of_rank) <= RANKS_PER_LIST and total <= MOST_UNDIVIDED:
         return None
     mean = max(1.0, total / count)
-    kins = max(math.ceil(_LEAST / mean), round(math.sqrt(_OF_A_FILE * count / mean)), 1)
-    return ListSplit(len(kin.of_rank), tuple(kin.firsts), kins, RANKS_OF_A_LIST)
+    groups = max(math.ceil(_LEAST / mean), round(math.sqrt(_BYTES_PER_FILE * count / mean)), 1)
+    return MetadataSplit(len(equal.of_rank), tuple(equal.firsts), groups, RANKS_PER_LIST)

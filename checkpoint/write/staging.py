@@ -1,4 +1,4 @@
-"""A copy of a run state in memory that is used again and again, so that training may go on while it is written."""
+"""Copies of run states in reused host memory, so that training can continue while they are written."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
 
-# Rows of any dtype begin where its views may begin, and where a copy is fastest.
+# Aligned for views of any dtype and fast copies.
 _ALIGNMENT = 64
 _HUGE_PAGE = 2 * 2**20
 
 
 class Arena:
-    """One block of host memory that grows and is used again.
+    """A reusable block of host memory that grows on demand.
 
-    Fresh memory costs many times more than copying into it, since the kernel hands it out page by page when it is first
-    touched. So the block stays, it can be touched beforehand, and where the system has huge pages (Linux) it is asked
-    for them.
+    Fresh memory costs many times more than copying into it, since the kernel maps it page by page on first touch. So
+    the block is kept, can be touched beforehand, and uses huge pages where the system has them (Linux).
 
     Args:
-        pinned: page-locked memory, into which a CUDA device copies while the host does something else.
+        pinned: page-locked memory, for asynchronous copies from a CUDA device.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -35,24 +34,24 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes in use."""
         return self._used
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """``num_bytes`` of the block, uint8; what was in it before is lost."""
+        """Return ``num_bytes`` of the block as uint8; its previous contents are lost."""
         if self._block is None or self._block.numel() < num_bytes:
-            self.release()  # before asking for another
+            self.release()  # before allocating another
             self._block = _pinned(num_bytes) if self.pinned else _plain(num_bytes)
         self._used = max(self._used, num_bytes)
         return self._block[:num_bytes]
 
     def prepare(self, num_bytes: int) -> None:
-        """Let the kernel hand out ``num_bytes`` now, so that nobody waits for that later."""
+        """Touch ``num_bytes`` now, so that a later copy need not wait for page faults."""
         if self._used < num_bytes:
             self.reserve(num_bytes).zero_()
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._block, self._used = None, 0
 
 
@@ -63,8 +62,7 @@ def _pinned(num_bytes: int) -> Tensor:
 def _plain(num_bytes: int) -> Tensor:
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8)
-    # Addresses for a quarter more than is needed: they cost nothing until they are touched, and a state that grows a
-    # little then keeps the memory that it has.
+    # A quarter more address space than needed, free until touched, so that a slightly larger state fits later.
     pages = -(-num_bytes * 5 // 4 // _HUGE_PAGE)
     block = mmap.mmap(-1, pages * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_HUGEPAGE)
@@ -73,7 +71,7 @@ def _plain(num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one box of a tensor lies in a flat block.
+    """Location of one box of a tensor in a flat block.
 
     Args:
         key: of the tensor.
@@ -90,17 +88,17 @@ class Slot:
     start: int
 
     def view(self, block: Tensor) -> Tensor:
-        """The box as a tensor over the memory of ``block``."""
+        """Return the box as a tensor over the memory of ``block``."""
         count = 1
         for size in self.sizes:
             count *= size
         if not 0 <= self.start <= len(block) - count * self.dtype.itemsize or min(self.sizes, default=0) < 0:
-            raise ValueError(f"a box of {self.sizes} at byte {self.start} is not in a block of {len(block)} bytes")
+            raise ValueError(f"a box of {self.sizes} at byte {self.start} is outside of a block of {len(block)} bytes")
         return block[self.start : self.start + count * self.dtype.itemsize].view(self.dtype).view(self.sizes)
 
 
 def lay_out(tensors: Mapping[str, TensorParts], start: int = 0) -> tuple[list[Slot], int]:
-    """A place for every box, one behind the other from byte ``start``, and the first byte after the last."""
+    """Return a slot for every box, in sequence from byte ``start``, and the end."""
     slots = []
     for key, parts in tensors.items():
         for offsets, box in parts.parts:
@@ -112,12 +110,13 @@ def lay_out(tensors: Mapping[str, TensorParts], start: int = 0) -> tuple[list[Sl
 
 @dataclass(frozen=True)
 class Staged:
-    """A run state's tensors in memory of their own.
+    """A copy of a run state's tensors.
 
     Args:
-        tensors: as those that were staged; valid until the same :class:`Staging` stages again.
-        block: the memory of all of them, uint8.
-        slots: where each box lies in it.
+        tensors: the copies; valid until the same :class:`Staging` stages again.
+        block: memory of all of them, uint8.
+        slots: location of each box in it.
+        copied: CUDA event recorded after the copy; ``None``: already copied.
     """
 
     tensors: dict[str, TensorParts]
@@ -126,17 +125,17 @@ class Staged:
     copied: Any = None
 
     def wait(self) -> None:
-        """Block until the copy is there; at once where nothing came from a CUDA device."""
+        """Block until the copy is complete; returns at once if nothing came from a CUDA device."""
         if self.copied is not None:
             self.copied.synchronize()
 
 
 class Staging:
-    """Copies tensors into one reused block of host memory.
+    """Copier of tensors into one reused block of host memory.
 
-    From the CPU the copy is done when :meth:`stage` returns. From a CUDA device it runs on a stream of its own into
-    page-locked memory: the host goes on at once, and kernels started later on the device's current stream wait for it,
-    so that they cannot change what is still to be copied.
+    From the CPU the copy is complete when :meth:`stage` returns. From a CUDA device it runs on its own stream into
+    page-locked memory: the host continues at once, and kernels launched later on the current stream wait for it, so
+    that they cannot overwrite its source.
     """
 
     def __init__(self) -> None:
@@ -145,19 +144,19 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that are held."""
+        """Bytes of host memory in use."""
         return sum(arena.num_bytes for arena in self._arenas.values())
 
     def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
-        """Get the memory that a copy of ``tensors`` takes."""
+        """Allocate the memory for a copy of ``tensors``."""
         device = _device_of(tensors)
         self._arenas[device is not None].prepare(lay_out(tensors)[1])
 
     def stage(self, tensors: Mapping[str, TensorParts]) -> Staged:
-        """Copy; what was staged before is overwritten.
+        """Copy tensors, overwriting the previous copy.
 
         Args:
-            tensors: boxes on the CPU or on one CUDA device, or on both.
+            tensors: boxes on the CPU, on one CUDA device, or on both.
         """
         slots, num_bytes = lay_out(tensors)
         sources = [box.detach() for parts in tensors.values() for _, box in parts.parts]
@@ -179,23 +178,23 @@ class Staging:
             copied.record(stream)
         for source in sources:
             if source.is_cuda:
-                source.record_stream(stream)  # else its memory could be given to others while it is read
+                source.record_stream(stream)  # otherwise its memory could be reused while it is read
         current.wait_event(copied)
         return copied
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for arena in self._arenas.values():
             arena.release()
 
 
 def _device_of(tensors: Mapping[str, TensorParts]) -> torch.device | None:
-    """The CUDA device that some of the boxes are on; ``None``: all are on the CPU."""
+    """Return the CUDA device of some boxes; ``None`` if all are on the CPU."""
     boxes = (box for parts in tensors.values() for _, box in parts.parts)
     return next((box.device for box in boxes if box.is_cuda), None)
 
 
 @torch.no_grad()
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:  # one call: thousands of small tensors would otherwise cost more in Python than in copying
+    if targets:  # one call avoids Python overhead for thousands of small tensors
         torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -1,1 +1,1 @@
-"""Pages of HTML with pictures, for `trainwright report` and `trainwright plan --html`; torch is not imported."""
+"""HTML pages with charts for `trainwright report` and `trainwright plan --html`; without torch."""

@@ -1,7 +1,7 @@
-"""Geometry of the page's pictures: curves, bars of stacked parts and marks on an axis of time.
+"""Geometry of charts: curves, stacked bars and marks on a time axis.
 
-A picture is drawn by SVG in the templates, with lengths in percent of its width, so that it fits a phone without its
-letters becoming small. Colours are classes (`c0` to `c7`) that the style sheet gives values for dark and light.
+Templates draw the charts as SVG, with lengths in percent of the width, so that they fit a phone at constant font size.
+Colours are classes (`c0` to `c7`) with values for dark and light in the style sheet.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from trainwright.core.text.sizes import size_text
 
-# A curve has at most twice as many points as a wide screen has pixels for it.
+# A curve has at most two points per bucket, about as many as a wide screen has pixels for it.
 _BUCKETS = 400
 _TABLE_ROWS = 40
 COLOURS = 8
-# Seconds that hours are made of: 300 years.
+# Most seconds shown as hours: 300 years.
 _LONGEST = 1e10
-# Coordinates within a picture of curves, which is stretched to the space there is.
+# Side of the coordinate system of a curve chart, which is stretched to the available space.
 _SPAN = 1000
 
 Points = Sequence[tuple[float, float]]
@@ -26,11 +26,11 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Tick:
-    """A labelled place along an axis.
+    """A labelled position on an axis.
 
     Args:
         at: percent of the axis, from the left or the top.
-        label: what stands there.
+        label: its text.
         anchor: of the text: start, middle or end.
     """
 
@@ -41,13 +41,13 @@ class Tick:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a picture.
+    """One line of a chart.
 
     Args:
         label: for the legend.
-        colour: number of its colour.
-        path: what SVG draws.
-        points: how many values there are.
+        colour: index of its colour.
+        path: SVG path data.
+        points: number of values.
         last: the newest value.
         least: the smallest one.
         greatest: the largest one.
@@ -67,12 +67,12 @@ class CurveChart:
     """Curves over steps.
 
     Args:
-        title: what is shown, with its unit.
+        title: quantity and unit.
         curves: none of them empty.
         x_ticks: below.
         y_ticks: at the left.
         rows: some of the values as a table: the step, then a value or None for each curve.
-        thinned: whether `rows` leaves some out.
+        thinned: whether `rows` omits some.
     """
 
     title: str
@@ -84,7 +84,7 @@ class CurveChart:
 
     @property
     def described(self) -> str:
-        """What a person who does not see the picture hears."""
+        """Text alternative for screen readers."""
         parts = [
             f"{curve.label}: {curve.points} values, from {short(curve.least)} to {short(curve.greatest)}, "
             f"last {short(curve.last)}"
@@ -95,14 +95,14 @@ class CurveChart:
 
 @dataclass(frozen=True)
 class BarPart:
-    """One piece of a bar.
+    """One part of a bar.
 
     Args:
-        label: what it is.
-        colour: number of its colour; a name for a special one (`bubble`).
-        at: where it begins, in percent.
+        label: of the part.
+        colour: index of its colour; a name for a special one (`bubble`).
+        at: start, in percent.
         width: percent.
-        text: what is said of it where it is pointed at.
+        text: tooltip.
     """
 
     label: str
@@ -114,13 +114,13 @@ class BarPart:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a table with a bar in it.
+    """A table row with a bar.
 
     Args:
         label: of the row.
         parts: from left to right.
-        cells: what stands beside the bar.
-        mark: where something predicted would be, in percent; None: nowhere.
+        cells: texts beside the bar.
+        mark: position of a predicted value, in percent; None: no mark.
     """
 
     label: str
@@ -131,11 +131,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarTable:
-    """Bars with a common scale, as a table that says their numbers too.
+    """Bars with a common scale, in a table with their numbers.
 
     Args:
-        caption: what is shown.
-        head: over the columns: of the labels, of the bars, of the cells.
+        caption: of the table.
+        head: column titles: of labels, bars and cells.
         legend: (label, colour) of the parts.
         bars: the rows.
     """
@@ -148,7 +148,7 @@ class BarTable:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something on an axis of time: where (percent), which kind, and what is said of it."""
+    """An event on a time axis: position (percent), kind and text."""
 
     at: float
     kind: str
@@ -156,11 +156,11 @@ class Mark:
 
 
 def curve_chart(title: str, curves: Mapping[str, tuple[int, Points]]) -> CurveChart | None:
-    """A picture of curves; None where no curve has a value.
+    """Return a chart of curves; None if no curve has a value.
 
     Args:
-        title: what is shown.
-        curves: label -> (number of the colour, (step, value) in the order of steps).
+        title: quantity and unit.
+        curves: label -> (index of the colour, (step, value) in the order of steps).
     """
     known = {label: (colour, values) for label, (colour, values) in curves.items() if values}
     if not known:
@@ -188,7 +188,7 @@ def curve_chart(title: str, curves: Mapping[str, tuple[int, Points]]) -> CurveCh
 
 
 def downsampled(values: Points, buckets: int = _BUCKETS) -> list[tuple[float, float]]:
-    """At most twice as many values as buckets: the least and the greatest of each, so that no peak is lost."""
+    """Return the least and greatest value of each bucket, so that no peak is lost."""
     if len(values) <= 2 * buckets:
         return list(values)
     kept: list[tuple[float, float]] = []
@@ -200,7 +200,7 @@ def downsampled(values: Points, buckets: int = _BUCKETS) -> list[tuple[float, fl
 
 
 def thinned(values: Sequence[object], most: int) -> list[int]:
-    """Places of at most `most` values, evenly spread, the first and the last among them."""
+    """Return at most `most` evenly spread indices of values, the first and the last included."""
     if len(values) <= most:
         return list(range(len(values)))
     return sorted({round(i * (len(values) - 1) / (most - 1)) for i in range(most)})
@@ -214,15 +214,15 @@ def stacked(
     cells: Sequence[str],
     mark: float | None = None,
 ) -> Bar:
-    """A bar of parts behind each other.
+    """Return a bar of stacked parts.
 
     Args:
         label: of the row.
-        parts: (what, colour, size).
-        scale: the size that fills the whole width.
-        unit: a word of `amount`: "bytes" or "seconds".
-        cells: beside the bar.
-        mark: a size to draw a line at; None: none.
+        parts: (label, colour, size).
+        scale: size of the full width.
+        unit: for `amount`: "bytes" or "seconds".
+        cells: texts beside the bar.
+        mark: a size to mark; None: none.
     """
     at, drawn = 0.0, []
     for what, colour, size in parts:
@@ -235,14 +235,14 @@ def stacked(
 
 
 def marks(events: Sequence[tuple[float, str, str]]) -> tuple[tuple[Mark, ...], tuple[Tick, ...]]:
-    """Marks and the labels of their axis, of (seconds since the beginning, kind, text)."""
+    """Return marks and axis labels of events: (seconds since the beginning, kind, text)."""
     end = max((time for time, _, _ in events), default=0.0) or 1.0
     found = tuple(Mark(round(100 * max(time, 0.0) / end, 3), kind, text) for time, kind, text in events)
     return found, tuple(_x_tick(100 * second / end, duration(second)) for second in ticks(0.0, end, 6))
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Round numbers from `low` to `high`, about `wanted` of them."""
+    """Return about `wanted` round numbers from `low` to `high`."""
     span = high - low
     if not span > 0:
         return [low]
@@ -254,7 +254,7 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number in a few characters: 1.2k, 3.45, 6e-05."""
+    """Format a number in a few characters: 1.2k, 3.45, 6e-05."""
     size = abs(value)
     if size and size < 1e-3:
         return f"{value:.3g}"
@@ -265,19 +265,19 @@ def short(value: float) -> str:
 
 
 def exact(value: float) -> str:
-    """A number with six digits, or all of a whole one: 2.37598, 918,528."""
+    """Format a number with six digits, or all of an integer: 2.37598, 918,528."""
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.6g}"
 
 
 def amount(value: float, unit: str) -> str:
-    """A size with its unit: bytes as MiB and so on, seconds as ms or s."""
+    """Format a size with its unit: bytes as MiB and so on, seconds as ms or s."""
     if unit == "bytes":
         return size_text(value, digits=2)
     return f"{value * 1000:.4g} ms" if abs(value) < 1 else f"{value:.4g} s"
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03, 2:05, 12 s."""
+    """Format seconds as hours, minutes and seconds: 1:02:03, 2:05, 12 s."""
     if not 60 <= seconds < _LONGEST:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -285,9 +285,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _rows(
-    curves: Sequence[Points],
-) -> tuple[tuple[tuple[float, tuple[float | None, ...]], ...], bool]:
+def _rows(curves: Sequence[Points]) -> tuple[tuple[tuple[float, tuple[float | None, ...]], ...], bool]:
     by_step = [dict(values) for values in curves]
     steps = sorted(set().union(*by_step))
     places = thinned(steps, _TABLE_ROWS)
@@ -299,7 +297,7 @@ def _path(values: Points, across: tuple[float, float], up: tuple[float, float]) 
     places = [
         f"{_percent(x, *across) * _SPAN / 100:.1f} {_SPAN - _percent(y, *up) * _SPAN / 100:.1f}" for x, y in values
     ]
-    # One value alone is a line without length, which round ends make a dot.
+    # A single value is a line of length 0, drawn as a dot by round line caps.
     return f"M{places[0]}h0" if len(places) == 1 else "M" + "L".join(places)
 
 

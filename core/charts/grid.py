@@ -1,4 +1,4 @@
-"""The ranks of a layout as a picture."""
+"""Grid of the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_CELLS = 1024
 
 @dataclass(frozen=True)
 class Cell:
-    """A rank in the picture of the layout: its number, the colour of its stage and what it does."""
+    """A rank in the grid: its number, the colour of its stage and its coordinates."""
 
     rank: int
     colour: int
@@ -21,12 +21,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a layout, a row for each stage of the pipeline and copy of the state.
+    """The ranks of a layout, one row per pipeline stage and replica.
 
     Args:
         title: the axes.
         rows: label and ranks of each.
-        left_out: ranks that are not shown.
+        left_out: number of ranks not shown.
     """
 
     title: str
@@ -35,7 +35,7 @@ class Grid:
 
 
 def grid(layout: Layout | None) -> Grid | None:
-    """The ranks as a picture; None if the layout is not known."""
+    """Return the grid of a layout; None if the layout is unknown."""
     if layout is None:
         return None
     axes = [axis for axis, size in layout.sizes.items() if size > 1]

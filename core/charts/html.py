@@ -1,7 +1,7 @@
-"""Fills the templates of pages: each page is one file, without scripts, that loads nothing.
+"""Rendering of page templates: each page is one file without scripts that loads nothing.
 
-What runs write is text of others: the templates escape every value, and a page's own policy forbids it to run or to
-load anything (only its own style sheet, named by its hash, is applied).
+Text of runs is untrusted: templates escape every value, and the content security policy of a page forbids running or
+loading anything but its own style sheet, identified by its hash.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trainwright.core.text.printable import printable
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template.
+    """Render a template.
 
     Args:
         template: name of a file in `templates`.
-        values: by the names that it uses.
+        values: variables of the template.
     """
     style = files("trainwright.core.charts").joinpath("templates", "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -32,7 +32,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def _printable(value: object) -> object:
-    # Markup is what templates have made, and what went through here before.
+    # Markup comes from templates, whose values are already sanitized.
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

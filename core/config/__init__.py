@@ -1,1 +1,1 @@
-"""A configuration: its values, its references, its targets and its secrets."""
+"""Configuration values, references, targets and secrets."""

@@ -1,6 +1,6 @@
-"""Secrets in a configuration that a person is shown: values whose keys say that they are secret are replaced by stars.
+"""Masking of secrets in configurations that are shown: values under secret keys become stars.
 
-Files that ranks read keep what they need; pages, tables, logs and terminals get what these functions return.
+Files that ranks read keep their secrets; pages, tables, logs and terminals get the output of these functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SECRET = re.compile(
     r"(api|auth)tokens?|apikeys?|auth(orization)?|bearer|cookies?|credentials?|pass(phrase|wd|words?)|pwd|secrets?"
 )
 _OF_KEYS = re.compile(r"access|account|api|auth|encryption|license|private|secret|service|shared|signing|ssh")
-# Beside `token` or `tokens`: those of a text, which are no secrets.
+# Words that mark `token` or `tokens` as tokens of a text, which are not secret.
 _OF_TEXT = re.compile(
     r"begin|bos|cls|count|decoder|end|eo[st]|extra|fim|image|mask|max|min|num|pad(ding)?|prefix|sep|separator|sos|special|"
     r"start|stop|suffix|unk(nown)?"
@@ -30,15 +30,15 @@ _KEY_INSIDE = re.compile(r"([\w.\-]+)[\"']?\s*[:=]")
 
 
 def masked(value: Any, keys: tuple[str, ...] = ()) -> Any:
-    """Return nested plain values with stars in the place of secrets.
+    """Return nested plain values with secrets replaced by stars.
 
-    A value is secret if one of its keys names a secret (``password``, ``hf_token``, ``api_key``), or it lies below
-    ``headers`` or ``env``; of an address (``https://user:password@host``), user and password are. Null, truth values
-    and lone references (``${oc.env:HF_TOKEN}``) are shown.
+    A value is secret if one of its keys names a secret (``password``, ``hf_token``, ``api_key``) or it lies below
+    ``headers`` or ``env``. In URLs (``https://user:password@host``), user and password are masked. Null, booleans and
+    lone references (``${oc.env:HF_TOKEN}``) are shown.
 
     Args:
-        value: mappings, lists and what they hold.
-        keys: under which it lies, the outermost first.
+        value: mappings, lists and their contents.
+        keys: path of ``value``, outermost first.
     """
     if isinstance(value, Mapping):
         return {key: masked(item, (*keys, str(key))) for key, item in value.items()}
@@ -50,7 +50,7 @@ def masked(value: Any, keys: tuple[str, ...] = ()) -> Any:
 
 
 def masked_word(word: str) -> str:
-    """Return an override as it was typed, with stars in the place of its value if that is secret or holds a secret."""
+    """Return an override as typed, its value replaced by stars if it is or contains a secret."""
     key, equals, value = word.partition("=")
     if not equals:
         return word
@@ -63,21 +63,21 @@ def masked_word(word: str) -> str:
 
 
 def masked_words(words: Iterable[str]) -> list[str]:
-    """Return the words of a command, see :func:`masked_word`."""
+    """Return the words of a command, each masked by :func:`masked_word`."""
     return [masked_word(word) for word in words]
 
 
 class MaskedParameters:
-    """A mixin of loggers that write hyper-parameters to files of the run directory: they write no secrets.
+    """A mixin for loggers that write hyper-parameters into the run directory, without secrets.
 
     Attributes:
-        references: what to write for hyper-parameters whose values come from the environment, by name.
+        references: text to write instead of hyper-parameters that come from the environment, by name.
     """
 
     references: Mapping[str, Any] = {}
 
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Write hyper-parameters; arguments are the logger's own."""
+        """Write hyper-parameters; the arguments are the logger's own."""
         given = vars(params) if isinstance(params, Namespace) else params or {}
         referred = {key: text for key, text in self.references.items() if key in given}
         super().log_hyperparams(masked({**given, **referred}), *args, **kwargs)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Values that a configuration lacks, and references that lead nowhere."""
+"""Missing values and unresolvable references of a configuration."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from trainwright.core.problems import ConfigError
 
 
 def missing_values(cfg: DictConfig) -> list[str]:
-    """Keys that must have a value, and have none."""
+    """Return one message per mandatory key without a value."""
     missing = sorted(_missing_keys(OmegaConf.to_container(cfg, resolve=False)))
     if "name" in missing:
         return ["name has no value; the recipe sets it, for example name: mine (its runs then lie under runs/mine/)"]
@@ -19,7 +19,7 @@ def missing_values(cfg: DictConfig) -> list[str]:
 
 
 def without_missing(cfg: DictConfig) -> DictConfig:
-    """A copy with null in the place of missing values, so that the rest can be checked."""
+    """Return a copy with null for missing values, so that the rest can be checked."""
     cfg = cfg.copy()
     with open_dict(cfg):
         for key in list(_missing_keys(OmegaConf.to_container(cfg, resolve=False))):
@@ -28,33 +28,33 @@ def without_missing(cfg: DictConfig) -> DictConfig:
 
 
 def unresolved(cfg: DictConfig) -> list[str]:
-    """What is missing, once a reference leads nowhere; empty where every reference can be resolved."""
+    """Return messages for missing values and broken references; empty if every reference can be resolved."""
     try:
         resolved(without_missing(cfg))
     except ConfigError as error:
         return [*missing_values(cfg), *error.problems]
-    except ValidationError:  # of a key that cannot be null
+    except ValidationError:  # a key that cannot be null
         return missing_values(cfg)
     return []
 
 
 def resolved(cfg: DictConfig) -> DictConfig:
-    """A copy with values in the place of references.
+    """Return a copy with references replaced by their values.
 
     Raises:
-        ConfigError: if one refers to what is not there.
+        ConfigError: if a reference cannot be resolved.
     """
     try:
         found = OmegaConf.create(literal(OmegaConf.to_container(cfg, resolve=True)))
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError([f"{key}refers to what is not there: {str(error).splitlines()[0]}"]) from error
+        raise ConfigError([f"{key}the reference cannot be resolved: {str(error).splitlines()[0]}"]) from error
     assert isinstance(found, DictConfig)
     return found
 
 
 def _missing_keys(node: Any, path: str = "") -> Iterator[str]:
-    """Dotted keys whose own value is missing. (OmegaConf.missing_keys fails where another refers to nothing.)"""
+    """Yield dotted keys whose own value is missing; ``OmegaConf.missing_keys`` fails on broken references."""
     if node == MISSING:
         yield path
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()

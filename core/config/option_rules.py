@@ -1,7 +1,4 @@
-"""What options may be, and what is said of those that are something else.
-
-Neither torch nor Lightning is imported here: the launching process asks too, before it starts anything.
-"""
+"""Validation rules for option values. Imports neither torch nor Lightning, so the launching process can check too."""
 
 from __future__ import annotations
 
@@ -12,35 +9,35 @@ from trainwright.core.config import options
 from trainwright.core.config.options import is_whole
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and what is allowed, in words."""
+"""A predicate of allowed values, and a description of them."""
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Whether it is a whole number of ``least`` or more."""
+    """Return whether ``value`` is an integer of at least ``least``."""
     return is_whole(value, least)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of 0 or more."""
+    """Return whether ``value`` is finite and at least 0."""
     return options.is_number(value) and value >= 0
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number of more than 0."""
+    """Return whether ``value`` is finite and above 0."""
     return is_number(value) and value > 0
 
 
 def or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """What allows ``None`` besides."""
+    """Return a predicate that also allows ``None``."""
     return lambda value: value is None or holds(value)
 
 
 def broken_rules(rules: Mapping[str, Rule], given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with options, one text each.
+    """Return one message per invalid option.
 
     Args:
-        rules: by the name of an option.
-        given: all options by name; those without a rule may be anything.
+        rules: by option name.
+        given: all options by name; those without a rule are not checked.
     """
     return [
         f"{name}={given[name]!r} (allowed: {allowed})"

@@ -1,4 +1,4 @@
-"""What is wrong with options, and the values that they take; without torch, for the command line."""
+"""Option checks shared by strategies and the command line; without torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise all problems together; nothing if there are none.
+    """Raise all problems together, if there are any.
 
     Raises:
-        ValueError: with every problem, as soon as there is one.
+        ValueError: with every problem.
     """
     found = list(problems)
     if found:
@@ -19,15 +19,15 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Whether an option is a whole number of at least ``least``; ``True`` and ``False`` are none."""
+    """Return whether ``value`` is an integer (not a bool) of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: Any) -> bool:
-    """Whether an option is a finite number; ``True`` and ``False`` are none."""
+    """Return whether ``value`` is a finite number (not a bool)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def class_of(node: Any) -> str:
-    """Name of the class that a part of a configuration builds; empty where it builds none."""
+    """Return the name of the class that a configuration node builds; empty if it builds none."""
     return str(node.get("_target_", "")).rsplit(".", 1)[-1] if hasattr(node, "get") else ""

@@ -1,16 +1,16 @@
-"""Overrides as they are typed in a command line. Imports nothing heavy."""
+"""Formatting of Hydra overrides. Imports nothing heavy."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-# Text that Hydra's grammar takes without quotes.
+# Text that needs no quotes in Hydra's grammar.
 _PLAIN = re.compile(r"[A-Za-z_*][\w./*-]*")
 _WORDS = ("null", "true", "false", "inf", "nan")
 
 
 def typed(value: Any) -> str:
-    """A plain value as Hydra's command line takes it, so that it reads the same value."""
+    """Return a plain value in Hydra's override syntax, which parses back to the same value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, (int, float)):

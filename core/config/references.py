@@ -1,8 +1,9 @@
-"""Configurations of OmegaConf as plain values: secrets of the environment stay out, and text that was read stays text.
+"""OmegaConf configurations as plain values, without secrets from the environment and without interpolating text that
+was read.
 
-A reference like ``${oc.env:HF_TOKEN}`` names a secret without holding it. What is written of a configuration keeps such
-references, and has values in the place of all others. What is read back is text: if OmegaConf interpolated it, who has
-written a file could ask for any variable of those who read it.
+A reference like ``${oc.env:HF_TOKEN}`` names a secret without containing it. Written configurations keep such
+references and have all others resolved. Text that is read back is not interpolated: otherwise the author of a file
+could read any environment variable of its reader.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from omegaconf.resolvers import oc
 _ENVIRONMENT = "oc.env"
 _OPENING = re.compile(r"(\\*)\$\{")
 
-# Variables that were asked for while a reference was resolved.
+# Environment variables read while resolving a reference.
 _asked: ContextVar[list[str] | None] = ContextVar("trainwright_asked_variables", default=None)
 
 
 def plain_values(config: DictConfig | ListConfig) -> Any:
     """Return a configuration as plain containers, for a file.
 
-    References to environment variables, and those that lead nowhere, stay text; others become values.
+    References to environment variables and broken references stay text; all others are resolved.
     """
     _observe_environment()
     return _plain(config, lambda value: value)
 
 
 def settled(cfg: DictConfig) -> DictConfig:
-    """Return a copy of a configuration in which only references to environment variables are left.
+    """Return a copy of a configuration in which only references to environment variables remain.
 
-    Each still has the value of its variable when it is read, in the process that reads it.
+    These are resolved when read, in the process that reads them.
     """
     _observe_environment()
     copy = OmegaConf.create(_plain(cfg, literal))
@@ -44,7 +45,7 @@ def settled(cfg: DictConfig) -> DictConfig:
 
 
 def variables_of(cfg: DictConfig) -> set[str]:
-    """Return the names of the environment variables that references of a configuration ask for."""
+    """Return the names of the environment variables that a configuration references."""
     asked: list[str] = []
 
     def note(config: DictConfig | ListConfig) -> None:
@@ -61,7 +62,7 @@ def variables_of(cfg: DictConfig) -> set[str]:
 
 
 def literal(value: Any) -> Any:
-    """Return nested plain containers whose texts OmegaConf reads as they stand here, without references in them."""
+    """Return nested plain containers with ``${`` escaped, so that OmegaConf reads their text verbatim."""
     if isinstance(value, str):
         return _OPENING.sub(lambda found: f"{found[1]}{found[1]}\\${{", value)
     if isinstance(value, dict):
@@ -93,7 +94,7 @@ def _leaf(config: DictConfig | ListConfig, key: Any, raw: Any, write: Callable[[
 
 
 def _value(config: DictConfig | ListConfig, key: Any) -> tuple[Any, list[str]]:
-    """The value of a reference, and the variables that were asked for."""
+    """Return the value of a reference and the environment variables it reads."""
     asked: list[str] = []
     token = _asked.set(asked)
     try:
@@ -103,12 +104,12 @@ def _value(config: DictConfig | ListConfig, key: Any) -> tuple[Any, list[str]]:
 
 
 def _observe_environment() -> None:
-    # Each time: a program may have put OmegaConf's own back (`OmegaConf.clear_resolvers`).
+    # On every use: the program may have restored OmegaConf's own (`OmegaConf.clear_resolvers`).
     OmegaConf.register_new_resolver(_ENVIRONMENT, _observed, replace=True)
 
 
 def _observed(*arguments: Any) -> Any:
-    """What `oc.env` gives."""
+    """Resolve ``oc.env`` and record the variable."""
     asked = _asked.get()
     if asked is not None:
         asked.append(str(arguments[0]))

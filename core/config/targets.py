@@ -1,4 +1,4 @@
-"""Does a `_target_` point at something? Answered by reading source, so that nothing heavy is imported for it."""
+"""Resolution of `_target_` paths by reading source, without importing anything heavy."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ _OWN = "trainwright"
 
 
 def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every `_target_` of a plain container with the dotted key it stands under."""
+    """Yield every `_target_` of a plain container with its dotted key."""
     if isinstance(node, dict):
         if isinstance(node.get("_target_"), str):
             yield path, node["_target_"]
@@ -35,10 +35,10 @@ def function_at(option: str, path: str, what: str) -> Any:
     Args:
         option: its name.
         path: ``package.module:function``.
-        what: what must be there, in words, such as "a function of the batch".
+        what: description of the expected function, such as "a function of the batch".
 
     Raises:
-        ValueError: if there is nothing, or nothing that can be called.
+        ValueError: if it cannot be imported or called.
     """
     try:
         function = pkgutil.resolve_name(path)
@@ -52,10 +52,10 @@ def function_at(option: str, path: str, what: str) -> Any:
 
 
 def lineage(target: str) -> Iterator[str]:
-    """Dotted paths of a class and of those that it builds on, nearest first, as far as their source tells.
+    """Yield the dotted paths of a class and its bases, nearest first, as far as source can be read.
 
     Args:
-        target: dotted path of the class; where it is only imported there, that import is followed.
+        target: dotted path of the class; imports are followed to its definition.
     """
     waiting, seen = [target], {target}
     while waiting:
@@ -67,16 +67,16 @@ def lineage(target: str) -> Iterator[str]:
 
 
 def problem_of_target(key: str, target: str) -> str | None:
-    """Why `target` cannot be found; None when it can, or when only importing could tell.
+    """Return why `target` cannot be found; None if it can, or if only importing it could tell.
 
     Args:
-        key: where the target stands in the configuration.
+        key: of the target in the configuration.
         target: dotted path of a class or function.
     """
     parts = target.split(".")
     where = f"{key}._target_={target}"
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        return f"{where}: this is not the path of a class; type package.module.ClassName"
+        return f"{where}: not the path of a class; type package.module.ClassName"
     spec, consumed = _deepest_module(parts)
     if spec is None:
         return (
@@ -95,7 +95,7 @@ def problem_of_target(key: str, target: str) -> str | None:
 
 
 def _places_of(name: str) -> list[str]:
-    """Dotted paths in this package of the classes and functions of a name, for those who know an older path."""
+    """Return the dotted paths of this package's classes and functions of a name, for users of an older path."""
     root = Path(__file__).parents[2]
     pattern = re.compile(rf"^(?:class|def) {name}\b", re.MULTILINE)
     files = (file for folder in sorted(root.iterdir()) for file in sorted(folder.rglob("*.py")))
@@ -105,7 +105,7 @@ def _places_of(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Names:
-    """Names bound at the top of a module: those it defines itself, and those it imports."""
+    """Names bound at the top level of a module, by definition or import."""
 
     defined: frozenset[str]
     imported: frozenset[str]
@@ -115,7 +115,7 @@ class _Names:
 
 
 def _deepest_module(parts: list[str]) -> tuple[ModuleSpec | None, int]:
-    """The spec of the longest leading part of a path that is a module, and how many parts that took."""
+    """Return the spec of the longest leading part of a path that is a module, and its number of parts."""
     found: ModuleSpec | None = None
     search: Any = None
     for count in range(1, len(parts) + 1):
@@ -129,14 +129,13 @@ def _deepest_module(parts: list[str]) -> tuple[ModuleSpec | None, int]:
 
 
 def _find_spec(name: str, search: Any) -> ModuleSpec | None:
-    """As importlib.util.find_spec, which however imports the parent packages of a dotted name."""
+    """Find a spec like importlib.util.find_spec, but without importing parent packages."""
     if search is None:
         try:
             known = importlib.util.find_spec(name)
         except (ValueError, ImportError):
             return None
-        # Of a module that is loaded it repeats where that was found. Where that file is gone, ranks find another one or
-        # none, and so must a run that goes on in a new process.
+        # For a loaded module this is the cached spec, whose file may be gone; new processes search again.
         if known is None or not (known.has_location and known.origin is not None and not Path(known.origin).exists()):
             return known
     for finder in sys.meta_path:
@@ -147,7 +146,7 @@ def _find_spec(name: str, search: Any) -> ModuleSpec | None:
 
 
 def _bases(path: str) -> list[str]:
-    """Dotted paths of what a class is derived from, or of what its name is imported from; [] where nothing tells."""
+    """Return dotted paths of a class's bases, or of what its name is imported from; [] if unknown."""
     parts = path.split(".")
     spec, consumed = _deepest_module(parts)
     tree = None if spec is None or consumed != len(parts) - 1 else _tree(spec)
@@ -163,7 +162,7 @@ def _bases(path: str) -> list[str]:
 
 
 def _imported(tree: ast.Module, spec: ModuleSpec, module: str) -> dict[str, str]:
-    """What names that a module imports stand for, by dotted path."""
+    """Return the dotted paths of names that a module imports."""
     package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
     found: dict[str, str] = {}
     for node in _top_level_nodes(tree):
@@ -181,7 +180,7 @@ def _imported(tree: ast.Module, spec: ModuleSpec, module: str) -> dict[str, str]
 
 
 def _tree(spec: ModuleSpec) -> ast.Module | None:
-    """The source of a module; None when it cannot be read."""
+    """Return the parsed source of a module; None if it cannot be read."""
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     try:
@@ -193,12 +192,12 @@ def _tree(spec: ModuleSpec) -> ast.Module | None:
 
 @lru_cache(maxsize=64)
 def _parsed(origin: str, changed: int, size: int) -> ast.Module:
-    # The last two tell a file from what it was before.
+    # `changed` and `size` invalidate the cache when the file is edited.
     return ast.parse(Path(origin).read_bytes())
 
 
 def _top_level_names(spec: ModuleSpec) -> _Names | None:
-    """Names bound at the top of a module's source; None when they cannot be known by reading."""
+    """Return names bound at the top level of a module's source; None if reading cannot determine them."""
     tree = _tree(spec)
     if tree is None:
         return None
@@ -217,7 +216,7 @@ def _top_level_names(spec: ModuleSpec) -> _Names | None:
 
 
 def _top_level_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything outside the bodies of functions and classes; conditional and guarded code is included."""
+    """Yield all nodes outside the bodies of functions and classes, those of conditional code included."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):

@@ -1,1 +1,1 @@
-"""How a rank failed: recorded, explained in one paragraph, reported."""
+"""Failures of ranks: recording, classification and reporting."""

@@ -1,4 +1,5 @@
-"""What one exception says to a person: who raised it, where in the user's code, and whether it only follows another."""
+"""Analysis of one exception: its origin, its place in the user's code, and whether it follows from another rank's
+failure."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from types import FrameType
 from trainwright.core.errors import CheckpointError
 from trainwright.core.problems import ChangedDataError, ConfigError, DivergedError
 
-# Words of an error that a rank raises because another one has gone.
+# Message of an error that a rank raises because another rank has ended.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused|was)|socket|broken pipe|timed? ?out|gloo|nccl|\bstore\b|aborted|peer",
     re.IGNORECASE,
@@ -35,7 +36,7 @@ _DISK = {
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether a `raise` of this package raised `error`: its message says what to type, and no traceback is
+    """Return whether a `raise` of this package raised `error`, so that its message suffices and no traceback is
     needed."""
     if isinstance(error, _TOLD):
         return True
@@ -45,21 +46,21 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether `error` is what a rank raises because another one has gone."""
+    """Return whether `error` follows from the end of another rank."""
     if not isinstance(error, _LOST_PEER_KINDS) or _LOST_PEER.search(message_of(error)) is None:
         return False
     frame, is_raise = _origin(error)
     if frame is None:
         return True
-    if _module(frame).startswith("torch.utils.data"):  # its workers end and time out by themselves
+    if _module(frame).startswith("torch.utils.data"):  # workers fail and time out on their own
         return False
     return not is_raise or _package(frame) in _ENGINE and not _is_recipe(frame)
 
 
 def stands_alone(error: BaseException) -> bool:
-    """Return whether a `raise` outside torch raised `error` and no other error led to it, so that it follows nothing.
+    """Return whether a `raise` outside torch raised `error` and no other error led to it.
 
-    Where another rank is gone, compiled code or torch raises the first error.
+    The end of another rank first shows in compiled code or torch.
     """
     frame, is_raise = _origin(error)
     is_first = error.__cause__ is None and error.__context__ is None
@@ -67,48 +68,50 @@ def stands_alone(error: BaseException) -> bool:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of `error` that are the user's code, innermost last, at most five.
+    """Return the frames of `error` in the user's code, innermost last, at most five.
 
-    Where none is, those of other libraries than torch, Lightning and this one. Of a chain of exceptions, the first that
+    Falls back to frames of libraries other than torch, Lightning and this one. Of a chain of exceptions, the first that
     has any counts.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        found = [_summary(frame, line) for frame, line in _walk(seen) if _is_users(frame)]
-        found = found or [_summary(frame, line) for frame, line in _walk(seen) if _is_foreign(frame)]
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:  # `raise error from error` makes a cycle
+        seen.add(id(cause))
+        found = [_summary(frame, line) for frame, line in _walk(cause) if _is_users(frame)]
+        found = found or [_summary(frame, line) for frame, line in _walk(cause) if _is_foreign(frame)]
         if found:
             return found[-_MOST_FRAMES:]
-        seen = seen.__cause__
+        cause = cause.__cause__
     return []
 
 
 def place(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame of the user's code; empty where there is none."""
+    """Return `file:line` of the innermost frame of the user's code; empty if there is none."""
     frames = user_frames(error)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def own_place(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame that is of no installed library; empty where there is none."""
+    """Return `file:line` of the innermost frame outside installed libraries; empty if there is none."""
     found = [_summary(frame, line) for frame, line in _walk(error) if _is_users(frame)]
     return f"{found[-1].filename}:{found[-1].lineno}" if found else ""
 
 
 def short_traceback(error: BaseException) -> str:
-    """Return the user's frames of `error` as Python prints them; where there are none, the innermost of all."""
+    """Return the user's frames of `error` as Python prints them, or else the innermost frames."""
     frames = user_frames(error) or [_summary(frame, line) for frame, line in _walk(error)][-_MOST_FRAMES:]
     return "".join(traceback.format_list(frames)).rstrip()
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text of `error`, with its notes."""
+    """Return the text of `error` and its notes."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})"
     try:
         said = error.problems if isinstance(error, ConfigError) else (str(error),)
         return "\n".join([*said, *getattr(error, "__notes__", ()), *_about_disk(error)])
     except Exception as second:
-        return f"(its text is not known: __str__ of {type(error).__qualname__} raises {type(second).__name__})"
+        return f"(no text: __str__ of {type(error).__qualname__} raises {type(second).__name__})"
 
 
 def _about_disk(error: BaseException) -> list[str]:
@@ -121,7 +124,7 @@ def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _origin(error: BaseException) -> tuple[FrameType | None, bool]:
-    """The innermost frame of Python, and whether a `raise` there raised the error rather than compiled code."""
+    """Return the innermost Python frame, and whether a `raise` there (not compiled code) raised the error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -138,7 +141,7 @@ def _summary(frame: FrameType, line: int) -> traceback.FrameSummary:
 
 
 def _shown(filename: str) -> str:
-    """A file as a person would type it from here."""
+    """Return a file name relative to the working directory, if it lies below it."""
     try:
         relative = os.path.relpath(filename)
     except (ValueError, OSError):  # another drive; the working directory is gone
@@ -159,7 +162,7 @@ def _is_recipe(frame: FrameType) -> bool:
 
 
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame is neither torch's, Lightning's nor this package's, and no part of Python itself."""
+    """Return whether a frame is of neither torch, Lightning, this package nor Python itself."""
     filename = frame.f_code.co_filename
     if filename.startswith("<") or _is_below(filename, _folders("scripts")):
         return False
@@ -171,7 +174,7 @@ def _is_foreign(frame: FrameType) -> bool:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether a frame is neither of an installed library nor of Python itself."""
+    """Return whether a frame is of neither an installed library nor Python itself."""
     return _is_foreign(frame) and not _is_below(frame.f_code.co_filename, _folders("purelib", "platlib"))
 
 

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how: written by the ranks, read by the launching process."""
+"""Records of the first failure of each rank: written by the ranks, read by the launching process."""
 
 import json
 import signal
@@ -14,23 +14,23 @@ from trainwright.core.failures.records import write_whole
 
 _EXIT = SystemExit.__name__
 TRACEBACK_MARK = "traceback| "
-"""Begins each line of a traceback in a log, which those who show logs on a terminal leave out."""
+"""Prefix of each line of a traceback in a log; terminals leave these lines out."""
 
 
 class FoundHang(Protocol):
-    """What a monitor has found."""
+    """A hang found by a monitor."""
 
     @property
     def rank(self) -> int:
-        """The rank that keeps the others waiting."""
+        """The rank that blocks the others."""
 
     @property
     def reason(self) -> str:
-        """In one line."""
+        """One line."""
 
     @property
     def report(self) -> str:
-        """All that is known, for people."""
+        """The full report."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Failure:
         kind: name of the exception's class.
         message: its text.
         time_ns: when it was raised, in nanoseconds since 1970.
-        place: `file:line` of the innermost frame of the user's code; empty where there is none.
+        place: `file:line` of the innermost frame of the user's code; empty if there is none.
         frames: the user's frames, as Python prints them.
-        is_refusal: whether the message says what is wrong and what to type, so that a traceback would only hide it.
-        is_secondary: whether it was raised because another rank has gone.
+        is_refusal: whether the message suffices and a traceback would only hide it.
+        is_secondary: whether it follows from the end of another rank.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> "Failure":
-        """Return what is told of an exception that a rank has raised now."""
+        """Describe an exception that a rank has just raised."""
         return cls(
             rank,
             kind=type(error).__name__,
@@ -72,12 +72,12 @@ class Failure:
         )
 
     def paragraph(self, whom: str, others: str, log: Path) -> str:
-        """Return what a person is told.
+        """Return the message for the terminal.
 
         Args:
             whom: which rank of how many.
             others: what happened to the other ranks.
-            log: where the whole traceback is.
+            log: file with the full traceback.
         """
         if self.is_refusal:
             where = f" at {self.place}" if self.place else ""
@@ -87,7 +87,7 @@ class Failure:
 
 
 def write_traceback(error: BaseException, log: Path) -> None:
-    """Append the whole traceback of an error to the log of this rank."""
+    """Append the full traceback of an error to a rank's log."""
     lines = "".join(traceback.format_exception(error)).rstrip().split("\n")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -95,15 +95,15 @@ def write_traceback(error: BaseException, log: Path) -> None:
 
 
 class FailureRecorder:
-    """Writes the first exception of this rank to a file of its own.
+    """Recorder of the first exception of this rank, in a file of its own.
 
-    It is called when the exception appears, before anything is torn down: tearing down makes the other ranks fail too,
-    and the earliest record tells the cause from the consequences.
+    It runs when the exception appears, before any teardown: teardown makes other ranks fail too, and the earliest
+    record tells the cause from its consequences.
 
     Args:
-        folder: where the records of all ranks lie.
+        folder: of the records of all ranks.
         rank: global rank.
-        run_dir: the run directory, in whose `logs/` the whole traceback is left; None = not known yet.
+        run_dir: run directory whose `logs/` gets the full traceback; None = not known yet.
     """
 
     def __init__(self, folder: Path, rank: int, run_dir: Path | None = None) -> None:
@@ -113,7 +113,7 @@ class FailureRecorder:
         self._written = False
 
     def record(self, error: BaseException) -> None:
-        """Write `error` down, unless an earlier one was, or it is an interruption and no failure."""
+        """Record `error`, unless one is recorded already or it is an interruption."""
         if self._written or _is_interruption(error):
             return
         self._written = True
@@ -123,25 +123,25 @@ class FailureRecorder:
 
 
 def _is_interruption(error: BaseException) -> bool:
-    """Whether `error` says that this rank was told to end: by Ctrl-C, or as a Trainer ends that has saved."""
+    """Return whether `error` ends this rank on request: by Ctrl-C, or after a Trainer has saved."""
     if isinstance(error, SystemExit):
-        # Lightning answers Ctrl-C with an exit of its own.
+        # Lightning turns Ctrl-C into a SystemExit.
         return isinstance(error.__context__, KeyboardInterrupt) or hasattr(error, "told")
     return isinstance(error, KeyboardInterrupt)
 
 
 class RankError(RuntimeError):
-    """A rank failed, and the others were ended.
+    """A failed rank; the other ranks were ended.
 
     Args:
-        text: what a person is told.
+        text: the message.
         rank: global rank.
-        exit_code: of its process; negative = minus the number of the signal that ended it; None = not known.
-        failure: what the rank raised; None when it ended without a word (killed, crashed, exited).
-        hang: what the monitor found; None: it did not have the rank killed.
+        exit_code: of its process; negative = minus the signal that ended it; None = unknown.
+        failure: its exception; None if it was killed, crashed or exited.
+        hang: found by the monitor that had it killed; None: it did not hang.
 
     Attributes:
-        is_refused: whether the rank refused the configuration before the run trained anything.
+        is_refused: whether the rank refused the configuration before training anything.
     """
 
     is_refused = False
@@ -157,7 +157,7 @@ class RankError(RuntimeError):
 
     @property
     def kind(self) -> str:
-        """Name of the exception's class, or how the process ended, in a word or two."""
+        """Name of the exception's class, or a short description of how the process ended."""
         if self.hang is not None:
             return "hang"
         if self.failure is not None:
@@ -171,34 +171,34 @@ class RankError(RuntimeError):
             return f"rank {self.rank} hangs: {_first_line(self.hang.reason)}"
         if self.failure is not None:
             return f"rank {self.rank} {_how_it_failed(self.failure, _first_line(self.failure.message))}"
-        return f"rank {self.rank} {how_it_ended(self.exit_code, with_reason=False)}"
+        return f"rank {self.rank} {describe_end(self.exit_code, with_reason=False)}"
 
     @property
     def is_cause(self) -> bool:
-        """Whether something is known of it that is not just the end of another rank."""
+        """True unless it is known only to follow from the end of another rank."""
         return self.hang is not None or (self.failure is not None and not self.failure.is_secondary)
 
     @property
     def exit_code_of_user(self) -> int | None:
-        """The exit code that the user's code chose on this rank; None if it chose none."""
+        """Exit code chosen by the user's code on this rank; None if it chose none."""
         chosen = self.failure.kind == _EXIT if self.failure is not None else self.hang is None
         return self.exit_code if chosen and (self.exit_code or 0) > 0 else None
 
     def because(self, reason: str) -> "RankError":
-        """The same, with why it ends the run."""
+        """Return a copy that adds why it ends the run."""
         return RankError(f"{self}\n\n{reason}", self.rank, self.exit_code, self.failure, self.hang)
 
 
 def first_failure(
     folder: Path, exit_codes: Mapping[int, int | None], run_dir: Path, hangs: Mapping[int, FoundHang] | None = None
 ) -> RankError:
-    """The error that the others follow from.
+    """Return the error that caused the others.
 
     Args:
-        folder: where the ranks wrote their records.
-        exit_codes: of every rank; None where it is not known, or says nothing because the rank was told to end.
+        folder: of the ranks' records.
+        exit_codes: of every rank; None where unknown, or where the rank was ended on purpose.
         run_dir: the run directory.
-        hangs: why the monitor had ranks killed, by rank; None = it had none.
+        hangs: of ranks killed by the monitor; None = none.
     """
     world_size = len(exit_codes)
     for rank, hang in (hangs or {}).items():
@@ -208,9 +208,9 @@ def first_failure(
         (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")),
         key=lambda failure: (failure.is_secondary, failure.time_ns),
     )
-    # A killed process leaves no record; what the others then say of lost connections is its consequence.
-    told = {failure.rank for failure in failures}
-    silent = [rank for rank, code in exit_codes.items() if rank not in told and _died_by_itself(code)]
+    # A killed process leaves no record; lost connections of the others are its consequence.
+    recorded = {failure.rank for failure in failures}
+    silent = [rank for rank, code in exit_codes.items() if rank not in recorded and _died_by_itself(code)]
     cause = failures[0] if failures else None
     if silent and (cause is None or cause.is_secondary):
         return _error(None, silent[0], exit_codes, run_dir)
@@ -221,35 +221,36 @@ def first_failure(
 def failure_of(
     folder: Path, rank: int, exit_code: int, world_size: int, run_dir: Path, hang: FoundHang | None = None
 ) -> RankError:
-    """The error of one rank that ended while the others go on.
+    """Return the error of one rank that ended while the others continue.
 
     Args:
-        folder: where the ranks wrote their records.
+        folder: of the ranks' records.
         rank: global rank.
         exit_code: of its process.
-        world_size: number of all ranks.
+        world_size: number of ranks.
         run_dir: the run directory.
-        hang: why the monitor had it killed; None: it did not.
+        hang: if the monitor had it killed; None: it did not.
     """
     codes = dict.fromkeys(range(world_size)) | {rank: exit_code}
     if hang is not None:
         text = f"rank {rank} of {world_size} hung and was killed\n\n{hang.report.rstrip()}"
         return RankError(text, rank, exit_code, hang=hang)
-    record = folder / f"{rank}.json"
-    failure = Failure(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
-    return _error(failure, rank, codes, run_dir, others="")
+    return _error(_recorded(folder, rank), rank, codes, run_dir, others="")
 
 
-def ends(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
-    """How each of these ranks ended, in a line each.
+def end_summaries(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
+    """Return one line per rank on how it ended.
 
     Args:
-        folder: where the ranks wrote their records.
-        exit_codes: of each rank; None where it is not known.
+        folder: of the ranks' records.
+        exit_codes: by rank; None where unknown.
     """
-    failures = {rank: folder / f"{rank}.json" for rank in exit_codes}
-    told = {rank: Failure(**json.loads(path.read_text("utf-8"))) for rank, path in failures.items() if path.is_file()}
-    return [RankError("", rank, code, told.get(rank)).summary for rank, code in sorted(exit_codes.items())]
+    return [RankError("", rank, code, _recorded(folder, rank)).summary for rank, code in sorted(exit_codes.items())]
+
+
+def _recorded(folder: Path, rank: int) -> Failure | None:
+    path = folder / f"{rank}.json"
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def _error(
@@ -262,7 +263,7 @@ def _error(
     log, whom, exit_code = log_file(run_dir, rank), f"rank {rank} of {len(exit_codes)}", exit_codes.get(rank)
     if failure is not None:
         return RankError(failure.paragraph(whom, others, log), rank, exit_code, failure)
-    text = f"{whom} {how_it_ended(exit_code)}{others}"
+    text = f"{whom} {describe_end(exit_code)}{others}"
     tail = _tail(log)
     if tail:
         text += f"\n\nlast lines of {log}:\n{tail}"
@@ -270,14 +271,14 @@ def _error(
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """The log of one rank."""
+    """Return the log of one rank."""
     return run_dir / "logs" / f"rank_{rank}.log"
 
 
 def _died_by_itself(exit_code: int | None) -> bool:
-    """Whether a process ended badly without having been told to (SIGTERM is what the others are sent)."""
-    told = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
-    return exit_code is not None and exit_code not in (0, 1, *told)
+    """Return whether a process failed on its own (the others are ended by SIGTERM)."""
+    on_request = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    return exit_code is not None and exit_code not in (0, 1, *on_request)
 
 
 def _how_it_failed(failure: Failure, message: str) -> str:
@@ -290,14 +291,14 @@ def _first_line(text: str) -> str:
 
 def _kind_of_end(exit_code: int | None) -> str:
     if exit_code is None:
-        return "end without a word"
+        return "unknown end"
     return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
-def how_it_ended(exit_code: int | None, with_reason: bool = True) -> str:
-    """Return how a process ended that has not said so: `was ended by SIGKILL`, and the likely reason."""
+def describe_end(exit_code: int | None, with_reason: bool = True) -> str:
+    """Return how a process without a failure record ended, such as `was ended by SIGKILL`, with the likely reason."""
     if exit_code is None:
-        return "ended without a word"
+        return "ended for an unknown reason"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name

@@ -1,4 +1,4 @@
-"""Turn errors of composing, checking and building a configuration into one paragraph."""
+"""Conversion of errors of composing, checking and building a configuration into one paragraph."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainwright.core.problems import ConfigError
 
 @contextlib.contextmanager
 def refused_as(what: str) -> Iterator[None]:
-    """Raise every error within as a :class:`ConfigError`; only running out of memory stays what it is.
+    """Convert every error into a :class:`ConfigError`, except running out of memory.
 
     Args:
-        what: what was being done, or the key in question; the paragraph begins with it.
+        what: the action or key in question; the paragraph begins with it.
     """
     try:
         yield
@@ -27,9 +27,9 @@ def refused_as(what: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, and where in the user's code it was raised."""
+    """Return the message of an error and where the user's code raised it."""
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
-        error = error.__cause__  # Hydra repeats all of it as the repr of the cause
+        error = error.__cause__  # Hydra's message is the repr of the cause
     if isinstance(error, RecursionError):
         return "it is nested too deeply, or contains or includes itself; remove the reference to itself"
     where = own_place(error)

@@ -1,1 +1,1 @@
-"""Processes of this machine: what the kernel knows of them, and how they end together."""
+"""Processes of this machine: kernel state, signals and shutdown."""

@@ -17,13 +17,13 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """A machine.
+    """Resources of a machine.
 
     Args:
         cores: that this process may use, by its affinity.
-        quota: cores that the control group gives, as a time; ``None``: no limit.
+        quota: CPU quota of the control group, in cores; ``None``: no limit.
         memory: bytes.
-        available: bytes that could be used now, within the control group's limit.
+        available: bytes usable now, within the control group's limit.
         memory_limit: of the control group, bytes; ``None``: none.
     """
 
@@ -35,26 +35,26 @@ class MachineFacts:
 
 
 def num_gpus() -> int:
-    """GPUs that torch can use here. Counts them without making a CUDA context."""
+    """Return the number of GPUs that torch can use, without creating a CUDA context."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def has_mps() -> bool:
-    """Whether torch can use an Apple GPU here."""
+    """Return whether torch can use an Apple GPU."""
     import torch
 
     return torch.backends.mps.is_available()
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def threads_of_rank(asked: int | None, ranks: int) -> str:
-    """Return OMP_NUM_THREADS of a rank: as configured, as in the environment, or its share of this machine's cores.
+    """Return OMP_NUM_THREADS for a rank: as configured, as in the environment, or its share of this machine's cores.
 
     Args:
         asked: `launch.threads`.
@@ -64,9 +64,9 @@ def threads_of_rank(asked: int | None, ranks: int) -> str:
 
 
 def port_is_taken(port: int) -> bool:
-    """Whether another process listens on this TCP port of 127.0.0.1."""
+    """Return whether another process listens on this TCP port of 127.0.0.1."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the rendezvous store does: a port that is merely cooling down after a run counts as free.
+        # As the rendezvous store does: a port in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -76,7 +76,7 @@ def port_is_taken(port: int) -> bool:
 
 
 def machine_facts() -> MachineFacts:
-    """Of this machine."""
+    """Return the resources of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _memory_limit(_ROOT)
     available = _available(memory)
@@ -86,10 +86,10 @@ def machine_facts() -> MachineFacts:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Cores' worth of time that a control group gives; ``None``: no limit.
+    """Return a control group's CPU quota in cores; ``None``: no limit.
 
     Args:
-        root: of the control groups, of version 2 or 1.
+        root: of the cgroup hierarchy, version 2 or 1.
     """
     second = _words(root / "cpu.max")
     if len(second) == 2 and second[0].isdecimal():
@@ -101,7 +101,7 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def _memory_limit(root: Path) -> tuple[int | None, int]:
-    """Bytes that a control group allows, and that it uses."""
+    """Return a control group's limit and usage of memory in bytes."""
     pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
     for limit, used in pairs:
         allowed, taken = _words(root / limit), _words(root / used)

@@ -1,9 +1,7 @@
-"""Processes that end with the one that has started them, `kill -9` included.
+"""Processes that end with their parent, even when that is killed with `kill -9`.
 
-The kernel kills them (PR_SET_PDEATHSIG of Linux, see prctl(2)), which ends a process that is stopped, or in which no
-thread of Python can run, as well. On other systems nothing happens.
-
-What the kernel calls the parent is the thread that has started the process: it kills when that thread ends.
+The kernel kills them (PR_SET_PDEATHSIG of Linux, see prctl(2)), also when they are stopped or block the GIL. On other
+systems nothing happens. The kernel's "parent" is the thread that started the process: it kills when that thread ends.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from queue import SimpleQueue
 from trainwright.core.processes.process import is_alive
 
 AGENT = "TRAINWRIGHT_AGENT"
-"""Variable by which an agent tells its ranks its process id, so that they end with it."""
+"""Environment variable with the process id of the agent, so that its ranks end with it."""
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the thread that has started it is gone.
+    """Have the kernel kill this process when the thread that started it ends.
 
     Args:
-        parent: process id that the parent must have; where it has another one, the parent ended before the kernel was
-            asked, and this process ends now. None = not known.
+        parent: expected process id of the parent; if it differs, the parent ended before this call and this process is
+            killed now. None = not checked.
     """
     if sys.platform != "linux":
         return
@@ -43,11 +41,11 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_agent() -> None:
-    """End with the agent that has started this process as a rank: ours (:data:`AGENT`), or torchrun's.
+    """End with the agent that started this process as a rank: ours (:data:`AGENT`), or torchrun's.
 
-    torchrun says no process id. A rank whose agent is gone before this call finds nobody to meet.
+    torchrun does not pass its process id; a rank whose agent ended before this call fails to meet the others.
     """
-    agent = os.environ.pop(AGENT, None)  # programs that this rank starts have another parent
+    agent = os.environ.pop(AGENT, None)  # not inherited by programs that this rank starts
     if agent is not None:
         end_with_parent(int(agent))
     elif {"TORCHELASTIC_RUN_ID", "RANK"} <= os.environ.keys():
@@ -55,14 +53,13 @@ def end_with_agent() -> None:
 
 
 def end_with_main_thread() -> None:
-    """End with the main thread of the parent, if that has started this process.
+    """End with the main thread of the parent, if that started this process.
 
-    Another thread may end long before its process does, which still uses what it has started: then nothing happens.
-    A process of multiprocessing whose parent has ended before this call ends now: whoever has adopted it is no parent
-    to wait for.
+    Does nothing if another thread did, which may end long before its process. A multiprocessing child whose parent has
+    already ended is killed now.
     """
     parent = os.getppid()
-    with suppress(OSError):  # not Linux, or a kernel that does not tell
+    with suppress(OSError):  # not Linux, or a kernel without this file
         if str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             end_with_parent(parent)
     starter = multiprocessing.parent_process()
@@ -71,10 +68,10 @@ def end_with_main_thread() -> None:
 
 
 def in_lasting_thread(start: Callable[[], None]) -> None:
-    """Call `start`, which starts a process, in a thread that ends with this process, and wait for it.
+    """Call `start`, which starts a process, in a thread that lives as long as this process, and wait for it.
 
     Raises:
-        BaseException: that `start` raised.
+        BaseException: raised by `start`.
     """
     if threading.current_thread() is threading.main_thread():
         start()
@@ -86,7 +83,7 @@ def in_lasting_thread(start: Callable[[], None]) -> None:
 
 @cache
 def _lasting(process: int) -> SimpleQueue[tuple[Callable[[], None], Future[None]]]:
-    """Calls for a thread that never ends; `process` is this one, since forked ones have no such thread."""
+    """Return the queue of a thread that never ends; `process` is the cache key, since forks lack the thread."""
     calls: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
 
     def work() -> None:

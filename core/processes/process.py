@@ -1,4 +1,4 @@
-"""What the kernel tells of a process: Linux's /proc; elsewhere nothing is known, which is said as ``""``."""
+"""Kernel state of processes from Linux's /proc; ``""`` where unknown, as on other systems."""
 
 from __future__ import annotations
 
@@ -7,41 +7,40 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-# First letter of the state, as in ps(1).
+# States as in ps(1).
 RUNNING, SLEEPING, IN_KERNEL, STOPPED, TRACED, ZOMBIE = "R", "S", "D", "T", "t", "Z"
 
 PARENT, START_TIME = 1, 19
-"""Places in what :func:`stat_of` returns."""
+"""Indices into the result of :func:`stat_of`."""
 
 
 def stat_of(process: int, thread: int | None = None) -> list[str]:
-    """Return the fields of ``/proc/<process>/stat`` behind the name, the state first; none if it is gone, or no Linux.
+    """Return the fields of ``/proc/<process>/stat`` after the name, the state first; empty if unknown.
 
     Args:
         process: its id.
-        thread: read those of one of its threads.
+        thread: id of one of its threads to read instead.
     """
     place = f"{process}" if thread is None else f"{process}/task/{thread}"
     try:
-        # The name of the program, in parentheses, may hold spaces and parentheses itself.
+        # The program name, in parentheses, may itself contain spaces and parentheses.
         return Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
 def state_of(process: int, thread: int | None = None) -> str:
-    """State of a process or of one of its threads: ``R``, ``S``, ``D``, ``T``, ``Z``, ...; ``""`` = gone or not known.
+    """Return the state of a process or thread: ``R``, ``S``, ``D``, ``T``, ``Z``, ...; ``""`` if gone or unknown.
 
-    A process that a debugger holds is ``t``, one that a signal has stopped is ``T``.
+    A process stopped by a debugger is ``t``, by a signal ``T``.
     """
     return next(iter(stat_of(process, thread)), "")
 
 
-def stop_of(process: int) -> int | None:
-    """Which of its stops a process is in; ``None`` = a signal has not stopped it.
+def stop_id(process: int) -> int | None:
+    """Return an id of the present stop of a process; ``None`` if no signal has stopped it.
 
-    It is told by how often the main thread has given up the processor, which one that was continued and stopped again
-    has done in between.
+    The id is the number of context switches, which grows when the process is continued and stopped again.
     """
     status = _status(process)
     if not status.get("State", "").strip().startswith(STOPPED):
@@ -50,7 +49,7 @@ def stop_of(process: int) -> int | None:
 
 
 def name_of(process: int) -> str:
-    """Short name of a process, as it or its main thread has set it; ``""`` = gone or not known."""
+    """Return the short name of a process; ``""`` if gone or unknown."""
     try:
         return Path(f"/proc/{process}/comm").read_text().strip()
     except OSError:
@@ -58,27 +57,27 @@ def name_of(process: int) -> str:
 
 
 def children_of(process: int) -> list[int]:
-    """Living processes that a process has started, in the order of their ids; none of one that has ended."""
+    """Return the ids of a process's live children, sorted; empty if it has ended."""
     found: set[int] = set()
-    with suppress(OSError):  # it ended meanwhile
+    with suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{process}/task"):
-            with suppress(OSError):  # the thread did
+            with suppress(OSError):  # the thread has ended
                 children = Path(f"/proc/{process}/task/{thread}/children").read_text()
                 found.update(int(child) for child in children.split())
     return sorted(found)
 
 
 def catches(process: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, so that sending it does no harm."""
+    """Return whether a process has a handler for a signal, so that sending it is harmless."""
     return bool(int(_status(process).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def is_alive(process: int, state: str | None = None) -> bool:
-    """Whether a process exists and has not ended.
+    """Return whether a process exists and has not ended.
 
     Args:
         process: its id.
-        state: of the process, where it is known already.
+        state: of the process, if already known.
     """
     if (state_of(process) if state is None else state) in (ZOMBIE, "X"):
         return False
@@ -92,10 +91,9 @@ def is_alive(process: int, state: str | None = None) -> bool:
 
 
 def kill_with_workers(process: int) -> None:
-    """Kill a process and those that it has forked, such as workers of a data loader.
+    """Kill a process and its forked children, such as data loader workers, which may be stuck and miss its end.
 
-    A worker notices that its parent is gone when it next looks, and one that is stuck never looks. Programs that the
-    process has started are no workers, and live on.
+    Other programs that it has started are left alone.
     """
     command = _command(process)
     workers = [child for child in children_of(process) if _command(child) == command]
@@ -105,7 +103,7 @@ def kill_with_workers(process: int) -> None:
 
 
 def _status(process: int) -> dict[str, str]:
-    """What the kernel tells by name; nothing where the process is gone."""
+    """Return the kernel's named fields; empty if the process is gone."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

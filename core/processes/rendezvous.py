@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: torch's store, listening at the address that was asked for instead of at all."""
+"""Rendezvous store of a run: torch's TCPStore, listening at the requested address instead of all interfaces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore
 
-if TYPE_CHECKING:  # takes seconds to load, and the process that launches ranks has no use for it
+if TYPE_CHECKING:  # takes seconds to import, and the launching process does not need it
     from lightning.fabric.plugins import ClusterEnvironment
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the network interface of each backend; the user may decide them."""
+"""Environment variables that select each backend's network interface; values set by the user win."""
 
 
 def listen_at(address: str, port: int) -> socket.socket:
@@ -26,7 +26,7 @@ def listen_at(address: str, port: int) -> socket.socket:
         port: TCP port; 0 = a free one.
 
     Raises:
-        OSError: if another process listens there, or this machine does not have the address.
+        OSError: if the port is taken, or the address is not of this machine.
     """
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -41,16 +41,16 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 
 def first_store(environment: ClusterEnvironment | None, nodes: int) -> TCPStore | None:
-    """Open the store at which the ranks meet, if this is the rank that has to; torch's would listen on every interface.
+    """Open the rendezvous store if this rank hosts it; torch's own would listen on every interface.
 
-    torch shares the store that this process has at the same port already: keep it until the ranks have met.
+    torch reuses a store at the same port in this process: keep the result until the ranks have met.
 
     Args:
         environment: of the strategy.
         nodes: machines of the run.
 
     Returns:
-        ``None`` on the other ranks, and where the address does not tell at which interface to listen.
+        ``None`` on the other ranks, and where the address does not determine an interface.
     """
     if environment is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -60,10 +60,10 @@ def first_store(environment: ClusterEnvironment | None, nodes: int) -> TCPStore 
 
 
 def store_at(address: str, port: int, nodes: int) -> TCPStore | None:
-    """Open a store that torch shares, see :func:`first_store`."""
+    """Open a store that torch reuses, see :func:`first_store`."""
     if nodes > 1 and is_loopback(address):
-        return None  # the name of this machine stands for the machine itself here, and for its address elsewhere
-    with suppress(OSError):  # torch says what is wrong, or shares the store that is there already
+        return None  # the machine's own name resolves to loopback here only
+    with suppress(OSError):  # torch reports the error, or reuses an existing store
         listener = listen_at(address, port)
         number = listener.getsockname()[1]
         return TCPStore(
@@ -79,16 +79,16 @@ def store_at(address: str, port: int, nodes: int) -> TCPStore | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or what a name stands for, is of this machine alone."""
+    """Return whether an address or host name is a loopback address."""
     with suppress(OSError):
         return ipaddress.ip_address(socket.getaddrinfo(address, None)[0][4][0]).is_loopback
     return False
 
 
 def loopback_interfaces() -> dict[str, str]:
-    """Variables by which backends listen on the loopback interface, unless the user has decided it.
+    """Return variables that make backends listen on the loopback interface, unless the user has set them.
 
-    Otherwise they listen at the address that the name of the machine stands for, open to the network.
+    By default they listen at the address of the host name, which the network can reach.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return {} if loopback is None else {name: os.environ.get(name, loopback) for name in INTERFACES}

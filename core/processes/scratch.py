@@ -1,7 +1,7 @@
-"""One folder for the temporary files of a launching process, gone when it ends.
+"""Temporary folder of a launching process, removed at its exit.
 
-What a killed process (kill -9) left is removed by the next start: the folder of a living process is locked, and the
-kernel lets go of the lock whichever way the process ends.
+Folders of killed processes (kill -9) are removed at the next start: the folder of a live process is locked, and the
+kernel releases the lock however the process ends.
 """
 
 import contextlib
@@ -16,33 +16,33 @@ from pathlib import Path
 
 _PREFIX = "trainwright-"
 _LOCK = "lock"
-# Characters. Sockets of multiprocessing lie in this folder, and the path of a socket may have at most 107.
+# Characters. The folder holds sockets of multiprocessing, whose paths may have at most 107.
 _LONGEST_PARENT = 45
 
 
 @cache
 def scratch() -> Path:
-    """The folder of this process, made on first use and removed at its exit."""
+    """Return the folder of this process, created on first use and removed at exit."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _LONGEST_PARENT:
-        parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder that no other user can read or replace
+        parent = Path("/tmp")  # noqa: S108 - mkdtemp creates a private folder
     remove_abandoned(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
     _lock(folder / _LOCK)
-    # After multiprocessing's own folder in it (priority -100); a forked child does not inherit this.
+    # After multiprocessing removes its own folder in it (priority -100); not inherited by forks.
     util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
     return folder
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders under `parent` whose processes are gone."""
+    """Remove the folders under `parent` whose processes have ended."""
     for folder in parent.glob(f"{_PREFIX}*-*"):
         if _is_mine(folder) and not _is_locked(folder / _LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(path: Path) -> None:
-    """Make a file that is locked as long as this process lives: as long as it is not, nobody must find it."""
+    """Create a file that stays locked while this process lives; it appears under its name already locked."""
     unlocked = path.with_suffix(".new")
     # Kept open for the life of the process: closing it would free the lock.
     descriptor = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o600)
@@ -61,7 +61,7 @@ def _is_locked(lock: Path) -> bool:
     try:
         descriptor = os.open(lock, os.O_RDWR)
     except OSError:
-        return True  # without a lock file it is just being made, or not ours
+        return True  # no lock file: under construction, or not ours
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -73,7 +73,7 @@ def _is_locked(lock: Path) -> bool:
 
 @contextlib.contextmanager
 def default_variables(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set variables within, except those that the user has set."""
+    """Set environment variables for the context, except those already set."""
     mine = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(mine)
     try:

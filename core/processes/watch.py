@@ -1,4 +1,4 @@
-"""A rank ends in time: after a signal, and when the process that launched it is gone."""
+"""Bounded shutdown of a rank: after a signal, or when its launching process dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import ClassVar
 
-# Written to the pipe in place of a number of a signal: something about the deadline has changed.
+# Written to the pipe in place of a signal number: the deadline has changed.
 _LOOK_AGAIN = b"\0"
 
 
@@ -22,10 +22,10 @@ class Allowance:
     """More time than `grace_seconds` for a process that saves before it ends.
 
     Attributes:
-        numbers: of the signals that it is for.
-        seconds: between the signal and the hard end; None = no limit.
-        exit_code: of the hard end, by the number of the signal.
-        last_words: called before the hard end, in the thread that watches.
+        numbers: signals that it applies to.
+        seconds: between the signal and the forced exit; None = no limit.
+        exit_code: of the forced exit, by signal number.
+        last_words: called before the forced exit, in the watching thread.
     """
 
     numbers: Collection[int]
@@ -41,15 +41,15 @@ class _End:
 
 
 class ShutdownWatch:
-    """A thread that ends this process when it does not end by itself.
+    """A thread that forces this process to exit when it does not end by itself.
 
-    A rank that waits in a collective cannot run Python's signal handlers. The interpreter's C handler however writes
-    each signal to a pipe at once, and this thread reads it: after SIGINT or SIGTERM the process has `grace_seconds` to
-    end in its own way (Lightning closes loggers and saves what it is asked to), then it ends hard. When the launching
-    process dies, kill -9 included, the rank ends at once. A process has one watch; :meth:`of_process` is it.
+    A rank blocked in a collective cannot run Python's signal handlers, but the interpreter's C handler writes each
+    signal to a pipe, which this thread reads: after SIGINT or SIGTERM the process has `grace_seconds` to end normally
+    (Lightning closes loggers and saves), then it is ended. It also ends at once when the launching process dies, by
+    kill -9 too. A process has at most one watch, see :meth:`of_process`.
 
     Args:
-        grace_seconds: seconds between the signal and the hard end; None = no limit but those of :meth:`allow`.
+        grace_seconds: seconds between the signal and the forced exit; None = only the limits of :meth:`allow`.
         launcher: file descriptor that becomes readable when the launching process dies; None = not watched.
     """
 
@@ -67,7 +67,7 @@ class ShutdownWatch:
 
     @classmethod
     def start_in_rank(cls, grace_seconds: float) -> None:
-        """Watch this rank of a launcher, and end it with that process; called in the main thread.
+        """Watch this rank of a launcher, and end it with that process; call it in the main thread.
 
         Args:
             grace_seconds: to end after SIGINT or SIGTERM.
@@ -78,11 +78,11 @@ class ShutdownWatch:
 
     @classmethod
     def of_process(cls) -> ShutdownWatch | None:
-        """The watch of this process; None if it has none."""
+        """Return the watch of this process; None if it has none."""
         return cls._of_process
 
     def start(self) -> None:
-        """Begin to watch; only the main thread may call this."""
+        """Start watching; only the main thread may call this."""
         os.set_blocking(self._write, False)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         ShutdownWatch._of_process = self
@@ -90,20 +90,20 @@ class ShutdownWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End watching; only the main thread may call this."""
+        """Stop watching; only the main thread may call this."""
         self._stopped = True
         signal.set_wakeup_fd(self._previous)
         if ShutdownWatch._of_process is self:
             ShutdownWatch._of_process = None
-        self._wake()  # a child that was forked meanwhile holds the pipe open
+        self._wake()  # a forked child may hold the pipe open
         os.close(self._write)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
     def allow(self, allowance: Allowance) -> Callable[[], None]:
-        """Give the process more time after certain signals; returns how to end that.
+        """Give the process more time after certain signals; return a function that undoes it.
 
-        A signal that has come in meanwhile keeps the time that it was given.
+        A signal that has already arrived keeps its deadline.
         """
         self._allowance = allowance
 
@@ -114,13 +114,13 @@ class ShutdownWatch:
         return undo
 
     def end_at(self, moment: float, number: int) -> None:
-        """Have the process end hard at `moment` (of `time.monotonic`) at the latest, as if by the signal `number`."""
+        """Force an exit at `moment` (of `time.monotonic`) at the latest, as if by the signal `number`."""
         self._set_end(moment, number)
         if not self._stopped:
             self._wake()
 
     def _wake(self) -> None:
-        # The pipe is full, which wakes as well, or the thread has ended.
+        # A full pipe wakes the thread too; a broken one means that it has ended.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._write, _LOOK_AGAIN)
 
@@ -169,7 +169,7 @@ class ShutdownWatch:
 
 
 def _forget_in_child() -> None:
-    """A forked child shares the pipe: its signals (a worker of a data loader that is ended) would end this process."""
+    """Detach a forked child, which shares the pipe: its signals would end this process."""
     if ShutdownWatch._of_process is not None:
         ShutdownWatch._of_process = None
         with contextlib.suppress(ValueError):

@@ -1,1 +1,1 @@
-"""A run: its directory, its phases, its hooks and how it is interrupted."""
+"""A run: its directory, phases, hooks and interruption."""

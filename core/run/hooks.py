@@ -1,7 +1,7 @@
-"""Calls a hook only where somebody listens.
+"""Hook calls without overhead where no callback or module overrides the hook.
 
-Lightning looks up, times and names every hook of every callback at every step. Which callbacks override which hook does
-not change while an epoch runs, so it is found out once.
+Lightning looks up, times and names every hook of every callback at every step; here overrides are looked up once per
+epoch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OF_MODULE = ("optimizer_step", "configure_gradient_clipping")
 
 
 class HookTable:
-    """Listeners of each hook of a trainer, callbacks first and the module last, as Lightning calls them.
+    """Overrides of each hook of a trainer, callbacks first and the module last, as Lightning calls them.
 
     Args:
-        trainer: callbacks and module are read once, now.
+        trainer: its callbacks and module are read once, now.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -38,10 +38,11 @@ class HookTable:
         self._overridden: dict[str, bool] = {}
         called = (hook for hook in _CALLED if self.listeners(hook) != ([], None))
         self.heard = frozenset([*called, *filter(self.module_overrides, _OF_MODULE)])
-        """Hooks of a step that somebody listens to; the others need not be called."""
+        """Hooks of a step that have listeners; the others need not be called."""
 
     def listeners(self, hook: str) -> tuple[list[Hook], Hook | None]:
-        """The callbacks' methods and the module's method for ``hook``; the latter is ``None`` if not overridden."""
+        """Return the callbacks' methods and the module's method for ``hook``; ``None`` if the module does not override
+        it."""
         if hook not in self._listeners:
             callbacks = [getattr(c, hook) for c in self._callbacks if _overrides(c, hook, Callback)]
             module = getattr(self._module, hook) if self.module_overrides(hook) else None
@@ -49,23 +50,23 @@ class HookTable:
         return self._listeners[hook]
 
     def module_overrides(self, hook: str) -> bool:
-        """Whether the user's module has a ``hook`` of its own."""
+        """Return whether the user's module overrides ``hook``."""
         if hook not in self._overridden:
             self._overridden[hook] = _overrides(self._module, hook, LightningModule)
         return self._overridden[hook]
 
     def data_overrides(self, hook: str) -> bool:
-        """Whether the user's module or data module has a data ``hook`` of its own."""
+        """Return whether the user's module or data module overrides a data ``hook``."""
         data = self._trainer.datamodule  # type: ignore[attr-defined]
         return self.module_overrides(hook) or (data is not None and _overrides(data, hook, DataHooks))
 
     def call(self, hook: str, *args: Any) -> Any:
-        """Call all listeners of ``hook``; what the module returns is returned."""
+        """Call all listeners of ``hook`` and return the module's result."""
         known = self._listeners.get(hook)
         callbacks, own = self.listeners(hook) if known is None else known
         if not callbacks and own is None:
             return None
-        names = self._module.__dict__  # past nn.Module.__setattr__, which is slow
+        names = self._module.__dict__  # avoids nn.Module.__setattr__, which is slow
         before = names["_current_fx_name"]
         names["_current_fx_name"] = hook
         output = None

@@ -1,4 +1,4 @@
-"""A run that was told to end."""
+"""Interruption of a run by signals."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from types import FrameType
 from typing import Any, NoReturn
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which a process is told to end."""
+"""Signals that ask a process to end."""
 
 
 class Interrupted(BaseException):
-    """This process was told to end by a signal, and everything it started has ended.
+    """A signal that asked this process to end; everything it started has ended.
 
-    Not an Exception: code that catches errors to go on must not go on after Ctrl-C.
+    Not an Exception, so that code that recovers from errors does not swallow Ctrl-C.
 
     Args:
         number: the signal.
-        exit_code: of the command; None = 128 plus the number of the signal, as shells have it.
+        exit_code: of the command; None = 128 plus the signal number, as in shells.
     """
 
     def __init__(self, number: int, exit_code: int | None = None) -> None:
@@ -30,16 +30,16 @@ class Interrupted(BaseException):
 
 
 def raise_interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """A signal handler that ends what runs now; a Trainer that saves first puts its own in the place of this one."""
+    """Handle a signal by raising :class:`Interrupted`; a Trainer that saves first replaces this handler."""
     raise Interrupted(number)
 
 
-class HeldSignals:
-    """Raise `Interrupted` where this process is told to end, but not within :meth:`held`: there, at its end.
+class DeferredSignals:
+    """Context manager that raises `Interrupted` on signals, deferred within :meth:`deferred` until its end.
 
-    A context manager, which puts the handlers of the caller back; in threads other than the main one it does nothing.
-    An exception that a signal handler raises within compiled code may come out of it as another one (Ray's makes a
-    SystemError of it), and the run would not know that it was told to end.
+    It restores the previous handlers on exit, and does nothing in threads other than the main one. An exception raised
+    by a signal handler within compiled code may surface as another one (Ray turns it into a SystemError), which would
+    hide the interruption.
 
     Args:
         more: signals besides SIGTERM, SIGINT, SIGHUP and SIGQUIT.
@@ -51,9 +51,9 @@ class HeldSignals:
         self._depth = 0
         self._noted: int | None = None
 
-    def __enter__(self) -> HeldSignals:
+    def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._hear) for number in self._numbers}
+            self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,8 +61,8 @@ class HeldSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """What runs within is not interrupted; it must not take long."""
+    def deferred(self) -> Iterator[None]:
+        """Defer interruptions until the end of the context, which must be short."""
         self._depth += 1
         try:
             yield
@@ -72,7 +72,7 @@ class HeldSignals:
             number, self._noted = self._noted, None
             raise Interrupted(number)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._depth > 0:
             self._noted = number
             return

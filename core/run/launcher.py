@@ -1,4 +1,4 @@
-"""Whether a launcher has started this process as one rank of many."""
+"""Detection of the launcher that started this process as one of several ranks."""
 
 import os
 from dataclasses import dataclass
@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launcher:
-    """What started this process as one rank of many.
+    """Launcher that started this process as one of several ranks.
 
     Attributes:
         name: torchrun or SLURM.
         rank: global rank of this process.
         world_size: number of ranks.
         local_world_size: number of ranks on this machine.
-        agents: names of the processes of the launcher, one of each machine, where they start ranks again after
-            failures; empty = they do not, or it is not known yet.
+        agents: process names of the launcher, one per machine, if it restarts failed ranks; empty if not, or unknown.
     """
 
     name: str
@@ -25,13 +24,13 @@ class Launcher:
 
 
 def detect_launcher() -> Launcher | None:
-    """The launcher that this process was started by; None when a person started it."""
+    """Return the launcher that started this process; None if the user did."""
     environment = os.environ
     if all(name in environment for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         world_size = int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_WORLD_SIZE", world_size))
         return Launcher("torchrun", int(environment["RANK"]), world_size, local)
-    # In an interactive allocation (salloc, srun --pty) the variables are there, but nobody started ranks.
+    # An interactive allocation (salloc, srun --pty) sets the variables without starting ranks.
     interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1 and not interactive:
         world_size = int(environment["SLURM_NTASKS"])

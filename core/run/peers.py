@@ -1,4 +1,4 @@
-"""What a rank has to do with ranks that step by themselves, or that only serve; nothing, under most strategies."""
+"""Interface to ranks that step independently, or that only serve; no-ops for most strategies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 
 class EndNotice(NamedTuple):
-    """What a worker was told.
+    """Notice to a worker to end.
 
     Args:
-        number: of a signal, or another one above 0 that says who gave the notice.
+        number: of a signal, or another positive number that identifies the source.
         age: seconds since.
     """
 
@@ -18,13 +18,13 @@ class EndNotice(NamedTuple):
     age: float
 
 
-class HeardNotice(NamedTuple):
-    """What a worker hears of a notice.
+class ReceivedNotice(NamedTuple):
+    """Notice to end, as received from a rank.
 
     Args:
         number: see :class:`EndNotice`.
         age: see :class:`EndNotice`.
-        steps_left: that this worker still makes; 0: it ends now.
+        steps_left: steps this worker still makes; 0: it ends now.
     """
 
     number: int
@@ -33,84 +33,84 @@ class HeardNotice(NamedTuple):
 
 
 class Peers:
-    """The ranks that train beside this one; here all make each step together."""
+    """The other ranks that train; by default all make each step together."""
 
     is_apart: bool = False
-    """Whether this rank makes a state of the run while the others do not, to give it to one that joins.
+    """True while this rank alone saves a state for a rank that joins.
 
-    Nothing may be gathered then: what is kept of every data rank is this one's for all.
+    No collective may run then; this rank provides what is kept of every data rank.
     """
 
     @property
     def fit_store(self) -> Any:
-        """The store of the present ``fit`` alone; ``None``: the process group's.
+        """Store of the current ``fit`` only; ``None``: the process group's.
 
-        Of a strategy whose ranks may be started anew while the others train: theirs has no process group in common.
+        For strategies whose ranks may be restarted while others train, so that they share no process group.
         """
         return None
 
     def meet(self) -> None:
-        """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
+        """Synchronize the parameters of ranks that step independently, waiting for the slowest; a collective.
 
-        The Trainer calls it where all ranks pass in the same order: before a validation, at the end of an epoch, and
-        before a state is saved.
+        The Trainer calls it where all ranks pass in the same order: before validation, at the end of an epoch and
+        before saving.
         """
 
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
-        """Let ranks that step by themselves hear with this rank's steps of a notice to end.
+        """Send notices to end along with this rank's steps, for ranks that step independently.
 
         Args:
-            notice: what this rank was told, ``None``: nothing; asked at every step.
+            notice: returns this rank's notice, ``None`` for none; called at every step.
         """
 
     @property
-    def heard_of_end(self) -> HeardNotice | None:
-        """That one of the ranks was told to end, and after which step all do.
+    def heard_of_end(self) -> ReceivedNotice | None:
+        """Notice to end from any rank, and after which step all end.
 
-        ``None``: nothing was heard, or ranks have no way to tell each other between two meetings.
+        ``None``: no notice, or ranks cannot communicate between two synchronizations.
         """
         return None
 
 
 class Service:
-    """Ranks that only serve the others; here there are none."""
+    """Ranks that only serve the others; none by default."""
 
     @property
     def serves(self) -> bool:
-        """Whether this rank only serves the others, which are all of ``world_size``, and is no data rank.
+        """True if this rank only serves the others, which are all of ``world_size``, and is no data-parallel rank.
 
-        Then the Trainer calls :meth:`serve` in ``fit``, in place of training, and does nothing else here.
+        The Trainer then calls :meth:`serve` in ``fit`` instead of training.
         """
         return False
 
     def serve(self) -> None:
-        """On a rank that only serves, once it is set up: do so until the other ranks have ended their ``fit``.
+        """Serve until the other ranks have ended their ``fit``; only on ranks that serve, after setup.
 
         Raises:
-            SystemExit, RuntimeError: as they have ended, if not well.
+            SystemExit, RuntimeError: if the other ranks failed, as they did.
         """
         raise NotImplementedError
 
     def server_bytes(self) -> dict[int, int]:
-        """Return the bytes of parameters that servers hold while training goes on, by rank."""
+        """Return the bytes of parameters on each server rank during training."""
         return {}
 
     def server_traffic(self) -> dict[int, tuple[int, int]]:
-        """Return messages and bytes sent so far by ranks that only serve, by rank, while training goes on.
+        """Return messages and bytes sent so far by each server rank during training.
 
-        No collective. What servers beside data ranks send is in what these measure, see ``measure_communication``.
+        No collective. Traffic of servers beside data-parallel ranks is in those ranks' ``measure_communication``.
         """
         return {}
 
 
 def peers_of(strategy: Any) -> Peers:
-    """Return the peers of a rank; of Lightning's own strategies, those that make each step together."""
+    """Return the peers of a strategy; for Lightning's own, those that make each step together."""
     found: Peers = getattr(strategy, "peers", _TOGETHER)
     return found
 
 
 def service_of(strategy: Any) -> Service:
-    """Return the service of a strategy; none of Lightning's own has servers."""
+    """Return the service of a strategy; Lightning's own have no servers."""
     found: Service = getattr(strategy, "service", _UNSERVED)
     return found
 

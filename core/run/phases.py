@@ -1,13 +1,12 @@
-"""What this rank is doing within a step: told by the loop, heard by whoever watches progress or measures time."""
+"""Phases of a step, announced by the loop to listeners that watch progress or measure time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# In the order of a micro-batch. "hooks" is what callbacks and the module do after it; "validation" the loop within
-# training; "agreement" where the loop asks all ranks whether one was told to end; "saving" a checkpoint, whenever that
-# is; "idle" before and after training.
+# In the order of a micro-batch. "hooks": of callbacks and the module after it; "validation": within training;
+# "agreement": ranks agree on whether to end; "saving": a checkpoint, at any time; "idle": before and after training.
 PHASES = DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, AGREEMENT, SAVING, IDLE = (
     "data",
     "forward",
@@ -23,9 +22,9 @@ Listener = Callable[[str], None]
 
 
 class Phases:
-    """Passes on which phase begins; costs next to nothing while nobody listens.
+    """Dispatcher of phase changes to listeners; nearly free without listeners.
 
-    With a profiler set, or where the module optimizes manually, the inside of a step is told as ``"forward"`` alone.
+    With a profiler, or under manual optimization, the inside of a step is ``"forward"`` only.
     """
 
     def __init__(self) -> None:
@@ -33,19 +32,19 @@ class Phases:
         self._current = IDLE
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` called with the name of each phase as it begins; returns how to end that."""
+        """Call ``listener`` with the name of each phase as it begins; return a function that unsubscribes it."""
         self._listeners = (*self._listeners, listener)
         return lambda: self._remove(listener)
 
     def begin(self, phase: str) -> None:
-        """Say that ``phase`` begins, which ends the one before."""
+        """Announce the beginning of ``phase``, which ends the previous one."""
         self._current = phase
         for listener in self._listeners:
             listener(phase)
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Around work that interrupts a phase, such as saving; the interrupted one goes on afterwards."""
+        """Announce work that interrupts a phase, such as saving, and the interrupted phase again at its end."""
         before = self._current
         self.begin(phase)
         try:
@@ -54,5 +53,5 @@ class Phases:
             self.begin(before)
 
     def _remove(self, listener: Listener) -> None:
-        # By identity: two listeners may compare equal. A tuple, so that a listener may leave while it is called.
+        # By identity: listeners may compare equal. A new tuple: a listener may unsubscribe while it is called.
         self._listeners = tuple(each for each in self._listeners if each is not listener)

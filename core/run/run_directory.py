@@ -1,16 +1,16 @@
-"""The run directory: decided once by the launching process, and where a run is found again.
+"""Layout of run directories, chosen once by the launching process.
 
 runs/<name>/<date>_<time>/
     config.yaml        the resolved configuration
-    command.json       the words that the command was given
-    plan.json          what `auto` was decided to be and what it was predicted to need; measured, once it has run
+    command.json       the words of the command
+    plan.json          the choice of `auto` and its predicted needs; measured ones once it has run
     metrics.csv        everything logged, one row per logged step
-    summary.json       how it ended
-    loggers.json       which runs of other services its loggers write to
-    events.out.*       the same for TensorBoard
+    summary.json       how the run ended
+    loggers.json       runs of external services that its loggers write to
+    events.out.*       the metrics for TensorBoard
     checkpoints/       written by the checkpoint group; one folder per checkpoint
-    logs/rank_<n>.log  what rank n had to say (rank 0 also speaks to the terminal)
-    logs/restarts.log  what failed, and how the run went on
+    logs/rank_<n>.log  output of rank n (rank 0 also prints to the terminal)
+    logs/restarts.log  failures, and how the run resumed
     report.html        all of it as a page
     predictions.pt     written by `predict`
 """
@@ -34,41 +34,41 @@ CONFIG_FILE = "config.yaml"
 COMMAND_FILE = "command.json"
 CHECKPOINTS = "checkpoints"
 PLAN_FILE = "plan.json"
-# A command that goes on in a run's directory keeps these of the run before under other names.
+# A command that resumes in a run directory keeps the previous versions of these under numbered names.
 _OF_ONE_COMMAND = (Path(CONFIG_FILE), Path(COMMAND_FILE), Path(PLAN_FILE), Path("metrics.csv"))
 
 
 def default_run_dir(name: str, now: datetime | None = None) -> Path:
-    """`runs/<name>/<date>_<time>`, with a number behind it when that second already has a run."""
+    """Return `runs/<name>/<date>_<time>`, with a numeric suffix if that exists."""
     return next(path for path in _numbered(RUNS / name / timestamp(now)) if not path.exists())
 
 
 def make_default_run_dir(name: str) -> Path:
-    """Make the default run directory: this process alone gets it, even where others start in the same second."""
+    """Create the default run directory, exclusively for this process even if others start in the same second."""
     for path in _numbered(RUNS / name / timestamp()):
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
         return path
-    raise AssertionError("numbers have no end")
+    raise AssertionError("unreachable")
 
 
 def timestamp(now: datetime | None = None) -> str:
-    """Local time as a directory name that sorts: 2026-01-31_14-05-09."""
+    """Return the local time as a sortable directory name: 2026-01-31_14-05-09."""
     return (now or datetime.now()).strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether a run was started in this directory before."""
+    """Return whether a run was started in this directory before."""
     return (run_dir / CONFIG_FILE).is_file()
 
 
 def write_config(cfg: DictConfig) -> Path:
-    """Make the run directory and write the resolved configuration there, whole or not at all.
+    """Create the run directory and write the resolved configuration there atomically.
 
-    A run that goes on in its own directory keeps what was there: the old config.yaml, command.json, plan.json and
-    metrics.csv are renamed to config.1.yaml, metrics.1.csv and so on: the new ones would overwrite them.
+    A run that resumes in its own directory keeps the old config.yaml, command.json, plan.json and metrics.csv as
+    config.1.yaml, metrics.1.csv and so on.
 
     Returns:
         The path of the written file.
@@ -80,10 +80,10 @@ def write_config(cfg: DictConfig) -> Path:
     return write_config_file(cfg, run_dir)
 
 
-class Before:
-    """What there was before a command wrote into its run directory, to go back to when the command is refused.
+class RunDirRollback:
+    """State of a run directory before a command writes to it, restored if the command is refused.
 
-    Only the directory and the folders in it are looked at: before training begins nothing is written further below.
+    Covers only the directory and its immediate subfolders: nothing is written deeper before training starts.
 
     Args:
         run_dir: that the command is about to write to.
@@ -95,11 +95,11 @@ class Before:
         self._sizes = {path: path.lstat().st_size for path in self._paths()}
 
     def restore(self) -> None:
-        """Remove what was written since, and put back what was renamed."""
+        """Remove new files and restore renamed ones."""
         if self._missing:
             shutil.rmtree(self.run_dir, ignore_errors=True)
             for folder in self._missing[1:]:
-                with contextlib.suppress(OSError):  # another run has written there meanwhile
+                with contextlib.suppress(OSError):  # not empty: another run has written there
                     folder.rmdir()
             return
         new = [path for path in self._paths() if path not in self._sizes]
@@ -114,16 +114,16 @@ class Before:
                 path.unlink(missing_ok=True)
         for path, size in self._sizes.items():
             if path.is_file() and path.stat().st_size > size:
-                os.truncate(path, size)  # a log that goes on
+                os.truncate(path, size)  # appended logs
 
     def _paths(self) -> list[Path]:
         return [path for pattern in ("*", "*/*") for path in self.run_dir.glob(pattern)]
 
 
 def write_config_file(cfg: DictConfig, folder: Path) -> Path:
-    """Write a configuration into a folder, in the place of one that is there; returns the path of the file.
+    """Write a configuration into a folder, replacing an existing one; return the path of the file.
 
-    References to environment variables are written as such, for their values may be secrets.
+    References to environment variables are kept as such, since their values may be secrets.
     """
     path = folder / CONFIG_FILE
     write_whole(path, OmegaConf.to_yaml(settled(cfg)))
@@ -131,25 +131,25 @@ def write_config_file(cfg: DictConfig, folder: Path) -> Path:
 
 
 def command_words(verb: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> list[str]:
-    """What is typed after `trainwright` for one run."""
+    """Return the command line after `trainwright` for one run."""
     return [verb, *overrides, *([] if config_dir is None else ["--config-dir", str(config_dir)])]
 
 
 def write_command(run_dir: Path, words: Sequence[str]) -> None:
-    """Keep what was typed after `trainwright` in the run directory, for people and for `trainwright report`."""
+    """Write the words typed after `trainwright` into the run directory, for `trainwright report`."""
     text = json.dumps({"words": list(words)}, indent=1, ensure_ascii=False)
     (run_dir / COMMAND_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_config(folder: Path | str) -> DictConfig:
-    """The configuration that a folder holds: of a run, as its launching process wrote it, or of one attempt of it."""
+    """Read the configuration of a run, or of one of its attempts, from its folder."""
     cfg = OmegaConf.load(Path(folder) / CONFIG_FILE)
     assert isinstance(cfg, DictConfig)
     return cfg
 
 
 def runs_of(name: str) -> list[Path]:
-    """The directories of the runs of a recipe under runs/<name>/ that have checkpoints or had them, newest first."""
+    """Return the run directories under runs/<name>/ that have or had checkpoints, newest first."""
     folder = RUNS / name
     return sorted((path.parent for path in folder.glob(f"*/{CHECKPOINTS}")), reverse=True)
 

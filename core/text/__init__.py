@@ -1,1 +1,1 @@
-"""Text and bytes from others: bounded, printable, authenticated."""
+"""Bounded, printable and authenticated text from untrusted sources."""

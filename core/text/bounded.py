@@ -1,7 +1,6 @@
-"""The one way by which readers open and parse files and messages of strangers: regular files alone, bytes, nesting and
-numbers bounded.
+"""Bounded reading and parsing of untrusted files and messages: regular files only; bytes, nesting and numbers limited.
 
-A hash proves that a file is what somebody wrote, not that it makes sense. Neither torch nor Lightning is needed here.
+A hash shows that a file is unchanged, not that it is well-formed. Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from trainwright.core.text.printable import one_line, shortened
 from trainwright.core.text.sizes import size_text
 
 MOST_JSON = 256 << 20
-"""Bytes of one JSON file or pickle; longer ones are neither written nor read. 100,000 tensors in 8 boxes take 50 MB."""
+"""Largest JSON file or pickle that is written or read, in bytes. 100,000 tensors in 8 boxes take 50 MB."""
 DEPTH = 200
-"""Containers within each other; each may cost a reader a few levels of Python's stack of 1,000."""
+"""Deepest nesting of containers; each level may cost a reader a few frames of Python's 1,000."""
 MOST_VALUES = 10_000_000
-"""Values that a tree may have if each is counted as often as it is referred to."""
+"""Most values in a tree, counting each as often as it is referenced."""
 _DIMENSIONS = 64  # torch's own limit
 _LARGEST = 1 << 63
-# Atomic, so that matching keeps nothing for each letter.
+# Possessive quantifiers, so that matching keeps no backtracking state per character.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -40,7 +39,7 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
-# What values of other kinds than expected make code raise that interprets them.
+# Errors of code that meets values of unexpected types.
 _MISUNDERSTANDINGS = (
     ArithmeticError,
     AssertionError,
@@ -54,19 +53,17 @@ _MISUNDERSTANDINGS = (
 
 
 class ContentError(ValueError):
-    """Bytes or values that no writer of such a file, and no sender of such a message, made."""
+    """Malformed bytes or values, which no writer of such a file or sender of such a message produces."""
 
 
 @contextmanager
-def understood(
-    where: str, advice: str = "Use another checkpoint.", problem: str = "cannot be understood"
-) -> Iterator[None]:
-    """Raise :class:`CheckpointError` for whatever interpreting the contents of a file raises.
+def interpreting(where: str, advice: str = "Use another checkpoint.", problem: str = "is malformed") -> Iterator[None]:
+    """Convert errors of interpreting a file's contents into :class:`CheckpointError`.
 
     Args:
         where: the file, for the message.
         advice: what to do instead.
-        problem: what is wrong with it, in general.
+        problem: predicate of the message.
     """
     try:
         yield
@@ -85,13 +82,13 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
 
     Args:
         path: of the file.
-        flags: of ``os.open`` beside its own; ``os.O_NOFOLLOW`` refuses a link.
+        flags: more flags for ``os.open``; ``os.O_NOFOLLOW`` refuses symbolic links.
 
     Raises:
-        NotAFile: if it is a pipe, a device or a socket, whose reading could block or never end.
+        NotAFile: if it is a pipe, a device or a socket, where reading could block or never end.
         OSError: if it cannot be opened.
     """
-    # Opening a pipe waits for a writer otherwise. Looking before opening would leave time to exchange the file.
+    # O_NONBLOCK: opening a pipe must not wait for a writer. A check before opening would be a race.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | flags)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -108,10 +105,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
 
 
 def read_at_most(file: BinaryIO, where: str, most: int = MOST_JSON) -> bytes:
-    """All bytes of a file that can seek.
+    """Return all bytes of a seekable file.
 
     Raises:
-        CheckpointError: if there are more than ``most``; none is read then.
+        CheckpointError: if there are more than ``most``; nothing is read then.
     """
     size = file.seek(0, io.SEEK_END)
     check_length(size, where, most)
@@ -120,23 +117,23 @@ def read_at_most(file: BinaryIO, where: str, most: int = MOST_JSON) -> bytes:
 
 
 def check_length(size: int, where: str, most: int = MOST_JSON) -> None:
-    """Refuse a file of more than ``most`` bytes.
+    """Raise if a file is longer than ``most`` bytes.
 
     Raises:
-        CheckpointError: if it has more.
+        CheckpointError: if ``size > most``.
     """
     if size > most:
         raise CheckpointError(
-            f"{where} has {size_text(size)}, and at most {size_text(most)} of such a file are read: no writer makes it "
-            "so long. Use another checkpoint."
+            f"{where} has {size_text(size)}, and at most {size_text(most)} of such a file are read. Use another "
+            "checkpoint."
         )
 
 
 class Limited:
-    """A file of which all readings together take at most so many bytes, however many it says that it has.
+    """A seekable file of which at most ``most`` bytes are read in total, whatever size it claims.
 
     Args:
-        file: can seek.
+        file: must be seekable.
         most: bytes.
     """
 
@@ -147,13 +144,13 @@ class Limited:
         self.seekable: Callable[[], bool] = file.seekable
 
     def read(self, size: int = -1) -> bytes:
-        """Read ``size`` bytes, or those that are left."""
+        """Read ``size`` bytes, or all that remain."""
         if size > self._left:
             self._refuse()
         return self._counted(self._file.read(size if size >= 0 else self._left + 1))
 
     def readline(self) -> bytes:
-        """Read to the end of a line."""
+        """Read up to and including the next line break."""
         return self._counted(self._file.readline(self._left + 1))
 
     def _counted(self, data: bytes) -> bytes:
@@ -163,22 +160,22 @@ class Limited:
         return data
 
     def _refuse(self) -> NoReturn:
-        raise ContentError("what describes its contents is longer than any writer makes it")
+        raise ContentError("its metadata is longer than any writer makes it")
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
 
 def parse_json(data: bytes, most: int = MOST_JSON, deepest: int = DEPTH) -> Any:
-    """The value of a JSON document.
+    """Return the value of a JSON document.
 
     Args:
         data: UTF-8.
-        most: bytes that it may have.
-        deepest: containers within each other that it may have.
+        most: largest size in bytes.
+        deepest: most levels of nested containers.
 
     Raises:
-        ContentError: if it is none, says something twice, or is longer or deeper.
+        ContentError: if it is not JSON, repeats a key, or is too long or too deep.
     """
     _check_bounds(data, most, deepest)
     try:
@@ -186,14 +183,14 @@ def parse_json(data: bytes, most: int = MOST_JSON, deepest: int = DEPTH) -> Any:
     except ContentError:
         raise
     except ValueError as error:
-        raise ContentError(f"it is no JSON ({type(error).__name__}: {error})") from None
+        raise ContentError(f"it is not JSON ({type(error).__name__}: {error})") from None
 
 
 def json_bytes(value: Any, where: str) -> bytes:
-    """``value`` as JSON that :func:`parse_json` reads.
+    """Return ``value`` as JSON that :func:`parse_json` accepts.
 
     Raises:
-        CheckpointError: if it has no form in JSON, or readers would refuse it.
+        CheckpointError: if it has no JSON form, or exceeds the limits of readers.
     """
     try:
         data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
@@ -209,12 +206,12 @@ def json_bytes(value: Any, where: str) -> bytes:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ContentError("it says something twice")
+        raise ContentError("it repeats a key")
     return content
 
 
 def _check_bounds(data: bytes, most: int, deepest: int) -> None:
-    """Refuse a text that is too long or too deep before Python's parser, which recurses, sees it."""
+    """Raise for text that is too long or too deep before Python's recursive parser sees it."""
     if len(data) > most:
         raise ContentError(f"it has {size_text(len(data))}, and at most {size_text(most)} are read")
     brackets = _STRING.sub(b"", data).translate(_ONE_KIND, _NO_BRACKETS)
@@ -230,35 +227,35 @@ def _check_bounds(data: bytes, most: int, deepest: int) -> None:
 
 
 def natural(value: object) -> int:
-    """``value``, which must be a whole number from 0 to 2^63 - 1.
+    """Return ``value`` if it is an integer from 0 to 2^63 - 1.
 
     Raises:
-        ContentError: if it is not.
+        ContentError: otherwise.
     """
     if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ContentError(f"{shortened(repr(value))} is no number of elements, bytes, files or ranks")
+        raise ContentError(f"{shortened(repr(value))} is not a count of elements, bytes, files or ranks")
     return value
 
 
 def naturals(values: object) -> tuple[int, ...]:
-    """A list of them: offsets, sizes, or where a box ends.
+    """Return a list of natural numbers (offsets or sizes) as a tuple.
 
     Raises:
-        ContentError: if it is none, or longer than a tensor may have dims.
+        ContentError: if it is not such a list, or longer than a tensor may have dims.
     """
     if not isinstance(values, list | tuple) or len(values) > _DIMENSIONS:
-        raise ContentError(f"{shortened(repr(values))} are no offsets or sizes")
+        raise ContentError(f"{shortened(repr(values))} are not offsets or sizes")
     return tuple(natural(value) for value in values)
 
 
 def shape_of(values: object) -> tuple[int, ...]:
-    """A shape that torch can compute with.
+    """Return a shape that torch can compute with.
 
     Raises:
-        ContentError: if it is none.
+        ContentError: if it is not one.
     """
     shape = naturals(values)
-    # Dims beside a 0 are bounded too: torch computes strides from them.
+    # The other dims of an empty tensor are bounded too: torch computes strides from them.
     if math.prod(length or 1 for length in shape) >= 1 << 60:
-        raise ContentError(f"{shape} is no shape of a tensor")
+        raise ContentError(f"{shape} is not a valid tensor shape")
     return shape

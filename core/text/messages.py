@@ -1,6 +1,6 @@
-"""Messages between processes: authenticated before they are parsed, and bounded in length and nesting.
+"""Messages between processes: authenticated before parsing, bounded in length and nesting.
 
-JSON of plain values alone, so nothing that is received runs code.
+JSON of plain values only, so a received message cannot run code.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from trainwright.core.text.bounded import ContentError, parse_json
 
 RUN_TOKEN = "TRAINWRIGHT_RUN_TOKEN"  # noqa: S105 - a name
-"""Variable with a secret of the run, which its launcher gives to all ranks."""
+"""Environment variable with the secret of a run, which its launcher sets for all ranks."""
 LONGEST = 1 << 20
-"""Bytes of a message."""
+"""Largest message, in bytes."""
 
 
 def run_token() -> str:
-    """Return the secret that the ranks of this run share; empty where nobody has given them one."""
+    """Return the secret shared by the ranks of this run; empty if none is set."""
     return os.environ.get(RUN_TOKEN, "")
 
 
 def token_environment() -> dict[str, str]:
-    """Return the variable with the secret for ranks that this process starts: the one that it has, or a new one."""
+    """Return the variable with the secret for child ranks: this process's secret, or a new one."""
     return {RUN_TOKEN: run_token() or _new_token()}
 
 
@@ -36,15 +36,15 @@ def _new_token() -> str:
 
 
 def proof_of(token: str, text: str) -> int:
-    """Return 48 bits that only who knows ``token`` can compute for ``text``, for messages that are numbers."""
+    """Return a 48-bit message authentication code of ``text`` under ``token``, for messages that are numbers."""
     return int.from_bytes(hmac.digest(token.encode(), text.encode(), "sha256")[:6], "big")
 
 
 def seal(token: str, message: Any) -> bytes:
-    """Return a line: HMAC-SHA256 of the message under ``token`` (hexadecimal), a space, the message as JSON.
+    """Return a line of HMAC-SHA256 under ``token`` (hexadecimal), a space and the message as JSON.
 
     Args:
-        token: secret that both ends know; it is not sent.
+        token: secret shared by both ends; not sent.
         message: plain values.
     """
     text = json.dumps(message).encode()
@@ -55,12 +55,12 @@ def unseal(token: str, line: bytes, longest: int = LONGEST) -> Any:
     """Return the message of a line of :func:`seal`, with or without its line break.
 
     Args:
-        token: that the line must have been sealed with; checked in constant time before anything is parsed.
-        line: as it was received.
-        longest: bytes that it may have.
+        token: of the sender; compared in constant time before anything is parsed.
+        line: as received.
+        longest: largest message, in bytes.
 
     Raises:
-        ContentError: if the line was sealed with another token, or is not such a line.
+        ContentError: if the line was sealed with another token, or is malformed.
     """
     proof, _, text = line.rstrip(b"\r\n").partition(b" ")
     if not hmac.compare_digest(proof, _proof(token, text)):

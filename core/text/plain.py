@@ -1,4 +1,4 @@
-"""Plain values, as `dataclasses.asdict` and JSON leave them, and dataclasses from these."""
+"""Plain values, as ``dataclasses.asdict`` and JSON produce them, and dataclasses rebuilt from these."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +12,15 @@ _fields: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def rebuilt(kind: Any, plain: Any) -> Any:
-    """Return a value of an annotated type from plain values; nothing in them can run.
+    """Return a value of an annotated type from plain values, without running code from them.
 
     Args:
-        kind: a dataclass, a tuple, list, dict or sequence of such, one of them or None, or a plain type.
-        plain: what `asdict` and JSON made of it.
+        kind: a dataclass, a tuple, list, dict or sequence of them, one of them or None, or a plain type.
+        plain: the output of ``asdict`` and JSON.
 
     Raises:
         TypeError: if a field is missing.
-        KeyError: if there is one that the dataclass does not have.
+        KeyError: if there is an unknown field.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if plain is None:
@@ -35,13 +35,13 @@ def rebuilt(kind: Any, plain: Any) -> Any:
         return tuple(rebuilt(*pair) for pair in zip(each, plain, strict=False))
     if origin in (list, Sequence):
         return [rebuilt(inner[0], value) for value in plain]
-    if origin is dict:  # whose keys are text in JSON
+    if origin is dict:  # JSON keys are strings
         return {inner[0](key): rebuilt(inner[1], value) for key, value in plain.items()}
     return plain
 
 
 def finite(value: Any) -> Any:
-    """Return plain values without NaN and infinity, which JSON does not know: texts in their place."""
+    """Return plain values with NaN and infinities replaced by strings, since JSON lacks them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -52,7 +52,7 @@ def finite(value: Any) -> Any:
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Return the lines of a table whose columns are as wide as they need; ``align`` has a < or > for each."""
+    """Return the lines of a table with columns as wide as needed; ``align`` has a < or > for each."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  " + "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, align, widths, strict=True)).rstrip()

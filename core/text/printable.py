@@ -1,11 +1,11 @@
-"""Text that others wrote, as a terminal or a page may show it."""
+"""Sanitizing of untrusted text for terminals and HTML pages."""
 
 from __future__ import annotations
 
 import re
 
 _MOST = 500
-# Whole sequences first, so that nothing of them is left as text; then every character that is not seen as one.
+# Whole escape sequences first, so that their text goes with them; then single invisible characters.
 _SEQUENCES = re.compile(
     "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
     "|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\\\|\x9c)"  # OSC, DCS, ...: titles, links
@@ -18,15 +18,15 @@ _UNSEEN = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without what steers a terminal, hides or reorders letters; ends of lines and tabs stay."""
+    """Return ``text`` without escape sequences and invisible or reordering characters; line breaks and tabs stay."""
     return _UNSEEN.sub("", _SEQUENCES.sub("", text))
 
 
 def one_line(text: str) -> str:
-    """Return the printable text in one line."""
+    """Return the printable text on one line."""
     return " ".join(printable(text).split())
 
 
 def shortened(text: str) -> str:
-    """Return at most 500 letters of ``text``, and how many there were."""
+    """Return at most 500 characters of ``text``, followed by its length if it was cut."""
     return text if len(text) <= _MOST else f"{text[:_MOST]}... ({len(text)} characters)"

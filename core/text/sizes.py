@@ -1,4 +1,4 @@
-"""Sizes in bytes, for people. It stands here because every other package may import this one."""
+"""Human-readable byte sizes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(count: float, digits: int = 1) -> str:
-    """Bytes with the largest unit of which there is one at least, up to TiB.
+    """Return a byte count in the largest unit in which it is at least 1, up to TiB.
 
     Args:
-        count: of bytes.
-        digits: behind the point, unless the unit is the byte.
+        count: bytes.
+        digits: decimals, except for plain bytes.
 
     >>> size_text(1536), size_text(1536, digits=2), size_text(12)
     ('1.5 KiB', '1.50 KiB', '12 B')

@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.core.processes.scratch import scratch
-from trainwright.core.run.interrupt import HeldSignals
+from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.core.run.run_directory import write_config_file
 from trainwright.launch.local.attempt import Attempt
 from trainwright.launch.local.attempts import AttemptedRun
@@ -40,7 +40,7 @@ def launch_local(cfg: DictConfig, verb: str, *, is_written: bool = True) -> dict
         Interrupted: if this process was interrupted; all ranks have exited.
     """
     start_forkserver()
-    with HeldSignals(handled_signals(cfg)):
+    with DeferredSignals(handled_signals(cfg)):
         log = RestartLog(Path(cfg.run_dir))
         sizes = None if cfg.launch.min_devices is None else Shrinking(cfg, verb, log)
         return AttemptedRun(cfg, verb, LocalAttempts(verb, is_written, sizes), log, sizes).run()

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.config.references import settled
-from trainwright.core.failures.records import Beginning, read_beginning, read_steps
+from trainwright.core.failures.records import AttemptStart, read_attempt_start, read_steps
 from trainwright.core.layout import Layout
 from trainwright.launch.members.mailbox import NOW, Announcement, LeaveReport, records_of
 from trainwright.launch.members.members import Members
@@ -274,10 +274,10 @@ class Generations:
             old.close()
 
 
-def first_beginning(records: Path) -> Beginning | None:
+def first_beginning(records: Path) -> AttemptStart | None:
     """Return the start of training of the first generation; None before it.
 
     Args:
         records: the folder for the records of members.
     """
-    return read_beginning(records_of(records, 0))
+    return read_attempt_start(records_of(records, 0))

@@ -26,8 +26,7 @@ from trainwright.launch.ranks.output import Output
 
 if TYPE_CHECKING:
     from trainwright.callbacks.end.regrouping import Regrouping
-    from trainwright.checkpoint.memory.held import HeldState
-    from trainwright.checkpoint.memory.snapshots import Snapshots
+    from trainwright.checkpoint.memory.snapshots import Snapshot, Snapshots
 
 # Poll interval of the call to leave, for members blocked in an NCCL collective, which nothing interrupts.
 _POLL_SECONDS = 0.5
@@ -151,9 +150,9 @@ class Member:
         assert self._snapshots is not None
         return Regrouping(self._snapshots, cfg.launch.mtbf, must_leave, record.write)
 
-    def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
+    def _state(self, announcement: Announcement, rank: int) -> Snapshot | None:
         """Return the state to continue from: this member's own snapshot, or one received from another member."""
-        from trainwright.checkpoint.memory.handing_over import receive, send
+        from trainwright.checkpoint.memory.transfer import receive, send
         from trainwright.strategies.contract.groups import destroy_groups
 
         assert self._snapshots is not None

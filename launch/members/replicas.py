@@ -13,8 +13,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trainwright.core.failures.failure import RankError, ends, first_failure
-from trainwright.core.failures.records import Beginning, read_result
+from trainwright.core.failures.failure import RankError, end_summaries, first_failure
+from trainwright.core.failures.records import AttemptStart, read_result
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.local.attempt import forward_signal
 from trainwright.launch.members.generations import EndedGeneration, Generations, first_beginning
@@ -82,7 +82,7 @@ class MemberExits:
         """Return a line for each of those that ended without being asked to."""
         gone = {rank: member for rank, member in enumerate(self._generations.now.members) if member in members}
         codes = {rank: exit_codes[member] for rank, member in gone.items() if member in exit_codes}
-        return ends(self._generations.folder, codes)
+        return end_summaries(self._generations.folder, codes)
 
 
 # Seconds between two reads of the mailbox; exits of processes are noticed at once.
@@ -127,7 +127,7 @@ class ReplicaAttempt(RankAttempt):
         self._setback: AttemptFailure | None = None
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> AttemptStart | None:
         """The start of training; None before it."""
         return first_beginning(self.records)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.failures.records import Beginning, read_beginning, read_result, read_steps
+from trainwright.core.failures.records import AttemptStart, read_attempt_start, read_result, read_steps
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.outcome.interruption import handled_signals, interruption_in
 from trainwright.launch.recovery.restarts import AttemptFailure, attempt_failure
@@ -65,9 +65,9 @@ class RankAttempt(ABC):
         """
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> AttemptStart | None:
         """The start of training; None before it."""
-        return read_beginning(self.records)
+        return read_attempt_start(self.records)
 
     def setback(self, failure: RankError) -> AttemptFailure:
         """Return a failure of this attempt in the terms of the policy."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 
-from trainwright.core.failures.records import Beginning, StepRecord, write_beginning
+from trainwright.core.failures.records import AttemptStart, StepRecord, write_attempt_start
 from trainwright.core.run.phases import DATA
 from trainwright.trainer.trainer import Trainer
 
@@ -25,7 +25,7 @@ class BeginningReport(Callback):
         """Write it on rank 0."""
         assert isinstance(trainer, Trainer)
         if trainer.is_global_zero:
-            write_beginning(self._folder, _beginning(trainer))
+            write_attempt_start(self._folder, _beginning(trainer))
 
 
 class ProgressReport(BeginningReport):
@@ -58,6 +58,6 @@ class ProgressReport(BeginningReport):
         self._stop()
 
 
-def _beginning(trainer: Trainer) -> Beginning:
+def _beginning(trainer: Trainer) -> AttemptStart:
     batch = trainer.global_batch
-    return Beginning(trainer.global_step, None if batch is None else batch.size)
+    return AttemptStart(trainer.global_step, None if batch is None else batch.size)

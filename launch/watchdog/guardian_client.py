@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.launch.watchdog.limits import HangLimits
 
 _SECONDS_TO_END = 5.0
@@ -69,7 +69,7 @@ def agree(trainer: Trainer, places: list[dict[str, Any]] | None) -> dict[str, An
         places: of the ranks of this machine on local rank 0; ``None`` on the others.
     """
     own = None if places is None else (trainer.node_rank, places)  # one rank per machine contributes
-    gathered = [own] if trainer.world_size == 1 else of_all_ranks(own, device=trainer.strategy.root_device)
+    gathered = [own] if trainer.world_size == 1 else all_gather_values(own, device=trainer.strategy.root_device)
     of_nodes = dict(found for found in gathered if found is not None)
     place: dict[str, Any] = of_nodes[trainer.node_rank][trainer.local_rank]
     return place

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.config.options import refuse
 from trainwright.strategies.averaging.advised import Averaged, Links
@@ -88,7 +88,7 @@ class Averaging:
         """
         return NOTHING_KEPT
 
-    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+    def keep_back(self, state: RunState | SnapshotReader, of_run: Mapping[str, Any]) -> None:
         """Take over what was kept back by the run that saved ``state``. A collective."""
         drop_kept_back(of_run)
 
@@ -263,7 +263,7 @@ class ReplicaAveraging(Averaging):
         """See :meth:`Averaging.kept_back`."""
         return self._after.kept_back(complete)
 
-    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+    def keep_back(self, state: RunState | SnapshotReader, of_run: Mapping[str, Any]) -> None:
         """See :meth:`Averaging.keep_back`."""
         self._after.keep_back(state, of_run)
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
@@ -148,7 +148,7 @@ class CompressedAverage:
         """Of what is kept back: what else it may not be mixed with."""
         return GRADIENTS if self._adam is None else self._adam.exchange.units
 
-    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+    def keep_back(self, state: RunState | SnapshotReader, of_run: Mapping[str, Any]) -> None:
         """See :meth:`~trainwright.strategies.averaging.averaged.Averaging.keep_back`. A collective."""
         average, saved = self.replicas, of_run.get(COMPRESSION)
         if saved is None:
@@ -170,11 +170,11 @@ class CompressedAverage:
         if saved["kinds"]:
             rank_zero_info(f"compression={name}: {said}")
 
-    def _put_back(self, state: RunState | HeldSource, was: Layout, kinds: Sequence[str]) -> str:
+    def _put_back(self, state: RunState | SnapshotReader, was: Layout, kinds: Sequence[str]) -> str:
         """Take over what a state holds of what was kept back; returns what to say of it."""
         layout = self._strategy.layout
         as_it_was = "each rank goes on with what it had kept back."
-        if isinstance(state, HeldSource):
+        if isinstance(state, SnapshotReader):
             if is_handed_over(state):
                 return "a replica that joins has kept back nothing yet."
             rank = rank_of(state)
@@ -195,13 +195,19 @@ class CompressedAverage:
             f"{layout.replicate} goes on with its mean, and what is remembered of buckets begins anew."
         )
 
-    def _put_back_as_it_was(self, state: RunState | HeldSource, replica: int, rank: int, kinds: Sequence[str]) -> None:
+    def _put_back_as_it_was(
+        self, state: RunState | SnapshotReader, replica: int, rank: int, kinds: Sequence[str]
+    ) -> None:
         for kind in kinds:
             self.replicas.keep_back(kind, self._read(state, replica, kind))
         self.replicas.put_back_of_buckets(of_rank(state, rank, OF_REPLICA))
 
     def _put_back_folded(
-        self, state: RunState | HeldSource, replicas: Iterable[int], kinds: Sequence[str], weights: tuple[float, float]
+        self,
+        state: RunState | SnapshotReader,
+        replicas: Iterable[int],
+        kinds: Sequence[str],
+        weights: tuple[float, float],
     ) -> None:
         """Sum up what replicas had kept back, so that the mean over the new ones is what it was over the old ones."""
         folded: dict[str, Tensor] = {}
@@ -212,7 +218,7 @@ class CompressedAverage:
                     folded[name] = folded[name].add_(value, alpha=weight) if name in folded else value * weight
         self.replicas.keep_back(RESIDUAL, folded)
 
-    def _read(self, state: RunState | HeldSource, replica: int, kind: str) -> dict[str, Tensor]:
+    def _read(self, state: RunState | SnapshotReader, replica: int, kind: str) -> dict[str, Tensor]:
         """This rank's part of what a replica had kept back, by name."""
         known = state.keys()
         boxes, stored, values = {}, {}, {}

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.exchange.distinct import from_rank
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.exchange.distinct import broadcast_value
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState, holds_run_state
 from trainwright.checkpoint.store.storage import Folder, remove
 from trainwright.checkpoint.write.save import Content
@@ -195,7 +195,7 @@ class LayoutStrategy(Strategy):
         Raises:
             CheckpointError: on every rank, for other objects, whose pickles could execute code.
         """
-        return from_rank(obj, src, device=self.root_device) if dist.is_initialized() else obj
+        return broadcast_value(obj, src, device=self.root_device) if dist.is_initialized() else obj
 
     if TYPE_CHECKING:
 
@@ -416,26 +416,26 @@ class LayoutStrategy(Strategy):
         later, by shard, unless ``on_load_checkpoint`` is overridden, which may read them.
 
         Args:
-            checkpoint_path: folder or file, or this rank's :class:`~trainwright.checkpoint.memory.held.HeldState`.
+            checkpoint_path: folder or file, or this rank's :class:`~trainwright.checkpoint.memory.snapshots.Snapshot`.
             weights_only: of a file; only ``False`` allows it to execute code.
 
         Raises:
             CheckpointError: on every rank, if it is invalid.
         """
-        if isinstance(checkpoint_path, HeldState):
+        if isinstance(checkpoint_path, Snapshot):
             return self._opened(self._open_held(checkpoint_path))
         path = str(checkpoint_path)
         if not self.state.any_rank(holds_run_state(path)):
             if self._own_io:
                 return super().load_checkpoint(checkpoint_path, weights_only)
-            return load_ordinary(path, trust=weights_only is False)
+            return load_pickled(path, trust=weights_only is False)
         return self._opened(self.state.open(path))
 
-    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+    def _opened(self, state: RunState | SnapshotReader) -> dict[str, Any]:
         self.replicas.opened(state)
         return self.state.opened(state)
 
-    def _open_held(self, held: HeldState) -> HeldSource:
+    def _open_held(self, held: Snapshot) -> SnapshotReader:
         return self.state.open_held(held)
 
     def _knows_left_behind(self, of: str) -> bool:

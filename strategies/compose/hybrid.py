@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.core.config.options import refuse
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
@@ -386,7 +386,7 @@ class HybridStrategy(ZeroStrategy):
         first = self.ranks.source(src)
         if self.ranks.active_group is None:
             return super().broadcast(obj, first)
-        return from_rank(obj, src, self.ranks.active_group, self.root_device)
+        return broadcast_value(obj, src, self.ranks.active_group, self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any) decided so."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.layout import Layout
@@ -164,7 +164,7 @@ class Replicas(Part):
         """Return whether it can load the extra state that strategy ``of`` saved."""
         return False
 
-    def opened(self, state: RunState | HeldSource) -> None:
+    def opened(self, state: RunState | SnapshotReader) -> None:
         """Handle the state that the run resumes from."""
 
     def restore(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.torch_internals import _get_default_group, _NormBase
 
 # Bucket size of a coalesced broadcast.
@@ -60,7 +60,7 @@ def refuse_different_models(module: nn.Module, device: torch.device) -> None:
     greatest, least = extremes.tolist()
     if greatest == -least:
         return
-    found: list[Forms] = of_all_ranks(forms, device=device)
+    found: list[Forms] = all_gather_values(forms, device=device)
     others = [rank for rank, each in enumerate(found) if each != found[0]]
     raise ValueError(
         f"Rank(s) {', '.join(map(str, others))} have a different model than rank 0: rank 0 has "

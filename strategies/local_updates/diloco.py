@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
@@ -222,7 +222,7 @@ class OuterReplicas(LocalReplicas):
         self._launched = {}
         self._begin()
 
-    def _restore_common(self, source: RunState | HeldSource, told: Mapping[str, Any]) -> list[str]:
+    def _restore_common(self, source: RunState | SnapshotReader, told: Mapping[str, Any]) -> list[str]:
         if not told.get("has_outer"):
             return []
         lost = []

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 
 Alike = Callable[[str], str]
 """From a name to what says with which others it may share a bucket.
@@ -125,7 +125,7 @@ class ReplicaMean:
         """Those of ``names`` that every replica has, in order. A collective."""
         if self.group is None:
             return list(names)
-        everyone: list[list[str]] = of_all_ranks(list(names), self.group, self.device)
+        everyone: list[list[str]] = all_gather_values(list(names), self.group, self.device)
         shared = set.intersection(*map(set, everyone))
         return [name for name in names if name in shared]
 

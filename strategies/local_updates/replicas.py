@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.handing_over import HANDED_OVER
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
+from trainwright.checkpoint.memory.transfer import TRANSFERRED
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
@@ -81,7 +81,7 @@ class LocalReplicas(Replicas):
         self._mean: ReplicaMean | None = None
         self._is_alike = True
         self._aside: dict[str, Tensor] | None = None
-        self._source: RunState | HeldSource | None = None
+        self._source: RunState | SnapshotReader | None = None
 
     def boxes(self, boxes: dict[str, TensorParts]) -> dict[str, TensorParts]:
         """See the base class; keys tell the replica, for only its ranks hold the same between two synchronisations."""
@@ -321,7 +321,7 @@ class LocalReplicas(Replicas):
         """See the base class."""
         return of == _OWN
 
-    def opened(self, state: RunState | HeldSource) -> None:
+    def opened(self, state: RunState | SnapshotReader) -> None:
         """See the base class."""
         self._source = state if self._strategy.state.is_fitting() else None
 
@@ -338,8 +338,8 @@ class LocalReplicas(Replicas):
             return
         lost = self._restore_common(source, told)
         lost += self._restore_own(source, Layout(**of_run["layout"]))
-        if isinstance(source, HeldSource):
-            if source.about.get(HANDED_OVER):
+        if isinstance(source, SnapshotReader):
+            if source.about.get(TRANSFERRED):
                 self._begin_from_common()
         elif lost:
             rank_zero_warn(f"{source.path} was written with strategy={told['strategy']}: {'; '.join(lost)}.")
@@ -348,17 +348,17 @@ class LocalReplicas(Replicas):
     def _begin_anew(self) -> None:
         """Forget what was remembered of synchronisations; the weights that are loaded are those of all replicas."""
 
-    def _restore_common(self, source: RunState | HeldSource, told: Mapping[str, Any]) -> list[str]:
+    def _restore_common(self, source: RunState | SnapshotReader, told: Mapping[str, Any]) -> list[str]:
         """Read what all replicas have in common; what of it is not taken, in words."""
         return ["the state of its outer optimizer is left out"] if told.get("has_outer") else []
 
     def _begin_from_common(self) -> None:
         """The state is that of another replica, which goes on from it: begin apart from it, where that is possible."""
 
-    def _restore_own(self, source: RunState | HeldSource, saved: Layout) -> list[str]:
+    def _restore_own(self, source: RunState | SnapshotReader, saved: Layout) -> list[str]:
         """Read what this rank had of its own; what of it is not taken, in words."""
-        if isinstance(source, HeldSource):
-            if not source.about.get(HANDED_OVER):
+        if isinstance(source, SnapshotReader):
+            if not source.about.get(TRANSFERRED):
                 read_inner(source, inner_keys(source, None), self._remembered())
             return []
         strategy = self._strategy

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainwright.core.run.peers import EndNotice, HeardNotice, Peers, Service
+from trainwright.core.run.peers import EndNotice, Peers, ReceivedNotice, Service
 from trainwright.strategies.base.measures import HeldBytes, Measures
 from trainwright.strategies.contract.same_model import average_buffers
 
@@ -44,9 +44,9 @@ class Workers(Peers):
             self._strategy.client.notice = notice
 
     @property
-    def heard_of_end(self) -> HeardNotice | None:
+    def heard_of_end(self) -> ReceivedNotice | None:
         """See the base class."""
-        heard: HeardNotice | None = None if self._strategy.client is None else self._strategy.client.heard
+        heard: ReceivedNotice | None = None if self._strategy.client is None else self._strategy.client.heard
         return heard
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from trainwright.checkpoint.exchange.groups import default_store
-from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.lightning_internals import _MockOptimizer
@@ -256,7 +256,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._go_on_from_servers(served)
             return
         plan = self._plan(served)
-        refuse_other_optimizers(self.state.of_all_ranks(plan.digest))
+        refuse_other_optimizers(self.state.all_gather_values(plan.digest))
         if self.world_size > 1:
             say_what_varies(self.lightning_module)
         meeting = self._meeting()
@@ -317,11 +317,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     # ---- workers that come again ------------------------------------------------------------------------------------
 
-    def _open_held(self, held: HeldState) -> HeldSource:
+    def _open_held(self, held: Snapshot) -> SnapshotReader:
         # One that joins goes on from what the first rank offers now, not from what it was started with.
         return super()._open_held(self._join() if self.traits.joins and self._client is None else held)
 
-    def _join(self) -> HeldState:
+    def _join(self) -> Snapshot:
         """Link this worker to the servers and take the state of the run."""
         assert self._served is not None
         self._store = run_store()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.pipeline import micro_batches as batches
@@ -280,7 +280,7 @@ class PipelineEngine:
         survey.finish()
         problems += survey.problems
         told = survey.needs, survey.mutated, problems, error is None, survey.draws
-        found = of_all_ranks(told, self._group, self._device)
+        found = all_gather_values(told, self._group, self._device)
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]
@@ -456,7 +456,7 @@ class _Step(NamedTuple):
 
 def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:
     """A text that the ranks of the group share and no other group has."""
-    return f"trainwright/pipeline/{from_rank(uuid.uuid4().hex, 0, group, device)}"
+    return f"trainwright/pipeline/{broadcast_value(uuid.uuid4().hex, 0, group, device)}"
 
 
 def _greet_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:

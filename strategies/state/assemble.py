@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.state.wholes import register_splitting, whole_on_device
 
@@ -95,7 +95,7 @@ class Assembly:
             assert value is not None
             return value
         form = None if value is None else (tuple(value.shape), value.dtype)
-        shape, dtype = from_rank(form, owner, self.pipeline, self.device)
+        shape, dtype = broadcast_value(form, owner, self.pipeline, self.device)
         buffer = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value.to(self.device)
         buffer = buffer.contiguous()
         dist.broadcast(buffer, group=self.pipeline, group_src=owner)
@@ -177,7 +177,7 @@ class Assembly:
         """Return the value of each rank of the pipeline, in order. A collective of the pipeline."""
         if self.pipeline is None:
             return [value]
-        return of_all_ranks(value, self.pipeline, self.device)
+        return all_gather_values(value, self.pipeline, self.device)
 
     # ---- whole to parts -------------------------------------------------------------------------------------------
 

@@ -19,20 +19,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from trainwright.checkpoint.exchange.distinct import any_of_ranks, of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, any_of_ranks, problems_of_ranks
 from trainwright.checkpoint.exchange.groups import WorldGroup
 from trainwright.checkpoint.foreign.hugging_face import (
     adapter_tensors,
     hugging_face_facts,
     peft_facts,
-    refuse_late_weights,
+    refuse_weights_under_adapters,
 )
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.format.manifest import read_manifest, verify
 from trainwright.checkpoint.format.names import match_names, tied_names
 from trainwright.checkpoint.format.source import TensorSource
-from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState, SavedWeights, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.store.paths import normal_path
 from trainwright.checkpoint.write.save import Content, write
@@ -58,7 +58,7 @@ class _Averaging(Protocol):
 
     def kept_back(self, complete: bool) -> KeptBack: ...
 
-    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None: ...
+    def keep_back(self, state: RunState | SnapshotReader, of_run: Mapping[str, Any]) -> None: ...
 
 
 class _Certificate(Protocol):
@@ -126,7 +126,7 @@ class RunStates:
         self.pending: dict[str, Tensor] | None = None
         self._previously_trained: set[str] = set()
         self.resumed_certificate = ""  # key of the resumed run's certificate
-        self._pending_kept_back: tuple[RunState | HeldSource, Mapping[str, Any]] | None = None
+        self._pending_kept_back: tuple[RunState | SnapshotReader, Mapping[str, Any]] | None = None
 
     def group(self) -> dist.ProcessGroup | None:
         """Return a gloo group of all ranks for checkpointing; ``None`` for one rank. The first call is a collective.
@@ -151,7 +151,7 @@ class RunStates:
             checkpoint: Lightning's checkpoint dict, from ``dump_checkpoint`` of its connector.
             complete: include this rank's copies of what another rank would write for all (buffers, tensors in callback
                 states), so that it can resume from its own part alone: for
-                :class:`~trainwright.checkpoint.memory.held.HeldState`, not for files.
+                :class:`~trainwright.checkpoint.memory.snapshots.Snapshot`, not for files.
         """
         own = self._strategy
         collector = Collector(own.lightning_module, own.placement, own._name_of(), own._state_owners, complete)
@@ -177,7 +177,7 @@ class RunStates:
             return {}
         writes = self._strategy.placement.writes
         mine = {name: (rank_state.digest_of(buffer), writes(name, False)) for name, buffer in buffers.items()}
-        found = self.of_all_ranks(mine)
+        found = self.all_gather_values(mine)
         written = {name: digest for rank in found for name, (digest, is_written) in rank.items() if is_written}
         return {f"{BUFFERS}{name}": buffer for name, buffer in buffers.items() if mine[name][0] != written[name]}
 
@@ -221,7 +221,7 @@ class RunStates:
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 
-    def opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+    def opened(self, state: RunState | SnapshotReader) -> dict[str, Any]:
         """Return Lightning's checkpoint dict; large parts stay unread, since they may not fit into memory."""
         checkpoint = dict(state.tree)
         of_run = checkpoint.pop(OF_RUN, None)
@@ -240,16 +240,16 @@ class RunStates:
         lazy = (OPTIMIZERS,) if self._has_load_hooks() else (OPTIMIZERS, WEIGHTS)
         return {key: value if key in lazy else materialised(value) for key, value in checkpoint.items()}
 
-    def open_held(self, held: HeldState) -> HeldSource:
+    def open_held(self, held: Snapshot) -> SnapshotReader:
         """Open an in-memory state, joined with other ranks' parts if a hook needs whole tensors."""
-        state = HeldSource(held)
+        state = SnapshotReader(held)
         if self._strategy.layout.world_size == self._strategy.layout.replicate:
             return state  # every rank holds everything
         wants_wholes = self._has_load_hooks() or any(
             key.startswith(OF_CALLBACKS) and not state.is_whole(key)
             for key in state.keys()  # noqa: SIM118
         )
-        return state.joined(self.of_all_ranks(state.parts())) if self.any_rank(wants_wholes) else state
+        return state.joined(self.all_gather_values(state.parts())) if self.any_rank(wants_wholes) else state
 
     def open(self, path: str) -> RunState:
         """Open a run state; ranks share the verification. A collective.
@@ -279,12 +279,12 @@ class RunStates:
         assert manifest is not None
         return RunState(path, manifest)
 
-    def of_all_ranks(self, value: Any) -> list[Any]:
+    def all_gather_values(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order. A collective."""
         group = self.group()
         if group is None:
             return [value]
-        return of_all_ranks(value, group)
+        return all_gather_values(value, group)
 
     def any_rank(self, value: bool) -> bool:
         """Return whether ``value`` is true on any rank. A collective of one number."""
@@ -427,7 +427,7 @@ class RunStates:
             options: Any = {"strict": strict, "where": where, "say": rank_zero_warn}
             names = match_names(shapes, source, tied=tied, adapters=adapters, **options)
             if any(name not in names for name in adapters):
-                refuse_late_weights(module, where)
+                refuse_weights_under_adapters(module, where)
             # match_names reports unmatched tensors; a module's extra state is no tensor.
             expected = [*names, *(key for key in expected if key not in shapes)]
         state = {name: StoredTensor(source, key) for name, key in names.items()}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format import directory
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.format.tree import encode, encode_what_can_be, reference
+from trainwright.checkpoint.format.tree import encode, encode_supported, reference
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import StateOwners
 from trainwright.strategies.state.placement import Placement, boxes_of
@@ -127,7 +127,7 @@ class Collector:
         return first if same else name
 
     def _hyper_parameters(self, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        tree, left_out = encode_what_can_be(values, self._put, section)
+        tree, left_out = encode_supported(values, self._put, section)
         if left_out:
             rank_zero_warn(
                 f"The hyper-parameters {', '.join(left_out)} are left out of checkpoints, which hold plain values "

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from trainwright.checkpoint.format.directory import OF_RANK
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.handing_over import HANDED_OVER
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
+from trainwright.checkpoint.memory.transfer import TRANSFERRED
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, seed_all, set_random_state
@@ -59,7 +59,7 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_rank_state(
-    state: RunState | HeldSource,
+    state: RunState | SnapshotReader,
     of_run: Mapping[str, Any],
     layout: Layout,
     rank: int,
@@ -73,7 +73,7 @@ def saved_rank_state(
         of_run: its facts about the saved run.
         layout, rank, data_rank, device: of this rank.
     """
-    if isinstance(state, HeldSource):
+    if isinstance(state, SnapshotReader):
         source, is_new = rank_of(state), is_handed_over(state)
         is_own = not is_new
     else:
@@ -87,20 +87,20 @@ def saved_rank_state(
     return _seeded(found, data_rank, device) if is_new else found
 
 
-def of_rank(state: RunState | HeldSource, rank: int, prefix: str = "") -> dict[str, Tensor]:
+def of_rank(state: RunState | SnapshotReader, rank: int, prefix: str = "") -> dict[str, Tensor]:
     """Return the per-rank state of a rank whose names start with ``prefix``, without the prefix."""
     prefix = f"{OF_RANK}{rank}/{prefix}"
     return {key.removeprefix(prefix): state.read(key) for key in state.keys_under(prefix)}
 
 
-def rank_of(state: HeldSource) -> int:
+def rank_of(state: SnapshotReader) -> int:
     """Return the rank that took the snapshot, whose number may have changed."""
     return next(int(key.split("/")[1]) for key in state.keys_under(OF_RANK))
 
 
-def is_handed_over(state: HeldSource) -> bool:
+def is_handed_over(state: SnapshotReader) -> bool:
     """Return whether another rank sent the state to this one, which joins."""
-    return bool(state.about.get(HANDED_OVER))
+    return bool(state.about.get(TRANSFERRED))
 
 
 def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:

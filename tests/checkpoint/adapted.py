@@ -1,4 +1,4 @@
-"""Checkpoints of a model of which adapters of peft are trained, written by real runs."""
+"""Checkpoints of a model with trained peft adapters, from real runs."""
 
 from typing import Any
 

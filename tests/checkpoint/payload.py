@@ -1,4 +1,4 @@
-"""Pickles that touch a file if anything in them runs, by every way in which loading a pickle runs code."""
+"""Pickles that touch a file if anything in them runs, for every way to run code from a pickle."""
 
 import copyreg
 import functools
@@ -19,7 +19,7 @@ _EXTENSION = 240
 
 
 class Call:
-    """Pickles as a call: of a function, or of what another call gives."""
+    """Pickles as a call of a function, or of the result of another call."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._function = function
@@ -29,11 +29,11 @@ class Call:
         return self._function, self._args
 
     def __call__(self) -> None:
-        """A pickler wants what is called to be callable."""
+        """The pickler requires a callable."""
 
 
 def evil(touch: Path) -> Any:
-    """What touches a file when it is unpickled, and stands where a checkpoint has a value."""
+    """Return an object that touches a file when unpickled."""
     return Call(os.system, f"touch {touch}")
 
 
@@ -47,7 +47,7 @@ def pickles(touch: Path) -> dict[str, bytes]:
 
 
 def forget_extension() -> None:
-    """Undo what one of the pickles does where it does run."""
+    """Undo the effect of one of the pickles."""
     with suppress(ValueError):
         copyreg.remove_extension("os", "system", _EXTENSION)
 

@@ -1,13 +1,18 @@
-"""Checkpoints of small Hugging Face models, written by a real run."""
+"""Checkpoints of small Hugging Face models from real runs."""
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity.harness import make_trainer
+from tests.parity.harness import QUIET, make_trainer
 from trainwright.strategies.state.wholes import gather_tree
 
 VOCABULARY, LENGTH = 40, 8
@@ -121,8 +126,43 @@ def save_cut(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def logits(network: nn.Module) -> Tensor:
-    """What a model says to a fixed text."""
+    """Return a model's logits of a fixed text."""
     tokens = torch.arange(2 * LENGTH).remainder(VOCABULARY).reshape(2, LENGTH)
     more = {"decoder_input_ids": tokens} if network.config.is_encoder_decoder else {}
     with torch.no_grad():
         return network.eval()(input_ids=tokens, **more).logits
+
+
+def saved_by_lightning(path: Path) -> str:
+    """Train three steps with Lightning's own Trainer and save."""
+    trainer = pl.Trainer(**QUIET, max_steps=3, max_epochs=-1)
+    trainer.fit(LanguageModule(), loader())
+    trainer.save_checkpoint(path)
+    return str(path)
+
+
+def resumed_by_lightning(path: str | Path, weights_only: bool | None = True, **options: Any) -> list[float]:
+    """Return the losses of three more steps of Lightning's own Trainer."""
+    losses = Losses()
+    trainer = pl.Trainer(**{**QUIET, "callbacks": [losses]}, max_steps=6, max_epochs=-1, **options)
+    trainer.fit(LanguageModule(), loader(), ckpt_path=str(path), weights_only=weights_only)
+    return losses.values
+
+
+@contextmanager
+def one_at_a_time(source: type) -> Iterator[None]:
+    """Check that at most two tensors of a source are alive: one being written while the next one is read."""
+    alive, most, original = set(), 0, source.read
+
+    def read(self: Any, *arguments: Any) -> Tensor:
+        nonlocal most
+        tensor = original(self, *arguments)
+        alive.add(id(tensor))
+        most = max(most, len(alive))
+        weakref.finalize(tensor, alive.discard, id(tensor))
+        return tensor
+
+    with mock.patch.object(source, "read", read):
+        yield
+    assert 0 < most <= 2
+    assert not alive

@@ -1,4 +1,4 @@
-"""Small checkpoints whose values follow from their step, written by threads in the place of ranks."""
+"""Small checkpoints whose values depend on their step, written by threads instead of ranks."""
 
 import json
 import os
@@ -44,12 +44,7 @@ def write(
             records = list(pool.map(lambda rank: write_tensors(members[rank], step, rank, size), range(RANKS)))
         records.append(pending.write_file("state.json", json.dumps({"step": step, "loops": [step] * 20}).encode(), 0))
         records.append(pending.write_file("tensors.json", json.dumps({"a": [size], "step": step}).encode(), 1))
-        about = {
-            "step": step,
-            "created": datetime.now(UTC).isoformat(),
-            "kind": "run state",
-            "metrics": metrics or {},
-        }
+        about = {"step": step, "created": datetime.now(UTC).isoformat(), "kind": "run state", "metrics": metrics or {}}
         if divided:
             shards, records = records[:RANKS], records[RANKS:]
             records.append(pending.write_file(LIST, list_to_bytes(shards), 0))
@@ -63,7 +58,7 @@ def write(
 
 
 def read(path: str | Path) -> int:
-    """The step of a checkpoint, every value of which is what was written."""
+    """Return the step of a checkpoint after checking every value."""
     manifest = read_manifest(path)
     problems = verify(path, manifest)
     if problems:
@@ -80,5 +75,5 @@ def read(path: str | Path) -> int:
 
 
 def hidden(folder: str | Path) -> list[str]:
-    """What is not finished in a folder."""
+    """Return unpublished entries of a folder."""
     return sorted(name for name in os.listdir(folder) if name.startswith("."))

@@ -21,7 +21,7 @@ def test_accumulation_follows():
     (8, 8, 2, "Nearest possible: global_batch_size=16. Or keep it and set micro_batch_size=1 or 2 or 4"),
     (9, 2, 2, "Nearest possible: global_batch_size=8 or 12."),
 ])  # fmt: skip
-def test_an_impossible_size_is_refused_with_the_nearest(size, micro, ranks, told):
+def test_impossible_size_suggests_the_nearest(size, micro, ranks, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         solve_accumulation(size, micro, ranks)
 
@@ -50,7 +50,7 @@ def check_dealing(samples, micro, ranks, group):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_outside_of_training_ranks_go_without_only_if_they_must(ranks):
+def test_evaluation_leaves_no_rank_without_samples(ranks):
     for samples, micro in itertools.product(SAMPLES, MICRO):
         waves = Waves(samples, micro, ranks)
         empty = [(w, r) for w in range(len(waves)) for r in range(ranks) if len(range(*waves.share(w, r))) == 0]
@@ -94,7 +94,7 @@ def check_weights(samples, micro, ranks, group, whole_step):
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("size", [5, 8, 12])
-def test_a_step_of_smaller_micro_batches_reads_its_own_samples(ranks, size):
+def test_uneven_micro_batches(ranks, size):
     for samples, micro in itertools.product(SAMPLES, MICRO):
         group = solve_accumulation(size, micro, ranks, uneven=True)
         step_samples = size if size % (micro * ranks) else 0
@@ -124,7 +124,7 @@ class _Plain(EpochOrder):
         return len(self.sampler)
 
 
-def test_a_cursor_is_counted_in_samples():
+def test_cursor_counts_samples():
     from torch.utils.data import SequentialSampler
 
     def sampler(micro: int, ranks: int) -> RankBatchSampler:

@@ -16,7 +16,7 @@ from trainwright.strategies.data.single import SingleDeviceStrategy
 from trainwright.strategies.data.zero import ZeroStrategy
 
 
-def test_the_rest_is_found():
+def test_resolve():
     assert Layout(replicate=2, shard=-1).resolve(8) == Layout(replicate=2, shard=4)
     assert Layout(replicate=2, shard=4).resolve(8).world_size == 8
     assert Layout(replicate=2, shard=4).data_ranks == 8
@@ -26,12 +26,12 @@ def test_the_rest_is_found():
     ("layout", "world_size"),
     [(Layout(replicate=3, shard=-1), 8), (Layout(replicate=2, shard=2), 8), (Layout(shard=16), 8)],
 )
-def test_a_layout_that_does_not_fit_names_what_does(layout, world_size):
+def test_invalid_layout_lists_valid_sizes(layout, world_size):
     with pytest.raises(ValueError, match=r"8 rank\(s\).*\(1, 2, 4, 8\).*strategy\.shard=-1"):
         layout.resolve(world_size)
 
 
-def test_all_problems_of_a_layout_are_told_at_once():
+def test_all_problems_of_a_layout_are_listed():
     with pytest.raises(ValueError, match=r"replicate=0 .*; shard='x' "):
         Layout(replicate=0, shard="x")
     with pytest.raises(ValueError, match="replicate and shard are all -1"):
@@ -60,7 +60,7 @@ def test_strategies_by_name(name, kind):
         assert strategy.stage == int(name[-1])
 
 
-def test_an_unknown_name_is_answered_with_the_nearest():
+def test_unknown_name_suggests_the_nearest():
     with pytest.raises(ValueError, match=r"Unknown strategy 'zeor3'\. Did you mean 'zero3'\? Available: single, ddp"):
         make_strategy("zeor3")
 
@@ -74,12 +74,12 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         ({"activation_checkpointing": "selective"}, "checkpoint_modules="),
     ],
 )
-def test_impossible_options_are_refused(options, told):
+def test_invalid_options_are_refused(options, told):
     with pytest.raises(ValueError, match=told):
         ZeroStrategy(**options)
 
 
-def test_one_device_takes_one_device():
+def test_single_device_strategy_refuses_more():
     import torch
 
     strategy = SingleDeviceStrategy()
@@ -115,7 +115,7 @@ def by_coordinates(layout, axes):
         Layout(),
     ],
 )
-def test_groups_are_those_of_the_coordinates(layout):
+def test_groups_match_coordinates(layout):
     for count in (1, 2, 3):
         for axes in combinations(AXES, count):
             groups = by_coordinates(layout, axes)
@@ -128,7 +128,7 @@ def test_groups_are_those_of_the_coordinates(layout):
     ]
 
 
-def test_a_rank_makes_its_own_group_alone_under_the_name_that_torch_gives_it(monkeypatch):
+def test_subgroups_are_created_without_other_ranks(monkeypatch):
     made = []
     new_group = dist.new_group
 

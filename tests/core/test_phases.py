@@ -1,4 +1,4 @@
-"""What the loop tells of itself."""
+"""Phases announced by the loop."""
 
 from typing import Any
 
@@ -25,27 +25,27 @@ class Small(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _told(**options: Any) -> list[str]:
+def _announced(**options: Any) -> list[str]:
     trainer = make_trainer("single", max_steps=2, **options)
-    told: list[str] = []
-    trainer.phases.listen(told.append)
+    announced: list[str] = []
+    trainer.phases.listen(announced.append)
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
     trainer.fit(Small(), loader, loader)
-    return told
+    return announced
 
 
-def test_each_phase_of_a_step_in_its_order():
-    told = _told(limit_val_batches=0)
+def test_phases_of_a_step():
+    announced = _announced(limit_val_batches=0)
     step = ["data", "hooks", "forward", "backward", "optimizer", "hooks"]
-    assert told == [*step, *step, "idle"]
-    # Validation is told where it runs.
-    told = _told(val_check_interval=2)
-    assert told.count("validation") == 1
-    assert told.index("validation") > told.index("optimizer", told.index("optimizer") + 1)
-    assert told[-1] == "idle"
+    assert announced == [*step, *step, "idle"]
+    # Validation is announced.
+    announced = _announced(val_check_interval=2)
+    assert announced.count("validation") == 1
+    assert announced.index("validation") > announced.index("optimizer", announced.index("optimizer") + 1)
+    assert announced[-1] == "idle"
 
 
-def test_a_listener_may_leave_and_others_stay():
+def test_listeners_unsubscribe():
     phases, heard = Phases(), []
     end = phases.listen(lambda phase: heard.append(("first", phase)))
     phases.listen(lambda phase: heard.append(("second", phase)))
@@ -61,6 +61,6 @@ class SavesAtTheSecondStep(Callback):
             trainer.save_checkpoint("saved.ckpt")
 
 
-def test_saving_is_told_and_what_it_interrupts_goes_on():
-    told = _told(limit_val_batches=0, callbacks=[SavesAtTheSecondStep()])
-    assert told[-4:] == ["hooks", "saving", "hooks", "idle"]
+def test_saving_interrupts_a_phase():
+    announced = _announced(limit_val_batches=0, callbacks=[SavesAtTheSecondStep()])
+    assert announced[-4:] == ["hooks", "saving", "hooks", "idle"]

@@ -1,4 +1,4 @@
-"""What the kernel tells of processes, while they end."""
+"""Kernel state of ending processes."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems t
 _PROCESSES = 50
 
 
-def test_a_process_that_ends_while_it_is_asked_for_has_no_children() -> None:
+def test_children_of_an_ending_process() -> None:
     for _ in range(_PROCESSES):
         process = subprocess.Popen(["true"])
         assert process.pid in children_of(os.getpid())

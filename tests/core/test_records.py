@@ -1,11 +1,11 @@
-"""What ranks leave behind for the launching process."""
+"""Records that ranks leave for the launching process."""
 
 from pathlib import Path
 
 from trainwright.core.failures.records import StepRecord, read_steps
 
 
-def test_steps_of_ranks_that_train(tmp_path: Path) -> None:
+def test_step_records(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == {}
     first, second = StepRecord(tmp_path, 0), StepRecord(tmp_path, 1)
     assert read_steps(tmp_path) == {}, "no rank has begun to train"

@@ -1,4 +1,4 @@
-"""The folder of temporary files, among others that processes make at the same time."""
+"""The temporary folder, with concurrent processes."""
 
 import fcntl
 import tempfile
@@ -6,7 +6,7 @@ import tempfile
 from trainwright.core.processes import scratch
 
 
-def test_a_folder_that_is_just_being_made_is_not_taken_for_abandoned(tmp_path, monkeypatch):
+def test_folder_under_construction_is_not_abandoned(tmp_path, monkeypatch):
     flock = fcntl.flock
 
     def others_first(descriptor: int, how: int) -> None:

@@ -67,7 +67,7 @@ ENDS: dict[str, tuple[str, int, str]] = {
     "no text": (
         'raise type("Odd", (ValueError,), dict(__str__=lambda self: 1 / 0))()',
         1,
-        "rank 1 of 2 failed with Odd: (its text is not known: __str__ of Odd raises ZeroDivisionError); the others",
+        "rank 1 of 2 failed with Odd: (no text: __str__ of Odd raises ZeroDivisionError); the others",
     ),
     "sys.exit(3)": ("raise SystemExit(3)", 3, "rank 1 of 2 called sys.exit(3); the others were ended"),
     "os._exit(5)": ("os._exit(5)", 5, "rank 1 of 2 ended with exit code 5; the others were ended"),

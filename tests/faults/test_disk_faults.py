@@ -259,7 +259,7 @@ def train(folder: Path, options: dict[str, Any]) -> int:
     try:
         trainer.fit(Net(), loader())
     except Exception as error:
-        Uncaught(folder.parent).tell(error)
+        Uncaught(folder.parent).report(error)
         code = REFUSED
     assert code or trainer.global_step == 3
     print(f"newest: {saver.last_model_path}")

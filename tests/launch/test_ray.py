@@ -19,7 +19,7 @@ from tests.faults.commands import Command
 from trainwright import compose
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
-from trainwright.core.run.interrupt import HeldSignals, Interrupted
+from trainwright.core.run.interrupt import DeferredSignals, Interrupted
 from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.engines.ray import placement
 from trainwright.launch.engines.ray.actors import RankActors
@@ -143,7 +143,7 @@ def test_placement_shrinks_and_grows(conf: Path, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(placement, "_SMALLER_SECONDS", 0.0)
     log = RestartLog(Path("run"))
-    room = Placement(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, HeldSignals())
+    room = Placement(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, DeferredSignals())
     assert room.size == 4
     there.cores = 3
     assert (room.size, room.look(16)) == (3, False)
@@ -155,7 +155,7 @@ def test_placement_shrinks_and_grows(conf: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RankError, match=r"no room for \{CPU: 4\}.*the machines of the cluster have \{CPU: 1\}"):
         room.size  # noqa: B018
     with pytest.raises(ConfigError, match="no room for"):
-        Placement(configured(conf, *words), "fit", log, HeldSignals()).place()
+        Placement(configured(conf, *words), "fit", log, DeferredSignals()).place()
 
 
 class _Method:
@@ -215,7 +215,7 @@ def test_results_are_collected_together(conf, tmp_path, monkeypatch):
     ray = _Ray()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)
-    actors = RankActors(configured(conf, "devices=40", "run_dir=run"), 0, None, HeldSignals())
+    actors = RankActors(configured(conf, "devices=40", "run_dir=run"), 0, None, DeferredSignals())
     assert actors.start("fit", tmp_path) is None
     ray.waits = 0
     assert actors.collect(1.0)
@@ -227,17 +227,17 @@ def test_results_are_collected_together(conf, tmp_path, monkeypatch):
 def test_held_signals() -> None:
     done: list[str] = []
 
-    def call(signals: HeldSignals) -> None:
-        with signals.held():
-            with signals.held():
+    def call(signals: DeferredSignals) -> None:
+        with signals.deferred():
+            with signals.deferred():
                 signal.raise_signal(signal.SIGUSR1)
             done.append("all of it")
 
-    with HeldSignals([signal.SIGUSR1]) as signals:
+    with DeferredSignals([signal.SIGUSR1]) as signals:
         with pytest.raises(Interrupted, match="SIGUSR1"):
             call(signals)
         assert done == ["all of it"]
-        with signals.held():
+        with signals.deferred():
             done.append("and nothing is left of it")
         with pytest.raises(Interrupted, match="SIGTERM"):
             signal.raise_signal(signal.SIGTERM)

@@ -20,8 +20,8 @@ from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.format.tree import encode
+from trainwright.checkpoint.write.box_index import name_of
 from trainwright.checkpoint.write.save import Content, write
-from trainwright.checkpoint.write.writing import name_of
 
 MANIFEST = "manifest.json"
 

@@ -14,7 +14,7 @@ from tests.security.deadlines import deadline
 from tests.security.mutations import KINDS, copied
 from trainwright.checkpoint.foreign.export import export
 from trainwright.checkpoint.foreign.importing import import_checkpoint
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.read.run_state import RunState, materialised
 from trainwright.core.errors import CheckpointError
@@ -58,7 +58,7 @@ LOOKING: dict[str, Callable[[str], Any]] = {
     "report": lambda path: read_checkpoints(Path(path).parent.parent, []),
 }
 EXPORTS = {format: exporting(format) for format in ("safetensors", "hf", "lightning", "torch")}
-IMPORTS = {"import": importing, "ordinary": load_ordinary}
+IMPORTS = {"import": importing, "ordinary": load_pickled}
 READERS: dict[str, dict[str, Callable[[str], Any]]] = {
     "folder": LOOKING | EXPORTS,
     "divided folder": LOOKING | {"torch": EXPORTS["torch"]},

@@ -20,7 +20,7 @@ from tests.security.deadlines import deadline
 from tests.security.mutations import MANIFEST, _record, _sealed, write_divided, write_folder
 from tests.security.test_contents import EXPORTS, LOOKING, importing, problem_of_reading, read_all
 from trainwright.checkpoint.foreign import unpickle
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.unpickle import load_inert
 from trainwright.checkpoint.format.boxes import tiles
 from trainwright.checkpoint.store import remote_files
@@ -83,15 +83,15 @@ def test_overlapping_boxes_are_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, "tensors.json", overlap)
     problems, _ = verified(str(checkpoint))
     assert len(problems) == 1
-    assert "layer.weight of shape (4, 3) has boxes that overlap" in problems[0]
+    assert "layer.weight of shape (4, 3) has overlapping boxes" in problems[0]
     assert listed(str(checkpoint.parent), deep=True)[0].problems == problems
     for reader in (read_all, *(EXPORTS[name] for name in ("safetensors", "lightning", "torch"))):
-        with pytest.raises(CheckpointError, match="boxes that overlap"):
+        with pytest.raises(CheckpointError, match="overlapping boxes"):
             reader(str(checkpoint))
 
 
 @pytest.mark.parametrize(
-    ("box", "text"), [([[1, 0], [2, 6], 1], "boxes that overlap"), ([[2, 0], [2, 6], 9], "rank_00009")]
+    ("box", "text"), [([[1, 0], [2, 6], 1], "overlapping boxes"), ([[2, 0], [2, 6], 9], "rank_00009")]
 )
 def test_overlapping_boxes_of_many_ranks_are_refused(tmp_path: Path, box: Any, text: str) -> None:
     path = tmp_path / "step_4"
@@ -157,7 +157,7 @@ def test_files_of_other_tools_end(tmp_path: Path, make: Callable[[Path], None]) 
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         make(path)
-        for reader in (importing, load_ordinary):
+        for reader in (importing, load_pickled):
             assert problem_of_reading(reader, str(path)) is None, name
     for folder in ("model", "deep"):
         assert problem_of_reading(importing, str(tmp_path / folder)) is None
@@ -182,7 +182,7 @@ def test_an_archive_whose_contents_are_said_to_be_huge(tmp_path: Path) -> None:
         file.truncate(size)
         file.seek(size)
         file.write(end + locator + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 1, 2**32 - 1, 0))
-    for reader in (importing, load_ordinary, load_inert):
+    for reader in (importing, load_pickled, load_inert):
         assert problem_of_reading(reader, str(path)) is None
     with pytest.raises(CheckpointError, match="longer than any writer makes it"):
         load_inert(path)
@@ -219,7 +219,7 @@ def test_what_a_web_server_sends_is_bounded(name: str, monkeypatch: pytest.Monke
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        with deadline(20), pytest.raises(CheckpointError, match=r"longer than 16\.0 MiB"):
+        with deadline(20), pytest.raises(CheckpointError, match=r"larger than 16\.0 MiB"):
             load_inert(f"http://127.0.0.1:{server.server_port}/{name}")
     finally:
         server.shutdown()
@@ -260,10 +260,10 @@ READ_ALL = """
 import sys
 from trainwright.core.errors import CheckpointError
 from trainwright.checkpoint.foreign.importing import import_checkpoint
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.unpickle import load_inert
 for path in sys.argv[1:]:
-    for read in (load_ordinary, load_inert, lambda path: import_checkpoint(path, path + ".to")):
+    for read in (load_pickled, load_inert, lambda path: import_checkpoint(path, path + ".to")):
         try:
             read(path)
         except CheckpointError as error:

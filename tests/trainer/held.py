@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from tests.parity.harness import QUIET, world_size
 from trainwright import DealtStream, ShardedStream, Trainer
-from trainwright.checkpoint.memory.held import HeldState
-from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.checkpoint.memory.snapshots import Snapshot, Snapshots
 from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.data.streams.sources import IndexedShards
 
@@ -208,7 +207,7 @@ def fit(
     place: str,
     callbacks: Sequence[Any] = (),
     module: Model | None = None,
-    held: HeldState | str | None = None,
+    held: Snapshot | str | None = None,
     loader: DataLoader[Any] | None = None,
     **options: Any,
 ) -> tuple[Losses, Model]:

@@ -19,7 +19,7 @@ from trainwright.checkpoint.store.paths import is_remote, join_path, local_path,
 from trainwright.checkpoint.store.storage import Folder, folders_in
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.run.run_directory import CHECKPOINTS
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 from trainwright.core.text.plain import aligned, finite
 from trainwright.core.text.sizes import size_text
 
@@ -114,7 +114,7 @@ class Inspection:
         folder = Folder(path, manifest)
         files = records_of(folder.path, manifest)
         try:
-            with understood(join_path(folder.path, TENSORS)):
+            with interpreting(join_path(folder.path, TENSORS)):
                 found = _tensors_of(folder.read(TENSORS), manifest, len(files))
                 tensors = [_tensor(*each) for each in sorted(found)]
         except CheckpointError as error:

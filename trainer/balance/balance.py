@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter
 from trainwright.callbacks.windows import Measuring
-from trainwright.checkpoint.exchange.distinct import rows_of_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_rows
 from trainwright.core.torch_internals import _BatchNorm
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.registry import strategy_names
@@ -202,7 +202,7 @@ class Balance(Measuring):
     def _of_all_ranks(self, own: Measured) -> list[Measured]:
         device = self._strategy.root_device
         mine = torch.tensor([own.data_rank, own.seconds, own.samples, own.drawn], dtype=torch.float64, device=device)
-        rows = rows_of_ranks(mine).tolist()
+        rows = all_gather_rows(mine).tolist()
         return [Measured(int(rank), seconds, samples, int(drawn)) for rank, seconds, samples, drawn in rows]
 
     # ---- the run state --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from trainwright.checkpoint.exchange.groups import default_store
-from trainwright.core.run.peers import HeardNotice, peers_of
+from trainwright.core.run.peers import ReceivedNotice, peers_of
 from trainwright.core.text.messages import run_token, seal, unseal
 from trainwright.trainer.data.data_order import Drawn, RankBatchSampler, Resumed
 from trainwright.trainer.data.epoch_order import EpochOrder
@@ -267,10 +267,10 @@ class LeasedBatchSampler(RankBatchSampler):
         return bool(answer["more"])
 
     @property
-    def heard_of_end(self) -> HeardNotice | None:
+    def heard_of_end(self) -> ReceivedNotice | None:
         """A notice that some worker was given: nothing is leased any more. No step is left once all have met."""
         heard = None if self.leases.is_closed else self.leases.desk.heard
-        return None if heard is None else HeardNotice(*heard, steps_left=0 if self.has_ended else 1)
+        return None if heard is None else ReceivedNotice(*heard, steps_left=0 if self.has_ended else 1)
 
     def tell_of_end(self, number: int, age: float) -> None:
         """Let all workers hear that this one was told to end."""

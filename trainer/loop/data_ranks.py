@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.run.peers import peers_of
 from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.trainer.loop.remembered_logs import summed_up
@@ -34,7 +34,7 @@ class DataRanks:
         """What each data rank gives, in order of the ranks; a collective unless this rank is apart."""
         if self.count == 1 or self.is_apart:
             return [state] * self.count
-        by_rank = dict(of_all_ranks((self.rank, state), self._group()))
+        by_rank = dict(all_gather_values((self.rank, state), self._group()))
         return [by_rank[rank] for rank in range(self.count)]
 
     def logged(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ class DataRanks:
             return self.gathered(mine)
         group, rank, layout = self._group(), self._global_rank, self._layout
         counts = layout is None or rank == layout.group_of(rank, "pipeline", "context", "tensor")[-1]
-        told = of_all_ranks(mine["metrics"] if counts and self.rank == 0 else None, group)
+        told = all_gather_values(mine["metrics"] if counts and self.rank == 0 else None, group)
         metrics = next(each for each in told if each is not None)
         # Of rank 0 alone there is a value like any other's.
         entries = [entry for entry in mine["collected"] if self.rank == 0 or not entry["rank_zero_only"]]

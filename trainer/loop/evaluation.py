@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
 from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
 from trainwright.strategies.contract.collectives.ranks import ranks_of
@@ -132,7 +132,9 @@ class OrderedPredictionLoop(_PredictionLoop):
             return predictions
         several = self.num_dataloaders > 1
         group = ranks.data_group  # ranks of other axes predict for the same samples
-        gathered = of_all_ranks(predictions if several else [predictions], group, self.trainer.strategy.root_device)
+        gathered = all_gather_values(
+            predictions if several else [predictions], group, self.trainer.strategy.root_device
+        )
         merged = [self._merge(batches, index) for index, batches in enumerate(zip(*gathered, strict=True))]
         return merged if several else merged[0]
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.guard.verdict import GoBack, tell_gone_back
-from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.core.lightning_internals import (
     _DataLoaderIterDataFetcher,
     _FitLoop,
@@ -153,7 +153,7 @@ class ResumableFitLoop(_FitLoop):
             self._data_fetcher.teardown()
             vars(self._data_fetcher).get("batches", []).clear()
 
-    def _put_back(self, held: HeldState) -> None:
+    def _put_back(self, held: Snapshot) -> None:
         known, reloaded = self.skipped, self._last_train_dl_reload_epoch
         self.trainer._checkpoint_connector.go_back(held)
         self.skipped = known  # also what was decided since the state was taken

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.lightning_internals import _ResultCollection, _ResultMetric
 
 Entry = dict[str, Any]
@@ -95,7 +95,7 @@ def summed_up(entries: Sequence[Entry], counts: bool, group: dist.ProcessGroup) 
         counts: whether this rank speaks for its data rank, which others may share with it.
         group: a gloo group of all ranks.
     """
-    told = of_all_ranks([_form(entry) for entry in entries] if counts else None, group)
+    told = all_gather_values([_form(entry) for entry in entries] if counts else None, group)
     forms: dict[tuple[str, str], Entry] = {}
     for form in (form for each in {id(each): each for each in told}.values() for form in each or ()):
         forms.setdefault((form["fx"], form["name"]), form)

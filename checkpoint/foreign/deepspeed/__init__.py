@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed's ZeRO."""
+"""Reading of DeepSpeed ZeRO checkpoints."""

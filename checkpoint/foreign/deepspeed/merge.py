@@ -1,8 +1,8 @@
-"""The flat partitions of DeepSpeed's ZeRO, put together by name: weights, and state and groups of the optimizer.
+"""Merging of DeepSpeed ZeRO's flat partitions into named weights, optimizer state and parameter groups.
 
-Under the stages 1 and 2 each group of parameters is one flat tensor, padded and cut evenly among the ranks. Under stage
-3 each parameter is, and what a rank holds of all of them lies in one or more flat tensors, its sub-groups. The
-optimizer saw nothing but these flat tensors.
+In stages 1 and 2 each parameter group is one flat tensor, padded and split evenly among the ranks. In stage 3 each
+parameter is split, and a rank's parts are in one or more flat tensors, its sub-groups. The optimizer only saw these
+flat tensors.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from trainwright.checkpoint.foreign.unpickle import Inert
 
 
 class FlatTensor:
-    """A tensor that is put together when it is read.
+    """A tensor that is assembled from pieces when it is read.
 
     Args:
         shape: its shape.
-        pieces: 1-dimensional tensors of one dtype, which one after the other hold its values, and perhaps padding after
-            them; mostly views of files that are mapped from disk. None for a tensor without elements.
-        dtype: its dtype, where no piece says it.
+        pieces: 1-dimensional tensors of one dtype whose concatenation has its values, and perhaps padding at the end;
+            mostly views of memory-mapped files. None for an empty tensor.
+        dtype: its dtype, if there are no pieces.
 
     Raises:
-        ValueError: if the pieces hold fewer values than the shape has.
+        ValueError: if the pieces have fewer values than the shape.
     """
 
     def __init__(self, shape: Sequence[int], pieces: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
@@ -37,11 +37,11 @@ class FlatTensor:
         self._pieces = tuple(pieces)
         held = sum(piece.numel() for piece in pieces)
         if any(length < 0 for length in self.shape) or held < math.prod(self.shape):
-            raise ValueError(f"a tensor of shape {self.shape} of which {held} values are there")
+            raise ValueError(f"a tensor of shape {self.shape} has only {held} values")
 
     @classmethod
     def whole(cls, tensor: Tensor) -> FlatTensor:
-        """A tensor that is there in one piece."""
+        """Wrap a tensor in one piece."""
         return cls(tensor.shape, [tensor.reshape(-1)], tensor.dtype)
 
     def read(self) -> Tensor:
@@ -52,10 +52,10 @@ class FlatTensor:
 
 
 def cut(flats: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-    """The pieces of flat tensors, thought of as one after the other, that hold ``length`` values from ``start`` on.
+    """Return the pieces with ``length`` values from ``start`` of the concatenation of flat tensors.
 
     Raises:
-        ValueError: if they hold fewer.
+        ValueError: if they have fewer.
     """
     pieces = []
     at = 0
@@ -65,7 +65,7 @@ def cut(flats: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
             pieces.append(flat[first - at : last - at])
         at += flat.numel()
     if start + length > at:
-        raise ValueError(f"{at} values where {start + length} are needed")
+        raise ValueError(f"{at} values, but {start + length} are needed")
     return pieces
 
 
@@ -76,11 +76,11 @@ State = Mapping[str, FlatTensor]
 
 @dataclass(frozen=True)
 class Merged:
-    """What was trained.
+    """Merged training state.
 
     Args:
         stage: of ZeRO.
-        ranks: among which it was cut.
+        ranks: number of partitions.
         weights: by name.
         optimizer: state by name of the parameter and key.
         param_groups: options of each group, ``params`` by name.
@@ -94,21 +94,21 @@ class Merged:
 
 
 def expect(value: Any, *kinds: type[T]) -> T:
-    """``value``, which must be of one of these kinds.
+    """Return ``value`` if it is of one of these types.
 
     Raises:
-        TypeError: if it is not.
+        TypeError: otherwise.
     """
     if not isinstance(value, kinds):
-        raise TypeError(f"a {type(value).__name__} where a {kinds[0].__name__} is expected")
+        raise TypeError(f"a {type(value).__name__} instead of a {kinds[0].__name__}")
     return value
 
 
 def number(value: Any) -> int:
-    """A whole number, also where a member of an enumeration stands for it.
+    """Return an integer, also from a member of an enumeration.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if it is not one.
     """
     if isinstance(value, Inert) and value.args:
         value = value.args[0]
@@ -116,7 +116,7 @@ def number(value: Any) -> int:
 
 
 def shapes_of(groups: Any) -> list[Shapes]:
-    """Shapes by name, group by group. Versions before 0.3.16 knew one group only."""
+    """Return shapes by name for each group. Versions before 0.3.16 had a single group."""
     groups = groups if isinstance(groups, list) else [groups]
     return [{expect(name, str): tuple(map(number, shape)) for name, shape in group.items()} for group in groups]
 
@@ -127,17 +127,17 @@ def shapes_of(groups: Any) -> list[Shapes]:
 def merge_groups(
     stage: int, ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes], *, check_slices: bool = True
 ) -> Merged:
-    """Merge what the ranks hold of each group.
+    """Merge the partitions of each group, of stage 1 or 2.
 
     Args:
         stage: 1 or 2.
-        check_slices: hold the places of the parameters against what newer versions write down of them.
-        ranks: state of the optimizer, by rank.
-        shapes: of the parameters, group by group, in the order in which they lie in the flat tensors.
+        ranks: optimizer state of each rank.
+        shapes: of the parameters, by group, in the order of the flat tensors.
+        check_slices: check the positions of parameters against those that newer versions record.
 
     Raises:
-        Exception: some kind of :class:`ValueError`, :class:`TypeError` or :class:`LookupError`, if they are not in the
-            form in which DeepSpeed writes.
+        Exception: a :class:`ValueError`, :class:`TypeError` or :class:`LookupError`, if they are not in DeepSpeed's
+            form.
     """
     weights: dict[str, FlatTensor] = {}
     optimizer: dict[str, State] = {}
@@ -162,7 +162,7 @@ def merge_groups(
 
 
 def _places(group: Shapes, paddings: Sequence[Any]) -> tuple[dict[str, int], int]:
-    """Where each parameter begins in its flat group, and where the last one ends."""
+    """Return the start of each parameter in its flat group, and the end of the last one."""
     places: dict[str, int] = {}
     end = 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
@@ -172,54 +172,54 @@ def _places(group: Shapes, paddings: Sequence[Any]) -> tuple[dict[str, int], int
 
 
 def _piece(flats: Sequence[Tensor], shape: tuple[int, ...], start: int) -> FlatTensor:
-    """A parameter's share of a flat group; a number is one for all of the group."""
+    """Return a parameter's part of a flat group; a scalar applies to all of the group."""
     if flats[0].dim() == 0:
         return FlatTensor.whole(flats[0])
     return FlatTensor(shape, cut(flats, start, math.prod(shape)), flats[0].dtype)
 
 
 def _check_padding(index: int, end: int, held: int, ranks: int) -> None:
-    # Padded to a multiple of twice the ranks, of which some versions strip a part before they save.
+    # Padded to a multiple of twice the ranks; some versions strip a part before saving.
     step = 2 * ranks
     if held < end or -(-end // step) != -(-held // step):
-        raise ValueError(f"group {index} has {held} values where its parameters have {end}")
+        raise ValueError(f"group {index} has {held} values, but its parameters have {end}")
 
 
 def _check_slices(
     index: int, ranks: Sequence[Mapping[str, Any]], places: Mapping[str, int], group: Shapes, lengths: Sequence[int]
 ) -> None:
-    """Notice a layout that this code does not know."""
+    """Raise if recorded positions of parameters differ from the computed ones."""
     whole = max(lengths)
     for rank, state in enumerate(ranks):
         slices = state.get("param_slice_mappings")
         for name, place in (slices[index] if slices else {}).items():
-            told = expect(place, Inert).state
+            recorded = expect(place, Inert).state
             begin = max(places[name] - rank * whole, 0)
             length = min(places[name] + math.prod(group[name]), (rank + 1) * whole) - rank * whole - begin
-            if (told["start"], told["numel"]) != (begin, length):
-                raise ValueError(f"{name} lies elsewhere on rank {rank} than its place in group {index} says")
+            if (recorded["start"], recorded["numel"]) != (begin, length):
+                raise ValueError(f"{name} has another position on rank {rank} than expected in group {index}")
 
 
 def _check_lengths(flats: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Only what lies behind the last value may be stripped, or the ranks' parts would not fit together."""
+    """Raise if partitions have unequal lengths; only padding after the last value may be stripped."""
     last = max((rank for rank, flat in enumerate(flats) if flat.numel()), default=0)
     whole = flats[0].numel()
     if any(flat.numel() != whole for flat in flats[:last]):
-        raise ValueError("the ranks hold parts of different lengths")
+        raise ValueError("the partitions have different lengths")
     for state in states[:last]:
         if any(value.dim() and value.numel() != whole for value in state.values()):
-            raise ValueError("the state of the optimizer has another length than the weights")
+            raise ValueError("the optimizer state has another length than the weights")
 
 
 # ---- stage 3 ---------------------------------------------------------------------------------------------------------
 
 
 def merge_parameters(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> Merged:
-    """Merge what the ranks hold of each parameter.
+    """Merge the partitions of each parameter, of stage 3.
 
     Args:
-        ranks: state of the optimizer, by rank.
-        shapes: of the parameters, by sub-group, in the order in which they lie in the flat tensors.
+        ranks: optimizer state of each rank.
+        shapes: of the parameters, by sub-group, in the order of the flat tensors.
 
     Raises:
         Exception: as :func:`merge_groups`.
@@ -228,7 +228,7 @@ def merge_parameters(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes
     held = [_states(state, state["optimizer_state_dict"]) for state in ranks]
     lengths = [flat.numel() for flat in flats[0]]
     if any([flat.numel() for flat in own] != lengths for own in flats):
-        raise ValueError("the ranks hold parts of different lengths")
+        raise ValueError("the partitions have different lengths")
     weights: dict[str, FlatTensor] = {}
     optimizer: dict[str, State] = {}
     start = 0
@@ -244,7 +244,7 @@ def merge_parameters(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes
         }
         start += length
     if start != sum(lengths):
-        raise ValueError(f"a rank holds {sum(lengths)} values where its parts of the parameters have {start}")
+        raise ValueError(f"a rank holds {sum(lengths)} values, but its parts of the parameters have {start}")
     return Merged(3, len(ranks), weights, optimizer, named_groups(_options(ranks[0]["optimizer_state_dict"]), shapes))
 
 
@@ -253,7 +253,7 @@ def _gathered(ranks: Sequence[Sequence[Tensor]], shape: tuple[int, ...], start: 
 
 
 def _group_at(lengths: Sequence[int], start: int) -> int:
-    """The sub-group in which a value lies."""
+    """Return the sub-group that contains a value."""
     end = 0
     for index, length in enumerate(lengths):
         end += length
@@ -266,16 +266,16 @@ def _group_at(lengths: Sequence[int], start: int) -> int:
 
 
 def _options(base: Any) -> list[Mapping[str, Any]]:
-    """Options of each group; none where only the state was saved (an elastic checkpoint)."""
+    """Return the options of each group; none in elastic checkpoints, which only have the state."""
     return [expect(group, dict) for group in base["param_groups"]] if isinstance(base, dict) else []
 
 
 def _states(state: Mapping[str, Any], base: Any) -> list[dict[str, Tensor]]:
-    """State of each flat tensor that the optimizer saw, in their order."""
+    """Return the state of each flat tensor of the optimizer, in order."""
     if not isinstance(base, dict):
         step = state.get("base_optimizer_state_step")
         return [_tensors(own, step) for own in base]
-    # Some optimizers count their steps in the group.
+    # Some optimizers keep the step count in the group.
     steps = {index: group.get("step") for group in _options(base) for index in group["params"]}
     return [_tensors(base["state"].get(index, {}), step) for index, step in sorted(steps.items())]
 
@@ -286,7 +286,7 @@ def _tensors(state: Mapping[str, Any], step: Any) -> dict[str, Tensor]:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A value of the state of an optimizer; some count their steps in Python.
+    """Return a state value as a tensor; some optimizers keep step counts as Python numbers.
 
     Raises:
         TypeError: if it is neither a tensor nor a number.
@@ -295,16 +295,16 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def named_groups(options: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> list[dict[str, Any]]:
-    """The groups of an optimizer, ``params`` by name.
+    """Return the parameter groups with ``params`` by name.
 
     Args:
-        options: as they were saved, ``params`` by the position of the flat tensor.
+        options: as saved, ``params`` by index of the flat tensor.
         shapes: of the parameters in each flat tensor.
 
     Raises:
-        ValueError: if the two do not fit.
+        ValueError: if the two do not match.
     """
     groups = [{**group, "params": [name for index in group["params"] for name in shapes[index]]} for group in options]
     if groups and sum(len(group["params"]) for group in groups) != sum(map(len, shapes)):
-        raise ValueError("the groups of the optimizer do not hold all parameters")
+        raise ValueError("the parameter groups do not have all parameters")
     return groups

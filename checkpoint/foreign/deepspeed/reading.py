@@ -1,7 +1,7 @@
-"""Checkpoints of DeepSpeed's ZeRO, stages 1 to 3, and its universal ones: weights and optimizer state by name.
+"""Reader of DeepSpeed ZeRO checkpoints (stages 1 to 3) and universal checkpoints: weights and optimizer state by name.
 
-Nothing is put together before it is read, and DeepSpeed is not needed. The form of the files was taken from DeepSpeed
-0.19 (``deepspeed/utils/zero_to_fp32.py``) and held against files that it wrote.
+Tensors are assembled when they are read, and DeepSpeed is not needed. The format follows DeepSpeed 0.19
+(``deepspeed/utils/zero_to_fp32.py``) and was checked against files that it wrote.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from trainwright.checkpoint.foreign.unpickle import Inert, load_inert
 from trainwright.checkpoint.store.paths import join_path, normal_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# Weights of a pipeline, and of experts, each in a file of its own.
+# Files of pipeline layers and of experts.
 _LAYER = re.compile(r"(?:layer_\d+|.*expert_\d+).*_states\.pt")
 _POINTERS = ("latest", "latest_universal")
 _PLAIN_NAME = re.compile(r"[^/\\\0]{1,255}")
@@ -49,8 +49,8 @@ class Files:
 
     Args:
         folder: of one step, such as ``.../global_step500``.
-        model: names of the files of the module, by data-parallel rank; one under the stages 1 and 2.
-        optimizer: names of the files of the optimizer, by data-parallel rank.
+        model: names of the module's files, by data-parallel rank; one in stages 1 and 2.
+        optimizer: names of the optimizer's files, by data-parallel rank.
         universal: whether it is a universal checkpoint, which has a folder per parameter.
     """
 
@@ -60,20 +60,20 @@ class Files:
     universal: bool
 
     def load(self, name: str) -> dict[str, Any]:
-        """The dict that one file holds.
+        """Return the dict in one file.
 
         Raises:
-            CheckpointError: if it is missing, damaged, or holds no dict.
+            CheckpointError: if it is missing, damaged, or not a dict.
         """
         value = self.load_value(name)
         if not isinstance(value, dict):
             raise CheckpointError(
-                f"{join_path(self.folder, name)} holds a {type(value).__name__}, not what DeepSpeed writes there."
+                f"{join_path(self.folder, name)} holds a {type(value).__name__}, not a dict as DeepSpeed writes."
             )
         return value
 
     def load_value(self, name: str) -> Any:
-        """What one file holds.
+        """Return the value in one file.
 
         Raises:
             CheckpointError: if it is missing or damaged.
@@ -81,20 +81,20 @@ class Files:
         return load_inert(join_path(self.folder, name))
 
     def states_of(self, parameter: str) -> list[str]:
-        """Which states of the optimizer a universal checkpoint has of a parameter.
+        """Return the names of a parameter's optimizer states in a universal checkpoint.
 
         Raises:
-            CheckpointError: if it has no folder of it.
+            CheckpointError: if it has no folder of the parameter.
         """
         path = join_path(self.folder, f"zero/{parameter}")
         if not _PLAIN_NAME.fullmatch(parameter) or parameter in (".", "..") or not _is_folder(path):
-            raise CheckpointError(f"{self.folder} has no folder zero/{parameter}, though it names that parameter.")
+            raise CheckpointError(f"{self.folder} has no folder zero/{parameter}, though it lists that parameter.")
         files = [name.removesuffix(".pt") for name in Folder(path).names() if name.endswith(".pt")]
         return [name for name in sorted(files) if name != "fp32"]
 
 
 def is_deepspeed(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder, local or of any store of fsspec, looks like a checkpoint of DeepSpeed."""
+    """Return whether a folder, local or in an fsspec store, looks like a DeepSpeed checkpoint."""
     path = normal_path(path)
     names = Folder(path).names() if _is_folder(path) else []
     if any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in names):
@@ -103,14 +103,14 @@ def is_deepspeed(path: str | os.PathLike[str]) -> bool:
 
 
 def find_files(path: str | os.PathLike[str]) -> Files:
-    """The files of a checkpoint.
+    """Return the files of a checkpoint.
 
     Args:
         path: the folder that DeepSpeed was given, in which ``latest`` names the step to read, or the folder of one
             step.
 
     Raises:
-        CheckpointError: if there is none, files of it are missing, or it is of a kind that cannot be read.
+        CheckpointError: if there is none, files are missing, or its kind is not supported.
     """
     path = normal_path(path)
     if not _is_folder(path):
@@ -121,7 +121,7 @@ def find_files(path: str | os.PathLike[str]) -> Files:
     model = _by_rank(folder, names, _MODEL)
     optimizer = _by_rank(folder, names, _OPTIMIZER)
     if not model:
-        raise CheckpointError(f"{folder} has no file mp_rank_00_model_states.pt: it is no checkpoint of DeepSpeed.")
+        raise CheckpointError(f"{folder} has no file mp_rank_00_model_states.pt: it is not a DeepSpeed checkpoint.")
     return Files(folder, model, optimizer, _is_folder(join_path(folder, "zero")))
 
 
@@ -132,14 +132,14 @@ def _folder_of_step(path: str) -> str:
             folder = _pointed(path, pointer)
             if folder is None or not _is_folder(folder):
                 raise CheckpointError(
-                    f"{join_path(path, pointer)} names a checkpoint that is not there. Give the folder of a step."
+                    f"{join_path(path, pointer)} names a missing checkpoint. Give the folder of a step."
                 )
             return folder
     return path
 
 
 def _pointed(path: str, pointer: str) -> str | None:
-    """The folder that a file names, ``None`` unless it is one in ``path``."""
+    """Return the folder that a file names, ``None`` unless it is in ``path``."""
     with Folder(path).open(pointer) as file:
         text = file.read(1024).decode("utf-8", "replace").strip()
     return join_path(path, text) if _PLAIN_NAME.fullmatch(text) and text not in (".", "..") else None
@@ -149,13 +149,13 @@ def _refuse_kinds(folder: str, names: Iterable[str]) -> None:
     for name in names:
         if _LAYER.fullmatch(name):
             raise CheckpointError(
-                f"{folder} was written by a pipeline or by experts of DeepSpeed ({name}), whose files do not say how "
-                "they make up the module. Save the whole module with DeepSpeed, e.g. save_16bit_model, and import that."
+                f"{folder} was written with pipeline or expert parallelism ({name}), whose files do not say how "
+                "they make up the module. Save the whole module with DeepSpeed (save_16bit_model) and import that."
             )
         match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         if match and int(match[2]) > 0:
             raise CheckpointError(
-                f"{folder} was written under tensor parallelism ({name}), and does not say how weights were cut. "
+                f"{folder} was written with tensor parallelism ({name}), and does not say how weights were split. "
                 "Save the whole module with DeepSpeed, e.g. save_16bit_model, and import that."
             )
 
@@ -174,7 +174,7 @@ def _by_rank(folder: str, names: Iterable[str], pattern: re.Pattern[str]) -> tup
     missing = list(islice((rank for rank in range(max(found, default=-1) + 1) if rank not in found), 10))
     if missing:
         like = found[max(found)]
-        raise CheckpointError(f"{folder} has no file like {like} of the ranks {', '.join(map(str, missing))}.")
+        raise CheckpointError(f"{folder} has no file like {like} for the ranks {', '.join(map(str, missing))}.")
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -185,7 +185,7 @@ def _is_folder(path: str) -> bool:
 
 __all__ = ["DeepSpeedCheckpoint", "is_deepspeed", "read_deepspeed"]
 
-# What DeepSpeed itself writes into a file of the module; everything else came from whoever saved.
+# DeepSpeed's own keys in a module's file; others are the client's.
 _OWN_KEYS = frozenset(
     {
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -198,23 +198,23 @@ _OWN_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint(Merged):
-    """What a DeepSpeed checkpoint holds.
+    """Contents of a DeepSpeed checkpoint.
 
     Args:
         path: folder of the step that was read.
         version: of the DeepSpeed that wrote it.
         stage: of ZeRO; 0 without it.
         ranks: data-parallel ranks that wrote it.
-        weights: parameters and buffers by name. What was trained has the precision of the optimizer's master weights
-            (float32); frozen parameters and buffers have that in which the module held them. A shared parameter is one
-            object under several names.
+        weights: parameters and buffers by name. Trained ones have the precision of the optimizer's master weights
+            (float32); frozen parameters and buffers that of the module. A shared parameter is one object under several
+            names.
         optimizer: ``exp_avg``, ``exp_avg_sq``, ``step`` and the like, by name of the parameter.
-        param_groups: options of the groups of the optimizer, ``params`` by name.
-        lr_scheduler: state of the scheduler that DeepSpeed kept, ``None`` if there was none.
+        param_groups: options of the parameter groups, ``params`` by name.
+        lr_scheduler: state of DeepSpeed's scheduler, ``None`` if there was none.
         global_step: optimizer steps done.
-        epoch: as whoever saved told it, 0 if not at all.
-        client: what else whoever saved gave to DeepSpeed, such as Lightning's loops and callbacks.
-        left_out: what is in the files and not here, each with the reason.
+        epoch: as saved by the client, 0 if it was not.
+        client: other state of the client, such as Lightning's loops and callbacks.
+        left_out: skipped values, each with the reason.
     """
 
     path: str
@@ -227,22 +227,22 @@ class DeepSpeedCheckpoint(Merged):
 
 
 def read_deepspeed(path: str | os.PathLike[str]) -> DeepSpeedCheckpoint:
-    """Open a checkpoint of DeepSpeed.
+    """Open a DeepSpeed checkpoint.
 
-    Nothing in its files is run, so none of them has to be trusted: objects of DeepSpeed's classes are read as data.
+    Nothing in its files is run, so they need not be trusted: objects of DeepSpeed's classes are read as data.
 
     Args:
         path: the folder that DeepSpeed was given, in which ``latest`` names the step to read, or the folder of one
-            step, or of a universal checkpoint; local or any fsspec path. Local files are mapped from disk, so that
-            values are read when they are used; others are in memory whole.
+            step, or of a universal checkpoint; local or any fsspec path. Local files are memory-mapped; others are
+            loaded into memory.
 
     Raises:
-        CheckpointError: if it is none, is damaged or incomplete, or was written under tensor, pipeline or expert
+        CheckpointError: if it is not one, is damaged or incomplete, or was written with tensor, pipeline or expert
             parallelism.
     """
     files = find_files(path)
-    advice = "Use another checkpoint, or convert it with the zero_to_fp32.py beside it and import what that writes."
-    with understood(files.folder, advice, "is damaged, or not in DeepSpeed's form"):
+    advice = "Use another checkpoint, or convert it with the zero_to_fp32.py beside it and import the result."
+    with interpreting(files.folder, advice, "is damaged, or not in DeepSpeed's form"):
         return _read(files)
 
 
@@ -251,8 +251,8 @@ def _read(files: Files) -> DeepSpeedCheckpoint:
     first = model[0]
     if number(first.get("mp_world_size") or 1) > 1:
         raise CheckpointError(
-            f"{files.folder} was written under tensor parallelism of {first['mp_world_size']}, and does not say along "
-            "which dim a weight was cut. Save the whole module with DeepSpeed, e.g. save_16bit_model, and import that."
+            f"{files.folder} was written with tensor parallelism of {first['mp_world_size']}, and does not say along "
+            "which dim weights were split. Save the whole module with DeepSpeed (save_16bit_model) and import that."
         )
     merged = _merge(files, model)
     client, left_out = _plain({key: value for key, value in first.items() if key not in _OWN_KEYS})
@@ -261,7 +261,7 @@ def _read(files: Files) -> DeepSpeedCheckpoint:
     for _, more in groups:
         unknown += more
     if not files.optimizer and not files.universal and first.get("optimizer"):
-        unknown.append("optimizer: without ZeRO it is saved by position, not by name")
+        unknown.append("optimizer: saved by position, not by name, without ZeRO")
     whole = replace(merged, weights=_weights(model, merged), param_groups=[group for group, _ in groups])
     return DeepSpeedCheckpoint(
         **vars(whole),
@@ -279,14 +279,14 @@ def _read(files: Files) -> DeepSpeedCheckpoint:
 
 
 def _merge(files: Files, model: Sequence[Mapping[str, Any]]) -> Merged:
-    """What was trained, from whichever files hold it."""
+    """Return the trained state from the files that hold it."""
     zero = (model[0].get("ds_config") or {}).get("zero_optimization") or {}
     round_robin = bool(zero.get("round_robin_gradients"))
     if files.universal and round_robin:
-        # Seen with 0.19: its converter takes the places of the parameters for those without this option.
+        # The converter (0.19) assumes the positions of parameters without this option.
         raise CheckpointError(
-            f"{files.folder} was converted under round_robin_gradients, with which DeepSpeed's converter "
-            "mixes up the weights. Import the checkpoint that it was converted from."
+            f"{files.folder} was converted with round_robin_gradients, with which DeepSpeed's converter mixes up "
+            "the weights. Import the original checkpoint."
         )
     if files.universal:
         return _universal(files, shapes_of(model[0]["param_shapes"]))
@@ -294,32 +294,34 @@ def _merge(files: Files, model: Sequence[Mapping[str, Any]]) -> Merged:
         return Merged(0, number(model[0].get("dp_world_size") or 1), {}, {}, [])
     ranks = [expect(files.load(name)["optimizer_state_dict"], dict) for name in files.optimizer]
     counts = ranks[0]["partition_count"]
-    told = {number(count) for count in (counts if isinstance(counts, list) else [counts])}
-    if len(told) > 1:
-        raise CheckpointError(f"{files.folder} was written by experts of DeepSpeed, whose weights lie apart.")
-    if told != {len(ranks)}:
+    partitions = {number(count) for count in (counts if isinstance(counts, list) else [counts])}
+    if len(partitions) > 1:
         raise CheckpointError(
-            f"{files.folder} was written by {told.pop()} ranks, but has files of {len(ranks)}. Fetch the others."
+            f"{files.folder} was written with expert parallelism of DeepSpeed, which is not supported."
         )
-    # DeepSpeed's optimizer for bfloat16 does not write the stage; it is always the first.
+    if partitions != {len(ranks)}:
+        raise CheckpointError(
+            f"{files.folder} was written by {partitions.pop()} ranks, but has files of {len(ranks)}. Fetch the others."
+        )
+    # DeepSpeed's bfloat16 optimizer does not record the stage, which is always 1.
     stage = number(ranks[0].get("zero_stage", 1))
     shapes = shapes_of(model[0]["param_shapes"])
     if stage < 3:
-        # With round_robin_gradients DeepSpeed (0.19) writes down the places as they would be without it.
+        # With round_robin_gradients DeepSpeed (0.19) records positions as they would be without it.
         return merge_groups(stage, ranks, shapes, check_slices=not round_robin)
     if len(model) != len(ranks):
-        raise CheckpointError(f"{files.folder} has files of the module of {len(model)} ranks, {len(ranks)} wrote it.")
+        raise CheckpointError(f"{files.folder} has module files of {len(model)} ranks, but {len(ranks)} wrote it.")
     return merge_parameters(ranks, shapes)
 
 
 def _weights(model: Sequence[Mapping[str, Any]], merged: Merged) -> dict[str, FlatTensor]:
-    """Everything under a name of the module, in the module's order."""
+    """Return the tensors under names of the module, in the module's order."""
     first = model[0]
     module = expect(first["module"], dict)
     found = {**_frozen(model), **merged.weights}
     shared = expect(first.get("shared_params") or {}, dict)
     for name, tensor in module.items():
-        # Under stage 3 the module holds empty stand-ins for parameters; what stands for a buffer is the buffer.
+        # In stage 3 the module's parameters are empty placeholders, but its buffers are not.
         stands_in = merged.stage == 3 and name not in first["buffer_names"]
         if name not in found and name not in shared and not stands_in:
             found[name] = FlatTensor.whole(expect(tensor, Tensor))
@@ -329,7 +331,7 @@ def _weights(model: Sequence[Mapping[str, Any]], merged: Merged) -> dict[str, Fl
 
 
 def _frozen(model: Sequence[Mapping[str, Any]]) -> dict[str, FlatTensor]:
-    """Parameters that were not trained: whole, or under stage 3 cut among the ranks."""
+    """Return frozen parameters: whole, or in stage 3 split among the ranks."""
     weights = {}
     shapes = expect(model[0].get("frozen_param_shapes") or {}, dict)
     for name, shape in shapes_of(shapes)[0].items():
@@ -347,7 +349,7 @@ def _universal(files: Files, shapes: Sequence[Shapes]) -> Merged:
     weights: dict[str, FlatTensor] = {}
     optimizer: dict[str, State] = {}
     for index, group in enumerate(shapes):
-        # Under stage 3 the steps are not with the parameters but by sub-group.
+        # In stage 3 step counts are stored by sub-group, not with the parameters.
         step = steps.get(index, {}).get("step")
         counted = {} if step is None else {"step": FlatTensor.whole(as_tensor(step))}
         for name, shape in group.items():
@@ -361,26 +363,26 @@ def _universal(files: Files, shapes: Sequence[Shapes]) -> Merged:
 
 
 def _of_parameter(files: Files, name: str, key: str, shape: tuple[int, ...]) -> FlatTensor:
-    """The weight or one state of a parameter; under the stages 1 and 2 it lies in a dict."""
+    """Return the weight or one state of a parameter; in stages 1 and 2 it is in a dict."""
     value = files.load_value(f"zero/{name}/{key}.pt")
     tensor = expect(value["param"] if isinstance(value, dict) else value, Tensor)
     if tensor.numel() != math.prod(shape) and tensor.dim():
-        raise ValueError(f"{name} has {tensor.numel()} values in {key}.pt, {math.prod(shape)} by its shape")
+        raise ValueError(f"{name} has {tensor.numel()} values in {key}.pt, but {math.prod(shape)} by its shape")
     return FlatTensor(shape if tensor.dim() else (), [tensor.reshape(-1)], tensor.dtype)
 
 
-# ---- what is no tensor -----------------------------------------------------------------------------------------------
+# ---- other values ----------------------------------------------------------------------------------------------------
 
 
 def _plain(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
-    """What can be kept of ``values``, and what cannot since only code of a class could rebuild it."""
+    """Return the values that can be kept, and descriptions of those that need code of a class to be rebuilt."""
     kept = {key: value for key, value in values.items() if _named_class(value) is None}
     left_out = [f"{where}{key}: {_named_class(value)}" for key, value in values.items() if key not in kept]
     return kept, left_out
 
 
 def _named_class(value: Any) -> str | None:
-    """A class whose object stands somewhere in ``value``."""
+    """Return the name of a class with an object anywhere in ``value``."""
     open_values = [value]
     seen: set[int] = set()
     while open_values:

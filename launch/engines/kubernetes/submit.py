@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.run.interrupt import HeldSignals, Interrupted
+from trainwright.core.run.interrupt import DeferredSignals, Interrupted
 from trainwright.core.text.bounded import parse_json
 from trainwright.core.text.messages import LONGEST
 from trainwright.launch.engines.kubernetes.cluster import Cluster
@@ -67,7 +67,7 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
         Interrupted: if this process was interrupted.
     """
     cluster = Cluster(cfg, objects[-1])
-    with HeldSignals(handled_signals(cfg)):
+    with DeferredSignals(handled_signals(cfg)):
         logs = _Logs(cluster)
         try:
             cluster.create(objects)

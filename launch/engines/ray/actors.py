@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError, log_file
 from trainwright.core.processes.scratch import scratch
-from trainwright.core.run.interrupt import HeldSignals
+from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.core.run.run_directory import write_config_file
 from trainwright.launch.engines.ray.resources import Place, actor_options, rank_variables
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
@@ -125,7 +125,7 @@ class RankActors:
         losses: Ray's messages about lost actors, by rank.
     """
 
-    def __init__(self, cfg: DictConfig, number: int, group: Any, signals: HeldSignals) -> None:
+    def __init__(self, cfg: DictConfig, number: int, group: Any, signals: DeferredSignals) -> None:
         self.codes: dict[int, int | None] = {}
         self.losses: dict[int, str] = {}
         self._cfg = cfg
@@ -154,7 +154,7 @@ class RankActors:
             self._start_ranks(verb, records)
         except ray.exceptions.RayError as error:
             return RankError(f"Ray could not start the ranks\n\n{str(error).strip()}", 0, None)
-        with self._signals.held():
+        with self._signals.deferred():
             self._waiting = {actor.wait.remote(_WAIT_SECONDS): rank for rank, actor in enumerate(self._actors)}
         return None
 
@@ -167,7 +167,7 @@ class RankActors:
             of_all: wait for the results of all.
         """
         failed = False
-        with self._signals.held():
+        with self._signals.deferred():
             for answer in _ready(list(self._waiting), seconds, of_all):
                 rank = self._waiting.pop(answer)
                 code = self._answer(answer, rank)
@@ -187,10 +187,10 @@ class RankActors:
             meanwhile: called regularly during the wait.
         """
         living = {rank: self._actors[rank] for rank in range(len(self._actors)) if rank not in self.codes}
-        with self._signals.held():
+        with self._signals.deferred():
             answers = {actor.end.remote(int(number), grace): rank for rank, actor in living.items()}
         while answers:
-            with self._signals.held():
+            with self._signals.deferred():
                 for answer in _ready(list(answers), _POLL_SECONDS):
                     rank = answers.pop(answer)
                     self.codes[rank] = self._answer(answer, rank)
@@ -201,7 +201,7 @@ class RankActors:
         """Kill the actors, and with them ranks that still live."""
         import ray
 
-        with self._signals.held():
+        with self._signals.deferred():
             for actor in self._actors:
                 with contextlib.suppress(Exception):  # it may be gone, or the cluster
                     ray.kill(actor)
@@ -212,7 +212,7 @@ class RankActors:
 
         path = [entry for entry in sys.path if entry]
         run_dir = Path(self._cfg.run_dir).absolute()
-        with self._signals.held():
+        with self._signals.deferred():
             holder = ray.remote(RankHolder)
             for rank in range(self._cfg.devices * self._cfg.nodes):
                 node = rank // self._cfg.devices
@@ -238,10 +238,10 @@ class RankActors:
         """Return the results of calls to actors, in order."""
         import ray
 
-        with self._signals.held():
+        with self._signals.deferred():
             answers = ask()
         while True:
-            with self._signals.held():
+            with self._signals.deferred():
                 ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_POLL_SECONDS)
                 if len(ready) == len(answers):
                     return list(ray.get(answers))

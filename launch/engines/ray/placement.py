@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
-from trainwright.core.run.interrupt import HeldSignals
+from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.launch.engines.ray.resources import bundles
 from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog
 from trainwright.launch.recovery.sizes import feasible, resized
@@ -30,7 +30,7 @@ class Placement:
         signals: held during calls of Ray.
     """
 
-    def __init__(self, cfg: DictConfig, verb: str, log: RestartLog, signals: HeldSignals) -> None:
+    def __init__(self, cfg: DictConfig, verb: str, log: RestartLog, signals: DeferredSignals) -> None:
         self._cfg = cfg
         self._verb = verb
         self._log = log
@@ -60,7 +60,7 @@ class Placement:
         import ray
 
         if self._group is not None:
-            with self._signals.held(), contextlib.suppress(Exception):  # the cluster may be gone
+            with self._signals.deferred(), contextlib.suppress(Exception):  # the cluster may be gone
                 ray.util.remove_placement_group(self._group)
             self._group = None
 
@@ -108,11 +108,11 @@ class Placement:
 
         cfg = resized(self._cfg, devices, self._samples, self._cfg.nodes)
         end = time.monotonic() + seconds
-        with self._signals.held():
+        with self._signals.deferred():
             group = ray.util.placement_group(bundles(cfg), strategy=cfg.launch.placement)
             self._group = group  # so that it is removed if the wait is interrupted
         while True:
-            with self._signals.held():
+            with self._signals.deferred():
                 if group.wait(min(_POLL_SECONDS, seconds)):
                     self._is_new = True
                     return True

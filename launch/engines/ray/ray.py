@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
-from trainwright.core.run.interrupt import HeldSignals
+from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
 from trainwright.launch.engines.ray.placement import Placement
 from trainwright.launch.engines.ray.resources import total
@@ -95,7 +95,7 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
         Interrupted: if this process was interrupted; all ranks have exited.
         ConfigError: if the cluster cannot be reached, or has no room.
     """
-    with HeldSignals(handled_signals(cfg)) as signals, cluster(cfg, signals):
+    with DeferredSignals(handled_signals(cfg)) as signals, cluster(cfg, signals):
         log = RestartLog(Path(cfg.run_dir))
         room = Placement(cfg, verb, log, signals)
         sizes = None if cfg.launch.min_devices is None else room
@@ -109,7 +109,7 @@ _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @contextlib.contextmanager
-def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
+def cluster(cfg: DictConfig, signals: DeferredSignals) -> Iterator[None]:
     """Connect to the cluster of a run; a local one is started before and stopped after it.
 
     Args:
@@ -133,11 +133,11 @@ def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
         if address == _LOCAL:
             options |= _own_cluster(cfg)
         try:
-            with signals.held():
+            with signals.deferred():
                 _connect(address, options)
             yield
         finally:
-            with signals.held():
+            with signals.deferred():
                 ray.shutdown()
 
 

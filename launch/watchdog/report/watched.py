@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from trainwright.core.processes.process import RUNNING, SLEEPING, STOPPED, is_alive, state_of, stop_of
+from trainwright.core.processes.process import RUNNING, SLEEPING, STOPPED, is_alive, state_of, stop_id
 from trainwright.launch.watchdog.boxes import SETUP, Progress
 
 # A process stopped for this long while others run was stopped alone: suspending or continuing a job signals one rank
@@ -66,7 +66,7 @@ class Watched:
         Args:
             passed: seconds since the last check; ``None`` = restart the timing.
         """
-        stop = stop_of(self.progress.process) if passed is not None and self.state == STOPPED else None
+        stop = stop_id(self.progress.process) if passed is not None and self.state == STOPPED else None
         same = stop is not None and stop == self.stop
         self._stopped = self._stopped + min(passed or 0.0, _LONGEST_STOPPED_LOOK) if same else 0.0
         self.stop = stop

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.strategies.base.certificate.changes import StateBefore, first_difference
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
@@ -240,7 +240,7 @@ def _different_state(strategy: Compared, layout: Trial, plain: Trial | None, tol
     assembly, group = strategy.certified.parts()
     changes = None if plain is None or plain.error is not None else (plain.state, plain.written)
     if group is not None:
-        changes = from_rank(changes, 0, group, strategy.root_device)
+        changes = broadcast_value(changes, 0, group, strategy.root_device)
     if changes is None:
         return None
     state, written = changes
@@ -260,7 +260,7 @@ def _raise_on_all(plain: Trial | None, changed: str | None, device: torch.device
     """Raise on every rank if the module as written raised on one; else return any rank's ``changed``. A collective."""
     error = None if plain is None else plain.error
     own = (None if error is None else f"{type(error).__name__}: {error}", changed)
-    found = of_all_ranks(own, device=device)
+    found = all_gather_values(own, device=device)
     raised, changed = (next(filter(None, each), None) for each in zip(*found, strict=True))
     if raised is not None:
         raise RuntimeError(
@@ -275,7 +275,7 @@ def _trained(strategy: Compared, written: AsWritten) -> dict[str, bool]:
     """Return whether each parameter is trained, from its holders: ``configure_optimizers`` may freeze some."""
     held = {each.name: strategy.certified.held(each.name) for each in written.parameters}
     own = {name: part.requires_grad for name, part in held.items() if part is not None}
-    found = of_all_ranks(own, device=strategy.root_device) if dist.is_initialized() else [own]
+    found = all_gather_values(own, device=strategy.root_device) if dist.is_initialized() else [own]
     return {
         each.name: next((ranks[each.name] for ranks in found if each.name in ranks), each.requires_grad)
         for each in written.parameters

@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.checkpoint.exchange.distinct import from_rank
-from trainwright.checkpoint.exchange.groups import all_come
+from trainwright.checkpoint.exchange.distinct import broadcast_value
+from trainwright.checkpoint.exchange.groups import wait_for_all
 from trainwright.strategies.base.whole.parts import ModuleParts, differ_between_ranks
 from trainwright.strategies.base.whole.tables import UnreadableState, whole_tables
 from trainwright.strategies.base.whole.tensors import WholeTensor
@@ -384,7 +384,7 @@ class WholeView:
         if self._synced or self._prefix is None:
             return
         self._synced, self._num_syncs = True, self._num_syncs + 1
-        if not all_come(f"{self._prefix}/{self._num_syncs}", PATIENCE):
+        if not wait_for_all(f"{self._prefix}/{self._num_syncs}", PATIENCE):
             raise RuntimeError(
                 f"{self._where or 'Code after a run'} of rank {dist.get_rank()} uses the parameter {name!r}, which is "
                 f"split over ranks, and other ranks did not within {PATIENCE.seconds} s. Run it on all ranks "
@@ -470,4 +470,4 @@ def _common_prefix(device: torch.device) -> str | None:
     """Return a random store prefix shared by all ranks; ``None`` on one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return f"trainwright/whole/{from_rank(uuid.uuid4().hex, 0, device=device)}"
+    return f"trainwright/whole/{broadcast_value(uuid.uuid4().hex, 0, device=device)}"

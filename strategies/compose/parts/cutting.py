@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
-from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.core.config.options import refuse
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.compose.rules import (
@@ -73,7 +73,7 @@ def _agree_on_randomness(groups: LayoutGroups, device: torch.device) -> None:
     group = groups.along("pipeline", "context", "tensor")
     if group is not None:
         # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
-        set_random_state(from_rank(random_state(device), 0, group, device), device)
+        set_random_state(broadcast_value(random_state(device), 0, group, device), device)
 
 
 def _refuse_companions(strategy: Any, module: LightningModule) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.config.options import refuse
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.optimizers.optimizer_probe import Behaviour, study
@@ -112,7 +112,7 @@ class DividedSteps:
     def _refuse(self, behaviours: Iterable[Behaviour]) -> None:
         problems = list(dict.fromkeys(_problems(behaviours, self._sharing)))
         if self._any_rank(bool(problems)):
-            found = of_all_ranks(problems, device=self._sharing.device) if dist.is_initialized() else [problems]
+            found = all_gather_values(problems, device=self._sharing.device) if dist.is_initialized() else [problems]
             refuse(dict.fromkeys(problem for each in found for problem in each))
 
     def _any_rank(self, flag: bool) -> bool:

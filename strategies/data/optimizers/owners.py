@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
+from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.strategies.contract.gradients import local_tensor
 
@@ -92,7 +92,7 @@ class Owners:
             parameters: by name, as an optimizer holds them; the same names in the same order on every rank.
         """
         mine = {name: _places(self._boxes(name, _stencil(each))) for name, each in parameters.items()}
-        found = of_all_ranks(
+        found = all_gather_values(
             {n: (tuple(shape), list(at)) for n, (shape, at) in mine.items()}, self._group, self._device
         )
         wholes = {name: tuple((0, length) for length in shape) for name, (shape, _) in mine.items()}
@@ -181,13 +181,13 @@ class Owners:
 
     def united(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         """Entries by name of all ranks that share parameters. A collective."""
-        found = of_all_ranks(dict(mine), self._group, self._device)
+        found = all_gather_values(dict(mine), self._group, self._device)
         return {name: value for entries in reversed(found) for name, value in entries.items()}
 
     def spread(self, name: str, values: Any) -> Any:
         """The state that its owner has of a parameter, whole and on the CPU of every rank. A collective."""
         given = _on_cpu(values) if self.is_mine(name) else None
-        return from_rank(given, self._owned[name].owner, self._group, self._device)
+        return broadcast_value(given, self._owned[name].owner, self._group, self._device)
 
 
 def _copy_through(buffer: Tensor, views: Sequence[Sequence[Tensor]], is_packing: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from trainwright.core.run.peers import EndNotice, HeardNotice
+from trainwright.core.run.peers import EndNotice, ReceivedNotice
 from trainwright.strategies.parameter_server.server.clocks import Clocks
 
 
@@ -29,9 +29,9 @@ class Ending:
             of_training = [clocks.clock(worker) + 1 for worker in clocks.training]
             self._last = max([*of_training, *(clocks.clock(worker) for worker in clocks.workers)])
 
-    def of(self, clock: int) -> HeardNotice | None:
+    def of(self, clock: int) -> ReceivedNotice | None:
         """What a worker at this clock is to hear; ``None``: nothing."""
         if self._told is None:
             return None
         number, since = self._told
-        return HeardNotice(number, time.monotonic() - since, max(0, self._last - clock))
+        return ReceivedNotice(number, time.monotonic() - since, max(0, self._last - clock))

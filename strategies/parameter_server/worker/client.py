@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.write.save import Content
-from trainwright.core.run.peers import EndNotice, HeardNotice
+from trainwright.core.run.peers import EndNotice, ReceivedNotice
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.compressor import encode_with_feedback
 from trainwright.strategies.parameter_server.messages import requests, sparse_rows, wire
@@ -69,7 +69,7 @@ class Client:
         """Of gradients pushed, without headers."""
         self.staleness = 0
         """Steps that others made between the last pull and the push after it, at the server that saw most."""
-        self.heard: HeardNotice | None = None
+        self.heard: ReceivedNotice | None = None
         """That the run is to end, and after how many steps of this worker, as of the last step or meeting."""
         self.notice: Callable[[], EndNotice | None] = lambda: None
         """Asked at each push whether this worker was told that the run is to end; the first server tells all."""
@@ -247,7 +247,7 @@ class Client:
     def _hear(self, reply: Tensor) -> None:
         number = int(wire.field(reply, "notice"))
         left = int(wire.field(reply, "steps_left"))
-        self.heard = HeardNotice(number, wire.field(reply, "notice_age"), left) if number else None
+        self.heard = ReceivedNotice(number, wire.field(reply, "notice_age"), left) if number else None
 
     def _told(self, server: int) -> dict[str, float]:
         """What a push to a server says of a notice that this worker was given."""

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.memory.handing_over import handed_over
-from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import pack, unpack
+from trainwright.checkpoint.memory.snapshots import Snapshot
+from trainwright.checkpoint.memory.transfer import mark_transferred
 from trainwright.checkpoint.write.save import Content
 from trainwright.checkpoint.write.staging import Staging
 from trainwright.strategies.contract.groups import destroy_groups
@@ -97,7 +97,7 @@ class Offer:
             link.send(part, PAYLOAD).wait()
 
 
-def take(meeting: ServerMeeting, worker: int, device: Device) -> HeldState:
+def take(meeting: ServerMeeting, worker: int, device: Device) -> Snapshot:
     """Take the state of the run that the first server has for a worker that comes again.
 
     Raises:
@@ -105,7 +105,7 @@ def take(meeting: ServerMeeting, worker: int, device: Device) -> HeldState:
     """
     link = Link(meeting.client(), meeting.come(0, worker, wants_state=True), False, device)
     try:
-        return handed_over(unpack(*_received(link)))
+        return mark_transferred(unpack(*_received(link)))
     finally:
         link.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.averaged import Averaging
@@ -44,7 +44,7 @@ class PushResiduals:
         about = {"name": self._compression.name, "steps": 0, "kinds": [], PUSHES: client.plan.served}
         return KeptBack({}, of_rank, about)
 
-    def load(self, state: RunState | HeldSource, saved: Mapping[str, Any], rank: int | None) -> None:
+    def load(self, state: RunState | SnapshotReader, saved: Mapping[str, Any], rank: int | None) -> None:
         """Read what a worker had left out, to be taken up when there is a client.
 
         Args:
@@ -93,13 +93,13 @@ class PushedAverages(Averaging):
         client, is_apart = self._strategy.client, self._strategy.peers.is_apart
         return NOTHING_KEPT if client is None or is_apart else self._residuals.kept_back(client)
 
-    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+    def keep_back(self, state: RunState | SnapshotReader, of_run: Mapping[str, Any]) -> None:
         strategy, saved = self._strategy, of_run.get(COMPRESSION)
         if saved is None or strategy.traits.joins:
             return
         rank: int | None = None
         if Layout(**of_run["layout"]) == strategy.layout:
-            rank = rank_of(state) if isinstance(state, HeldSource) else strategy._rank
+            rank = rank_of(state) if isinstance(state, SnapshotReader) else strategy._rank
         self._residuals.load(state, saved, rank)
         if strategy.client is not None:  # training goes back
             self._residuals.take_up(strategy.client)

@@ -23,7 +23,7 @@ from tests.parity.harness import world_size
 from trainwright import Trainer
 from trainwright.callbacks.save import run_state
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
-from trainwright.checkpoint.memory.replicas import HeldState
+from trainwright.checkpoint.memory.replicas import Snapshot
 from trainwright.checkpoint.read.find import list_checkpoints
 from trainwright.checkpoint.read.run_state import RunState, holds_run_state
 from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver
@@ -416,7 +416,7 @@ def copy_in_memory(folder: str) -> tuple[list[int], bool]:
     make_trainer(seen, saver).fit(module, loader(40))
     assert saver.copies is not None
     held = saver.copies.restore(have=world_size() == 1 or dist.get_rank() != 0)
-    assert isinstance(held, HeldState)
+    assert isinstance(held, Snapshot)
     weight = held.content.tensors["weights/head.weight"].part_at(None)
     return saver.copies.steps(), torch.equal(weight, seen.at[held.step])
 

@@ -1,4 +1,4 @@
-"""What ranks say in few bytes, and how much of it grows with their number."""
+"""Collectives of mostly equal values, and their traffic."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,8 +13,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainwright.checkpoint.exchange import groups
-from trainwright.checkpoint.exchange.distinct import any_of_ranks, kin_of, of_all_ranks, problems_of_ranks, to_first
-from trainwright.checkpoint.write.dealing import Deal
+from trainwright.checkpoint.exchange.distinct import (
+    all_gather_values,
+    any_of_ranks,
+    equal_ranks,
+    gather_distinct,
+    problems_of_ranks,
+)
+from trainwright.checkpoint.write.assignment import Assignment
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.same_model import refuse_different_models
@@ -34,22 +40,22 @@ def talk() -> dict[str, Any]:
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     pairs = [None, {"a": 1}, {"a": 1}, "other"]
     with sent() as calls:
-        alike = of_all_ranks({"same": [1, 2]}, group)
-    said = of_all_ranks(pairs[rank], group)
-    kin = kin_of(repr(pairs[rank]).encode(), group)
+        alike = all_gather_values({"same": [1, 2]}, group)
+    said = all_gather_values(pairs[rank], group)
+    equal = equal_ranks(repr(pairs[rank]).encode(), group)
     return {
         "alike": alike,
         "calls": [call.kind for call in calls],
         "said": said,
         "shared": said[1] is said[2],
-        "kin": (kin.of_rank, kin.firsts),
-        "first": list(to_first(repr(pairs[rank]).encode(), kin, group).values()),
+        "kin": (equal.of_rank, equal.firsts),
+        "first": list(gather_distinct(repr(pairs[rank]).encode(), equal, group).values()),
         "any": [any_of_ranks(rank == 2, group), any_of_ranks(False, group)],
         "problems": [problems_of_ranks(None, group), problems_of_ranks("full" if rank % 2 else None, group)],
     }
 
 
-def test_ranks_hear_what_each_says(ranks: Any) -> None:
+def test_collectives_of_values(ranks: Any) -> None:
     for rank, found in enumerate(ranks(talk, 4)):
         assert found["alike"] == [{"same": [1, 2]}] * 4
         assert found["calls"] == ["all_gather"]
@@ -73,13 +79,13 @@ def sent_by_one_of(ranks: int, action: Callable[[], Any]) -> list[tuple[str, int
 
 
 @pytest.mark.parametrize("ranks", [1_000, 10_000])
-def test_what_a_rank_sends_does_not_grow_with_the_ranks(tmp_path: Any, ranks: int) -> None:
+def test_traffic_is_independent_of_world_size(tmp_path: Any, ranks: int) -> None:
     def start() -> None:
         refuse_different_models(nn.Linear(3, 3), torch.device("cpu"))
         assert not problems_of_ranks(None, dist.group.WORLD)
 
     def save() -> None:
-        write(Content({}, {}, {}, Deal(frozenset(), [], {})), str(tmp_path / "saved"), dist.group.WORLD)
+        write(Content({}, {}, {}, Assignment(frozenset(), [], {})), str(tmp_path / "saved"), dist.group.WORLD)
 
     assert sent_by_one_of(ranks, start) == sent_by_one_of(10, start) == [("all_reduce", 16), ("all_reduce", 8)]
     calls = sent_by_one_of(ranks, save)
@@ -89,8 +95,10 @@ def test_what_a_rank_sends_does_not_grow_with_the_ranks(tmp_path: Any, ranks: in
 
 
 @pytest.mark.parametrize("ranks", [10, 1_000])
-def test_what_all_say_is_sent_by_its_hash_alone(ranks: int) -> None:
-    assert sent_by_one_of(ranks, lambda: of_all_ranks("x" * 10_000, dist.group.WORLD)) == [("all_gather", 24 * ranks)]
+def test_equal_values_are_sent_as_hashes(ranks: int) -> None:
+    assert sent_by_one_of(ranks, lambda: all_gather_values("x" * 10_000, dist.group.WORLD)) == [
+        ("all_gather", 24 * ranks)
+    ]
 
 
 def connected_late() -> tuple[float, bool]:
@@ -102,5 +110,5 @@ def connected_late() -> tuple[float, bool]:
     return ones.sum().item(), groups._CONNECT_LATE in os.environ
 
 
-def test_ranks_that_connect_when_they_send_reduce_as_others(ranks: Any) -> None:
+def test_lazy_connections(ranks: Any) -> None:
     assert ranks(connected_late, 3) == [(9.0, False)] * 3

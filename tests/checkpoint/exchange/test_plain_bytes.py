@@ -1,4 +1,4 @@
-"""What ranks tell each other comes back as it was, and reading it runs no code."""
+"""Values round-trip as messages between ranks, and reading them runs no code."""
 
 import json
 import pickle
@@ -51,7 +51,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_comes_back(value: Any) -> None:
+def test_values_round_trip(value: Any) -> None:
     again = unpack(pack(value))
     assert again == value
     assert type(again) is type(value)
@@ -84,7 +84,7 @@ def test_outputs_of_models_and_records_of_users() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 0, Evil(), {"k": object()}, Frozen(object()), RAN.append, Evil])
-def test_what_is_no_plain_value_is_refused(value: Any) -> None:
+def test_unsupported_values_are_refused(value: Any) -> None:
     with pytest.raises(UnsupportedValueError):
         pack(value)
 

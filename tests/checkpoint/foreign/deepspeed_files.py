@@ -1,7 +1,7 @@
-"""Writes checkpoints in the form in which DeepSpeed 0.19.8 writes them, without DeepSpeed.
+"""Writer of checkpoints in the format of DeepSpeed 0.19.8, without DeepSpeed.
 
-Held against real ones of the stages 1 to 3: on two and three ranks, in fp32 and bfloat16, with sub-groups, and by
-DeepSpeed's optimizer for bfloat16.
+Checked against real ones of stages 1 to 3, on two and three ranks, in fp32 and bfloat16, with sub-groups, and
+of DeepSpeed's bfloat16 optimizer.
 """
 
 import math
@@ -310,7 +310,7 @@ def _write_stage_3(
 
 
 def write_universal(folder: Path, trained: Trained, stage: int) -> Path:
-    """Write what DeepSpeed's ``ds_to_universal`` makes of a checkpoint of two ranks.
+    """Write the output of DeepSpeed's ``ds_to_universal`` for two ranks.
 
     Returns:
         The folder itself, which is also that of the step.
@@ -345,5 +345,5 @@ def _padded(flat: Tensor, multiple: int, value: float = 0.0) -> Tensor:
 
 def _part(weight: Tensor, rank: int, ranks: int) -> Tensor:
     size = math.ceil(weight.numel() / ranks)
-    # DeepSpeed leaves in the padding what happened to be in memory.
+    # The padding of DeepSpeed is uninitialized.
     return _padded(weight.reshape(-1), ranks, math.nan)[rank * size : (rank + 1) * size].clone()

@@ -1,4 +1,4 @@
-"""Adapters of checkpoints as peft and transformers load them."""
+"""Exported adapters, loaded by peft and transformers."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def saved(path, network, **about):
     ("lora", "hybrid", {"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}),
     ("dora", "hybrid", {"tensor": 2, "shard": 1}),
 ], ids=["lora", "dora", "ia3", "pipeline", "tensor"])  # fmt: skip
-def test_what_two_ranks_trained(ranks, tmp_path, adapter, strategy, options):
+def test_trained_adapters_are_exported(ranks, tmp_path, adapter, strategy, options):
     path = str(tmp_path / "run.ckpt")
     weights = ranks(save_adapted, 2, path, adapter, strategy, options)[0]
     module = AdaptedModule(adapter)
@@ -71,7 +71,7 @@ def test_what_two_ranks_trained(ranks, tmp_path, adapter, strategy, options):
 @pytest.mark.parametrize(("strategy", "options"), [
     ("zero3", {}), ("hybrid", {"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}),
 ], ids=["zero3", "pipeline"])  # fmt: skip
-def test_a_run_with_adapters_begins_from_hugging_face(ranks, tmp_path, strategy, options):
+def test_adapted_run_starts_from_hugging_face(ranks, tmp_path, strategy, options):
     """Base weights from a folder without adapters, whose head is tied; the adapter keeps its initial values."""
     base = model("llama", tied=True)
     with torch.no_grad():
@@ -93,19 +93,12 @@ def test_a_run_with_adapters_begins_from_hugging_face(ranks, tmp_path, strategy,
     assert all(torch.equal(v, base.state_dict()[n.removeprefix("model.base_model.model.")]) for n, v in plain.items())
 
 
-def test_where_adapters_are_missing_nothing_else_may_be(tmp_path):
+def test_adapters_of_other_base_weights(tmp_path):
     model("llama", tied=True).save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"missing \(2\): temperature; steps\n"):
         begin_adapted(str(tmp_path / "hf"), "lora", "single", {}, True)
-
-
-def test_adapters_that_were_made_from_other_weights_are_refused(tmp_path):
-    model("llama", tied=True).save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"use_dora=True.*from_pretrained"):
         begin_adapted(str(tmp_path / "hf"), "dora", "single", {}, False)
-
-
-def test_a_run_begins_from_the_adapter_of_another(tmp_path):
     weights = save_adapted(str(tmp_path / "run.ckpt"), "dora", "single")
     found = begin_adapted(str(tmp_path / "run.ckpt"), "dora", "single", {}, True, tied=False)
     assert all(torch.equal(value, weights[name]) for name, value in found.items())
@@ -131,7 +124,7 @@ def test_other_layers(tmp_path, kind, tied, config, options):
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}])
-def test_weights_that_an_adapter_has_made_differ_are_no_longer_tied(tmp_path, options):
+def test_merging_unties_weights(tmp_path, options):
     network = changed(adapted(model("llama", True), "LoraConfig", {"init_lora_weights": False, **options}))
     merged = loaded_merged(export(saved(tmp_path / "run.ckpt", network), tmp_path / "hf", "hf", merge=True))
     assert torch.allclose(logits(merged), logits(network), atol=1e-5)
@@ -142,17 +135,17 @@ def test_weights_that_an_adapter_has_made_differ_are_no_longer_tied(tmp_path, op
     ("LoHaConfig", {"r": 2, "target_modules": ["q_proj"]}), ("VeraConfig", {"r": 2}),
     ("LoraConfig", {"trainable_token_indices": [1, 2]}),
 ])  # fmt: skip
-def test_what_is_not_merged_is_exported_by_itself(tmp_path, config, options):
+def test_unmergeable_adapters_are_exported_separately(tmp_path, config, options):
     network = changed(adapted(model("llama", False), config, options))
     path = saved(tmp_path / "run.ckpt", network)
     again = loaded_by_peft(export(path, tmp_path / "peft", "peft"), model("llama", False))
     assert torch.equal(logits(again), logits(network))
-    with pytest.raises(CheckpointError, match="has layers of the kind .*nothing is merged here.*merge_and_unload"):
+    with pytest.raises(CheckpointError, match="has layers of the kind .*cannot be merged here.*merge_and_unload"):
         export(path, tmp_path / "hf", "hf", merge=True)
     assert not (tmp_path / "hf").exists()
 
 
-def test_weights_of_the_base_that_were_trained_are_in_it(tmp_path):
+def test_trained_base_weights_are_exported(tmp_path):
     """Also those that its configuration does not name, which peft alone would forget."""
     network = adapted(model("llama", False), *KINDS["ia3"])
     network.get_input_embeddings().requires_grad_(True)
@@ -162,7 +155,7 @@ def test_weights_of_the_base_that_were_trained_are_in_it(tmp_path):
     assert torch.equal(logits(again), logits(network))
 
 
-def test_the_folder_of_the_base_is_known_from_anywhere(tmp_path, monkeypatch):
+def test_path_of_the_base_is_absolute(tmp_path, monkeypatch):
     import transformers
 
     model("llama", False).save_pretrained(tmp_path / "base")
@@ -172,7 +165,7 @@ def test_the_folder_of_the_base_is_known_from_anywhere(tmp_path, monkeypatch):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
-def test_a_vocabulary_that_grew_is_in_it(tmp_path):
+def test_grown_vocabulary_is_exported(tmp_path):
     base = model("llama", False)
     base.save_pretrained(tmp_path / "base")
     base.resize_token_embeddings(44)
@@ -187,7 +180,7 @@ def test_a_vocabulary_that_grew_is_in_it(tmp_path):
     assert torch.equal(again.get_input_embeddings().weight, network.get_input_embeddings().weight)
 
 
-def test_one_tensor_after_the_other_is_converted(tmp_path):
+def test_merged_weights_are_converted(tmp_path):
     network = changed(adapted(model("llama", False), *KINDS["lora"]))
     path = saved(tmp_path / "run.ckpt", network)
     merged = loaded_merged(export(path, tmp_path / "hf", "hf", merge=True, dtype="bfloat16", max_shard_bytes=5000))
@@ -203,7 +196,7 @@ def test_one_active_adapter_is_exported(tmp_path):
     network.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=2))
     network.set_adapter("other")
     changed(network)
-    with pytest.warns(UserWarning, match="active adapter 'other' is exported; 'default' are left out"):
+    with pytest.warns(UserWarning, match="active adapter 'other' is exported; 'default' are skipped"):
         folder = export(saved(tmp_path / "run.ckpt", network), tmp_path / "peft", "peft")
     assert torch.equal(logits(loaded_by_peft(folder, model("llama", False))), logits(network))
     network.base_model.set_adapter(["default", "other"])
@@ -213,13 +206,13 @@ def test_one_active_adapter_is_exported(tmp_path):
 
 @pytest.mark.parametrize(("adapter", "about", "message"), [
     ("lora", {"peft": []}, "without a PeftModel"),
-    ("lora", {"hugging_face": []}, "not in the layers of a Hugging Face model"),
-    ("lora", {"class": "Path"}, "Path is no model of transformers"),
+    ("lora", {"hugging_face": []}, "not one of those in layers of a Hugging Face model"),
+    ("lora", {"class": "Path"}, "Path is not a transformers model"),
     ("lora", {"config": {"num_hidden_layers": 1}}, r"other tensors than the checkpoint \(.*layers\.1"),
-    ("prompt", {}, r"\(PROMPT_TUNING\) is not in the layers"),
-    ("lora", {"peft_type": "XLORA", "adapters": {"a": "https://host/a"}}, r"\(XLORA\) is not in the layers"),
+    ("prompt", {}, r"\(PROMPT_TUNING\) is not one of those in layers"),
+    ("lora", {"peft_type": "XLORA", "adapters": {"a": "https://host/a"}}, r"\(XLORA\) is not one of those in layers"),
 ])  # fmt: skip
-def test_what_is_not_known_is_refused(tmp_path, monkeypatch, adapter, about, message):
+def test_unknown_adapters_are_refused(tmp_path, monkeypatch, adapter, about, message):
     monkeypatch.setitem(KINDS, "prompt", ("PromptTuningConfig", {"num_virtual_tokens": 3}))
     network = adapted(model("llama", False), *KINDS[adapter])
     (facts,) = hugging_face_facts(torch.nn.ModuleDict({"model": network}))
@@ -234,7 +227,7 @@ def test_what_is_not_known_is_refused(tmp_path, monkeypatch, adapter, about, mes
     assert not (tmp_path / "peft").exists()
 
 
-def test_what_a_checkpoint_says_has_no_package_imported_and_no_kernel_fetched(tmp_path, monkeypatch):
+def test_configuration_imports_no_package_and_fetches_no_kernel(tmp_path, monkeypatch):
     network = changed(adapted(model("llama", False), *KINDS["dora"]))
     module = torch.nn.ModuleDict({"model": network})
     (base,), (adapter,) = hugging_face_facts(module), peft_facts(module)
@@ -273,11 +266,11 @@ def export_by_command(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_a_link_among_the_files_of_a_tokenizer_is_refused(tmp_path):
+def test_links_among_tokenizer_files_are_refused(tmp_path):
     path = saved(tmp_path / "run.ckpt", model("llama", False))
     (tmp_path / "secret").write_text("x")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read .*a link is not followed"):
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read .*links are not followed"):
         export(path, tmp_path / "hf", "hf", tokenizer=tmp_path / "mine")
     assert not (tmp_path / "hf").exists()

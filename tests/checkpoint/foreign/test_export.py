@@ -1,19 +1,25 @@
-"""Checkpoints of real runs as files of other tools, read by these tools."""
+"""Checkpoints of real runs, exported and read by other tools."""
 
 import json
 import os
 import shutil
-import weakref
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save, save_cut
-from tests.parity.harness import QUIET
+from tests.checkpoint.saved import (
+    LanguageModule,
+    logits,
+    model,
+    one_at_a_time,
+    resumed_by_lightning,
+    save,
+    save_cut,
+    saved_by_lightning,
+)
 from trainwright.checkpoint.foreign.export import export
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.tree import encode
@@ -45,20 +51,14 @@ def left_over(folder):
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
-def test_safetensors_as_one_file(llama, tmp_path):
+def test_safetensors_in_one_file(llama, tmp_path):
     path, weights = llama
     written = export(path, tmp_path / "model.safetensors", "safetensors")
     found = safetensors.torch.load_file(written)
-    assert "model.lm_head.weight" not in found  # tied, so written once
-    weights = {name: value for name, value in weights.items() if name != "model.lm_head.weight"}
-    assert equal(found, weights)
+    assert equal(found, {name: value for name, value in weights.items() if name != "model.lm_head.weight"})
     assert left_over(tmp_path) == []
-
-
-def test_the_safetensors_package_loads_it_into_the_module(llama, tmp_path):
-    path, weights = llama
     module = LanguageModule()
-    safetensors.torch.load_model(module, export(path, tmp_path / "model.safetensors", "safetensors"))
+    safetensors.torch.load_model(module, written)
     assert equal(module.state_dict(), weights)
 
 
@@ -79,25 +79,26 @@ def test_safetensors_in_shards(llama, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
 
 
-def test_a_tensor_above_the_limit_is_a_shard_of_its_own(llama, tmp_path):
+def test_large_tensors_have_their_own_shard(llama, tmp_path):
     folder = export(llama[0], tmp_path / "out", "safetensors", max_shard_bytes=1)
     assert len(list(folder.glob("*.safetensors"))) == len(llama[1]) - 1
 
 
-def test_converted_weights(llama, tmp_path):
+def test_conversion(llama, tmp_path):
+    import transformers
+
     path, weights = llama
     found = safetensors.torch.load_file(export(path, tmp_path / "m.safetensors", "safetensors", dtype="bfloat16"))
     assert found["temperature"].dtype == torch.bfloat16
-    assert found["steps"].dtype == torch.int64  # counts are no weights
+    assert found["steps"].dtype == torch.int64  # integers are not converted
     name = "model.model.layers.0.mlp.up_proj.weight"
     assert torch.equal(found[name], weights[name].bfloat16())
-
-
-def test_a_value_that_the_dtype_cannot_hold_is_an_error(tmp_path):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(export(path, tmp_path / "hf", "hf", dtype="bf16"))
+    assert loaded.dtype == torch.bfloat16
     run_state(tmp_path / "run.ckpt", {"w": torch.tensor([1.0, 1e6])})
     with pytest.raises(CheckpointError, match=r"w has values that torch\.float16 cannot hold.*bfloat16"):
         export(str(tmp_path / "run.ckpt"), tmp_path / "m.pt", "torch", dtype="float16")
-    assert os.listdir(tmp_path) == ["run.ckpt"]
+    assert not (tmp_path / "m.pt").exists()
 
 
 def test_from_pretrained_gives_the_same_logits(llama, tmp_path):
@@ -144,7 +145,7 @@ def test_other_models(tmp_path, kind, tied):
 @pytest.mark.parametrize("options", [
     {"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}, {"tensor": 2, "shard": 1},
 ], ids=["pipeline", "tensor"])  # fmt: skip
-def test_from_a_layout_that_cuts_the_module(ranks, tmp_path, options):
+def test_layouts_that_split_the_module(ranks, tmp_path, options):
     import transformers
 
     weights = ranks(save_cut, 2, str(tmp_path / "run.ckpt"), options)[0]
@@ -159,35 +160,21 @@ def test_from_a_layout_that_cuts_the_module(ranks, tmp_path, options):
     assert equal(dict(LanguageModule.load_from_checkpoint(ckpt).named_parameters()), weights)
 
 
-def test_converted_model_says_its_dtype(llama, tmp_path):
-    import transformers
-
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(export(llama[0], tmp_path / "hf", "hf", dtype="bf16"))
-    assert loaded.dtype == torch.bfloat16
-
-
-def test_a_checkpoint_without_facts_is_refused(tmp_path):
-    run_state(tmp_path / "run.ckpt", {"w": torch.ones(2)})
+def test_hugging_face_facts_are_needed(tmp_path):
+    path, fact = str(tmp_path / "run.ckpt"), {"class": "X", "config": {}, "generation_config": None, "tied": []}
+    run_state(path, {"w": torch.ones(2)})
     with pytest.raises(CheckpointError, match="made from a module without a Hugging Face model.*format=safetensors"):
-        export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
-
-
-def test_of_several_models_one_is_chosen(tmp_path):
-    fact = {"class": "X", "config": {}, "generation_config": None, "tied": [], "dtype": "float32"}
-    weights = {"student.w": torch.ones(2), "teacher.w": torch.zeros(2)}
+        export(path, tmp_path / "hf", "hf")
+    fact |= {"dtype": "float32", "prefix": "m"}
+    run_state(path, {"m.q.lora_A.default.weight": torch.ones(2)}, hugging_face=[fact])
+    with pytest.raises(CheckpointError, match=r"X has adapters .*--merge.*format=peft"):
+        export(path, tmp_path / "hf", "hf")
     facts = [{**fact, "prefix": "student"}, {**fact, "prefix": "teacher"}]
-    run_state(tmp_path / "run.ckpt", weights, hugging_face=facts)
-    with pytest.raises(CheckpointError, match="models at 'student', 'teacher', and it was not said which"):
-        export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
-    folder = export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf", model="teacher")
+    run_state(path, {"student.w": torch.ones(2), "teacher.w": torch.zeros(2)}, hugging_face=facts)
+    with pytest.raises(CheckpointError, match="models at 'student', 'teacher', and none was selected"):
+        export(path, tmp_path / "hf", "hf")
+    folder = export(path, tmp_path / "hf", "hf", model="teacher")
     assert equal(safetensors.torch.load_file(folder / "model.safetensors"), {"w": torch.zeros(2)})
-
-
-def test_adapters_are_refused(tmp_path):
-    fact = {"prefix": "m", "class": "X", "config": {}, "generation_config": None, "tied": [], "dtype": "float32"}
-    run_state(tmp_path / "run.ckpt", {"m.q.lora_A.default.weight": torch.ones(2)}, hugging_face=[fact])
-    with pytest.raises(CheckpointError, match=r"X has adapters in it.*--merge.*format=peft"):
-        export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
 
 
 def test_load_from_checkpoint(llama, tmp_path):
@@ -201,48 +188,24 @@ def test_load_from_checkpoint(llama, tmp_path):
     assert state["model.lm_head.weight"].data_ptr() == state["model.model.embed_tokens.weight"].data_ptr()
 
 
-def test_lightning_goes_on_as_from_its_own_file(tmp_path):
-    """Lightning's own Trainer and strategy, from the exported file."""
+def test_lightning_resumes_as_from_its_own_file(tmp_path):
     save(str(tmp_path / "run.ckpt"))
+    theirs = saved_by_lightning(tmp_path / "theirs.ckpt")
     ours = export(str(tmp_path / "run.ckpt"), tmp_path / "ours.ckpt", "lightning")
-    theirs = tmp_path / "theirs.ckpt"
-    trainer = pl.Trainer(**QUIET, max_steps=3, max_epochs=-1)
-    trainer.fit(LanguageModule(), loader())
-    trainer.save_checkpoint(theirs)
     losses = [resumed_by_lightning(file) for file in (ours, theirs)]
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
-
-
-def resumed_by_lightning(file):
-    losses = Losses()
-    trainer = pl.Trainer(**{**QUIET, "callbacks": [losses]}, max_steps=6, max_epochs=-1)
-    trainer.fit(LanguageModule(), loader(), ckpt_path=str(file), weights_only=True)
-    return losses.values
-
-
-def test_optimizer_states_have_lightnings_form(tmp_path):
-    save(str(tmp_path / "run.ckpt"))
-    trainer = pl.Trainer(**QUIET, max_steps=3, max_epochs=-1)
-    trainer.fit(LanguageModule(), loader())
-    trainer.save_checkpoint(tmp_path / "theirs.ckpt")
-    theirs = torch.load(tmp_path / "theirs.ckpt", weights_only=True)
-    ours = torch.load(export(str(tmp_path / "run.ckpt"), tmp_path / "ours.ckpt", "lightning"), weights_only=True)
-    assert ours.keys() - {"trainwright"} == theirs.keys()
-    (our_state,), (their_state,) = ours["optimizer_states"], theirs["optimizer_states"]
+    one, other = (torch.load(file, weights_only=True) for file in (ours, theirs))
+    assert one.keys() - {"trainwright"} == other.keys()
+    (our_state,), (their_state,) = one["optimizer_states"], other["optimizer_states"]
     assert our_state["param_groups"] == their_state["param_groups"]
     assert our_state["state"].keys() == their_state["state"].keys()
     for position, values in their_state["state"].items():
         assert equal(our_state["state"][position], values)
-    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+    assert one["lr_schedulers"] == other["lr_schedulers"]
 
 
-def test_plain_torch(llama, tmp_path):
-    path, weights = llama
-    assert equal(torch.load(export(path, tmp_path / "w.pt", "torch"), weights_only=True, mmap=True), weights)
-
-
-def test_values_that_need_other_classes_become_plain_ones(tmp_path):
+def test_other_classes_become_plain(tmp_path):
     callbacks = {"Mine": {"path": Path("a/b"), "best": np.float32(0.5), "table": np.arange(3), "kept": {1, 2}}}
     tensors = {}
 
@@ -265,47 +228,26 @@ def test_values_that_need_other_classes_become_plain_ones(tmp_path):
 @pytest.mark.parametrize(("format", "to"), [
     ("safetensors", "m.safetensors"), ("safetensors", "folder"), ("lightning", "l.ckpt"), ("torch", "w.pt"),
 ])  # fmt: skip
-def test_no_more_than_one_tensor_is_held(tmp_path, monkeypatch, format, to):
-    weights = {f"layers.{i}.weight": torch.randn(64, 64) for i in range(30)}
-    run_state(tmp_path / "run.ckpt", weights)
-    held, most, original = 0, 0, RunState.read
-
-    def freed():
-        nonlocal held
-        held -= 1
-
-    def read(self, *arguments):
-        nonlocal held, most
-        tensor = original(self, *arguments)
-        held += 1
-        most = max(most, held)
-        weakref.finalize(tensor, freed)
-        return tensor
-
-    monkeypatch.setattr(RunState, "read", read)
-    export(str(tmp_path / "run.ckpt"), tmp_path / to, format)
-    assert most <= 2  # one is being written while the next one is read
-    assert held == 0
+def test_tensors_are_exported_one_at_a_time(tmp_path, format, to):
+    run_state(tmp_path / "run.ckpt", {f"layers.{i}.weight": torch.randn(64, 64) for i in range(30)})
+    with one_at_a_time(RunState):
+        export(str(tmp_path / "run.ckpt"), tmp_path / to, format)
 
 
-def test_what_is_there_is_kept_unless_told(llama, tmp_path):
+def test_overwriting(llama, tmp_path):
     for format, to in (("torch", "w.pt"), ("hf", "hf")):
         export(llama[0], tmp_path / to, format)
-        with pytest.raises(CheckpointError, match="exists already.*--overwrite"):
+        with pytest.raises(CheckpointError, match="already exists.*--overwrite"):
             export(llama[0], tmp_path / to, format)
         export(llama[0], tmp_path / to, format, overwrite=True)
     assert left_over(tmp_path) == []
+    (tmp_path / "hf" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match=r"has other files \(thesis.tex\)"):
+        export(llama[0], tmp_path / "hf", "hf", overwrite=True)
+    assert (tmp_path / "hf" / "thesis.tex").exists()
 
 
-def test_a_folder_with_other_things_in_it_is_never_replaced(llama, tmp_path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("x")
-    with pytest.raises(CheckpointError, match=r"holds what no export writes \(thesis.tex\)"):
-        export(llama[0], tmp_path / "home", "hf", overwrite=True)
-    assert (tmp_path / "home" / "thesis.tex").exists()
-
-
-def test_an_error_leaves_what_was_there(llama, tmp_path, monkeypatch):
+def test_errors_leave_the_old_export(llama, tmp_path, monkeypatch):
     written = export(llama[0], tmp_path / "hf", "hf")
     before = {file.name: file.read_bytes() for file in written.iterdir()}
     calls = iter(range(100))
@@ -335,9 +277,11 @@ def test_a_damaged_checkpoint_is_not_exported(llama, tmp_path):
     assert os.listdir(tmp_path) == ["run.ckpt"]
 
 
-def test_from_a_store(tmp_path):
+def test_plain_torch_and_stores(llama, tmp_path):
+    path, weights = llama
+    assert equal(torch.load(export(path, tmp_path / "w.pt", "torch"), weights_only=True, mmap=True), weights)
     run_state("memory://export/run.ckpt", {"w": torch.arange(5.0)})
-    written = export("memory://export/run.ckpt", tmp_path / "w.pt", "torch")
+    written = export("memory://export/run.ckpt", tmp_path / "stored.pt", "torch")
     assert torch.equal(torch.load(written)["w"], torch.arange(5.0))
 
 
@@ -350,13 +294,13 @@ def test_from_a_store(tmp_path):
     ({"format": "torch", "model": "x"}, "format=hf and format=peft only"),
     ({"format": "torch", "tokenizer": "x"}, "format=hf and format=peft only"),
     ({"format": "peft", "merge": True}, "format=hf only"),
-    ({"format": "hf", "merge": True}, "LlamaForCausalLM of .* lies in no PeftModel"),
+    ({"format": "hf", "merge": True}, "LlamaForCausalLM of .* is not in a PeftModel"),
     ({"format": "peft"}, "without a PeftModel.*resume it"),
-    ({"format": "hf", "tokenizer": "."}, "no folder of a tokenizer: it has none of tokenizer.json"),
-    ({"format": "torch", "to": "s3://bucket/x"}, "written to this machine"),
+    ({"format": "hf", "tokenizer": "."}, "not a tokenizer's folder: it has none of tokenizer.json"),
+    ({"format": "torch", "to": "s3://bucket/x"}, "written to local paths"),
     ({"format": "safetensors", "to": "m.safetensors", "max_shard_bytes": 10}, "Give a folder instead"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(llama, arguments, message):
+def test_malformed_files_are_refused(llama, arguments, message):
     with pytest.raises(CheckpointError, match=message):
         export(llama[0], **{"to": "out", **arguments})
     assert os.listdir(".") == []

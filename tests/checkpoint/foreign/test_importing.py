@@ -1,9 +1,8 @@
-"""Files of other tools as checkpoints that a run goes on from."""
+"""Import of other tools' files into checkpoints that a run resumes from."""
 
 import json
 import os
 import pickle
-import weakref
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -14,8 +13,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.foreign.deepspeed_files import make_trained, write_deepspeed
-from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save
-from tests.parity.harness import QUIET, make_trainer
+from tests.checkpoint.saved import (
+    LanguageModule,
+    Losses,
+    loader,
+    logits,
+    model,
+    one_at_a_time,
+    resumed_by_lightning,
+    save,
+    saved_by_lightning,
+)
+from tests.parity.harness import make_trainer
 from trainwright.checkpoint.foreign.export import export
 from trainwright.checkpoint.foreign.importing import import_checkpoint
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
@@ -35,45 +44,39 @@ def equal(one, other):
     )
 
 
-def test_a_safetensors_file(tmp_path):
-    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.tensor(2.0), "d": torch.zeros(0, 3)}
-    safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
-    written = import_checkpoint(str(tmp_path / "m.safetensors"), tmp_path / "run.ckpt")
-    assert written == tmp_path / "run.ckpt"
-    assert equal(weights_of(written), tensors)
-    assert RunState.open(str(written)).about["kind"] == "weights"
+def test_safetensors_and_back(tmp_path):
+    tensors = {f"w{index}": torch.randn(7, 5).to(dtype) for index, dtype in enumerate(DTYPES)}
+    tensors |= {"scalar": torch.tensor(2.0), "empty": torch.zeros(0, 3)}
+    safetensors.torch.save_file(tensors, tmp_path / "m.safetensors", {"format": "pt"})
+    path = import_checkpoint(str(tmp_path / "m.safetensors"), tmp_path / "run.ckpt")
+    assert path == tmp_path / "run.ckpt"
+    assert RunState.open(str(path)).about["kind"] == "weights"
+    again = safetensors.torch.load_file(export(str(path), tmp_path / "again.safetensors", "safetensors"))
+    for found in (weights_of(path), again):
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(bits(found[name]), bits(value)) for name, value in tensors.items())
 
 
-def test_weights_beside_the_optimizer_in_a_folder_of_dcp(tmp_path):
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_torchtitan_dcp_folder(tmp_path):
     """As torchtitan saves: the names of the model at the top level, the rest in mappings beside them."""
     weights = {"layers.0.wq.weight": torch.randn(3, 4), "norm.weight": torch.randn(4)}
     moments = {f"state.{name}.exp_avg": torch.zeros_like(value) for name, value in weights.items()}
     dcp.save({**weights, "optimizer": moments, "train_state": {"step": 5}}, checkpoint_id=tmp_path / "step-5")
     with pytest.raises(CheckpointError, match="pickle"):
         import_checkpoint(str(tmp_path / "step-5"), tmp_path / "run.ckpt")
-    with pytest.warns(UserWarning, match="left out: optimizer, train_state"):
+    with pytest.warns(UserWarning, match="skipped: optimizer, train_state"):
         path = import_checkpoint(str(tmp_path / "step-5"), tmp_path / "run.ckpt", trust=True)
     assert equal(weights_of(path), weights)
-
-
-def test_there_and_back_to_the_bit(tmp_path):
-    """Safetensors -> checkpoint -> safetensors: the same bytes."""
-    tensors = {f"w{index}": torch.randn(7, 5).to(dtype) for index, dtype in enumerate(DTYPES)}
-    safetensors.torch.save_file(tensors, tmp_path / "m.safetensors", {"format": "pt"})
-    path = import_checkpoint(str(tmp_path / "m.safetensors"), tmp_path / "run.ckpt")
-    again = export(str(path), tmp_path / "again.safetensors", "safetensors")
-    with safetensors.safe_open(again, "pt") as one, safetensors.safe_open(tmp_path / "m.safetensors", "pt") as other:
-        assert set(one.keys()) == set(other.keys())
-        for key in one.keys():  # noqa: SIM118 - it is no dict
-            found, expected = one.get_tensor(key), other.get_tensor(key)
-            assert found.dtype == expected.dtype
-            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn)
 
 
-def test_a_hugging_face_folder_and_back(tmp_path):
+def test_hugging_face_round_trip(tmp_path):
     import transformers
 
     network = model("llama", tied=True)
@@ -86,65 +89,38 @@ def test_a_hugging_face_folder_and_back(tmp_path):
 
 
 @pytest.mark.parametrize("key", [None, "state_dict", "model", "model_state_dict"])
-def test_a_torch_file(tmp_path, key):
+def test_torch_files(tmp_path, recwarn, key):
     tensors = OrderedDict(a=torch.randn(3, 4), b=torch.arange(5))
     tensors["tied"] = tensors["a"]
-    torch.save(tensors if key is None else {key: tensors}, tmp_path / "m.pt")
+    torch.save(tensors if key is None else {key: tensors, "optimizer": {"state": {}}, "step": 3}, tmp_path / "m.pt")
     path = import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
     assert equal(weights_of(path), dict(tensors))
-    assert len(RunState.open(str(path)).keys()) == 2  # tied weights are kept once
+    assert len(RunState.open(str(path)).keys()) == 2  # tied weights are stored once
+    messages = [str(each.message) for each in recwarn if "imported" in str(each.message)]
+    skipped = f"From {tmp_path}/m.pt the weights under {key!r} are imported; skipped: optimizer, step."
+    assert messages == ([] if key is None else [skipped])
 
 
-def test_what_is_left_out_of_a_torch_file_is_said(tmp_path):
-    torch.save({"model": {"a": torch.ones(2)}, "optimizer": {"state": {}}, "step": 3}, tmp_path / "m.pt")
-    with pytest.warns(UserWarning, match="weights under 'model' are imported; left out: optimizer, step"):
-        import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
-
-
-def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
+def test_tensors_are_imported_one_at_a_time(tmp_path):
     safetensors.torch.save_file({f"w{i}": torch.randn(50) for i in range(20)}, tmp_path / "m.safetensors")
-    held, most, original = 0, 0, SafetensorsFolder.read
-
-    def freed():
-        nonlocal held
-        held -= 1
-
-    def read(self, *arguments):
-        nonlocal held, most
-        tensor = original(self, *arguments)
-        held += 1
-        most = max(most, held)
-        weakref.finalize(tensor, freed)
-        return tensor
-
-    monkeypatch.setattr(SafetensorsFolder, "read", read)
-    import_checkpoint(str(tmp_path / "m.safetensors"), tmp_path / "run.ckpt")
-    assert 0 < most <= 2  # one is being written while the next one is read
-    assert held == 0
+    with one_at_a_time(SafetensorsFolder):
+        import_checkpoint(str(tmp_path / "m.safetensors"), tmp_path / "run.ckpt")
 
 
-def test_a_run_of_lightning_goes_on(tmp_path):
-    """A file of Lightning's own Trainer, imported: the losses that Lightning itself would have had."""
-    trainer = pl.Trainer(**QUIET, max_steps=3, max_epochs=-1)
-    trainer.fit(LanguageModule(), loader())
-    trainer.save_checkpoint(tmp_path / "theirs.ckpt")
-    theirs = Losses()
-    trainer = pl.Trainer(**{**QUIET, "callbacks": [theirs]}, max_steps=6, max_epochs=-1)
-    trainer.fit(LanguageModule(), loader(), ckpt_path=str(tmp_path / "theirs.ckpt"), weights_only=True)
-    path = import_checkpoint(str(tmp_path / "theirs.ckpt"), tmp_path / "run.ckpt")
-    assert RunState.open(str(path)).about["step"] == 3
-    assert len(theirs.values) == 3
-    assert resumed(str(path)) == theirs.values
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory):
+    """A file of Lightning's own Trainer after three steps, and the imported checkpoint."""
+    folder = tmp_path_factory.mktemp("lightning")
+    theirs = saved_by_lightning(folder / "theirs.ckpt")
+    return theirs, str(import_checkpoint(theirs, folder / "run.ckpt"))
 
 
-def resumed(path):
-    """Losses of Lightning's Trainer with a strategy of ours that goes on from a run state."""
-    losses = Losses()
-    trainer = pl.Trainer(
-        **{**QUIET, "callbacks": [losses]}, strategy=make_strategy("single"), max_steps=6, max_epochs=-1
-    )
-    trainer.fit(LanguageModule(), loader(), ckpt_path=path)
-    return losses.values
+def test_lightning_run_resumes(lightning):
+    theirs, path = lightning
+    assert RunState.open(path).about["step"] == 3
+    losses = resumed_by_lightning(theirs)
+    assert len(losses) == 3
+    assert resumed_by_lightning(path, None, strategy=make_strategy("single")) == losses
 
 
 def continue_from(path, strategy):
@@ -157,19 +133,14 @@ def continue_from(path, strategy):
     return losses.values, state
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_optimizers_known_by_position_under_other_layouts(ranks, tmp_path, strategy):
-    """The states of the optimizer arrive at their parameters: its steps go on where they were."""
-    trainer = pl.Trainer(**QUIET, max_steps=4, max_epochs=-1)
-    trainer.fit(LanguageModule(), loader())
-    trainer.save_checkpoint(tmp_path / "theirs.ckpt")
-    path = import_checkpoint(str(tmp_path / "theirs.ckpt"), tmp_path / "run.ckpt")
-    for losses, steps in ranks(continue_from, 2, str(path), strategy):
-        assert len(losses) == 2
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_optimizer_states_by_position_under_other_layouts(ranks, lightning, strategy):
+    for losses, steps in ranks(continue_from, 2, lightning[1], strategy):
+        assert len(losses) == 3
         assert set(next(iter(steps.values()))) == {6}
 
 
-def test_everything_of_a_lightning_file_is_kept(tmp_path):
+def test_lightning_file_round_trips(tmp_path):
     save(str(tmp_path / "run.ckpt"))
     file = export(str(tmp_path / "run.ckpt"), tmp_path / "l.ckpt", "lightning")
     path = import_checkpoint(str(file), tmp_path / "again.ckpt")
@@ -182,14 +153,14 @@ def test_everything_of_a_lightning_file_is_kept(tmp_path):
     assert str(one) == str(other)
 
 
-def test_hyper_parameters_that_are_no_values_are_left_out(tmp_path):
+def test_unsupported_hyper_parameters_are_skipped(tmp_path):
     checkpoint = {
         "pytorch-lightning_version": pl.__version__,
         "state_dict": {"a": torch.ones(2)},
         "hyper_parameters": {"width": 3, "loss": torch.nn.MSELoss()},
     }
     torch.save(checkpoint, tmp_path / "l.ckpt")
-    with pytest.warns(UserWarning, match=r"loss \(MSELoss\) are left out"):
+    with pytest.warns(UserWarning, match=r"loss \(MSELoss\) are skipped"):
         path = import_checkpoint(str(tmp_path / "l.ckpt"), tmp_path / "run.ckpt", trust=True)
     assert RunState.open(str(path)).tree["hyper_parameters"] == {"width": 3}
 
@@ -227,7 +198,7 @@ def make_tied():
 
 
 def step_from_deepspeed(path, strategy):
-    """Weights before and states after one step of a run that goes on, whole and by name."""
+    """Return weights before and optimizer states after one step of a resumed run, whole and by name."""
     module = Trained(make_tied())
     before = {}
 
@@ -244,7 +215,7 @@ def step_from_deepspeed(path, strategy):
 
 
 @pytest.mark.parametrize(("stage", "strategy"), [(2, "ddp"), (3, "zero3")])
-def test_a_run_of_deepspeed_goes_on(ranks, tmp_path, stage, strategy):
+def test_deepspeed_run_resumes(ranks, tmp_path, stage, strategy):
     trained = make_tied()
     write_deepspeed(tmp_path / "theirs", trained, stage=stage, ranks=3)
     scheduler = pytest.warns(UserWarning, match=r"scheduler of DeepSpeed \(last_batch_iteration\)")
@@ -265,7 +236,7 @@ def test_a_run_of_deepspeed_goes_on(ranks, tmp_path, stage, strategy):
 
 
 def begin_from(source, strategy, options):
-    """Weights of a run that begins from ``source`` and does no step, on every rank."""
+    """Return the initial weights of a run with ``init_from=source``."""
     trainer = make_trainer(strategy, {**options, "init_from": source}, limit_val_batches=1)
     module = LanguageModule()
     module.strict_loading = False  # the temperature is not in the source
@@ -274,7 +245,7 @@ def begin_from(source, strategy, options):
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("ddp", {}), ("zero3", {}), ("hybrid", {"tensor": 2, "shard": 1})])
-def test_every_layout_begins_from_hugging_face(ranks, tmp_path, strategy, options):
+def test_init_from_hugging_face_under_every_layout(ranks, tmp_path, strategy, options):
     """Names without the module's prefix, tied weights written once, each rank its part."""
     network = model()
     with torch.no_grad():
@@ -288,25 +259,27 @@ def test_every_layout_begins_from_hugging_face(ranks, tmp_path, strategy, option
             assert torch.equal(found[f"model.{name}"], value), name
 
 
-def test_what_is_there_is_kept_unless_told(tmp_path):
-    torch.save({"a": torch.ones(1)}, tmp_path / "m.pt")
-    import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
-    with pytest.raises(CheckpointError, match="exists already.*--overwrite"):
-        import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
-    import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt", overwrite=True)
+def test_overwriting_and_stores(tmp_path):
+    torch.save({"a": torch.arange(3)}, tmp_path / "m.pt")
+    for target in (tmp_path / "run.ckpt", "memory://imports/run.ckpt"):
+        assert import_checkpoint(str(tmp_path / "m.pt"), target) == target
+        with pytest.raises(CheckpointError, match="already exists.*--overwrite"):
+            import_checkpoint(str(tmp_path / "m.pt"), target)
+        import_checkpoint(str(tmp_path / "m.pt"), target, overwrite=True)
+        assert torch.equal(weights_of(target)["a"], torch.arange(3))
 
 
 @pytest.mark.parametrize(("source", "message"), [
     ("https://host/m.safetensors", "download it first"),
     ("nothing", "does not exist. Give a .safetensors file"),
-    ("empty", "folder without a manifest.json|no checkpoint"),
-    ("bins", r"folder with pytorch_model\.bin; give one file of it"),
-    ("run.ckpt", "checkpoint of Trainwright already"),
-    ("numbers.pt", "no weights that are found"),
+    ("empty", "folder without a manifest.json"),
+    ("bins", r"folder with pytorch_model\.bin; give one of these files"),
+    ("run.ckpt", "already a checkpoint of Trainwright"),
+    ("numbers.pt", "no recognized weights"),
     ("list.pt", "not a"),
     ("cut.pt", r"cut\.pt"),
 ])  # fmt: skip
-def test_what_cannot_be_imported(tmp_path, source, message):
+def test_unsupported_sources(tmp_path, source, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bins").mkdir()
     (tmp_path / "bins" / "pytorch_model.bin").write_bytes(pickle.dumps(1))
@@ -319,10 +292,3 @@ def test_what_cannot_be_imported(tmp_path, source, message):
         import_checkpoint(source if "://" in source else str(tmp_path / source), tmp_path / "new.ckpt")
     assert not (tmp_path / "new.ckpt").exists()
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-
-
-def test_into_a_store(tmp_path):
-    torch.save({"a": torch.arange(3)}, tmp_path / "m.pt")
-    path = import_checkpoint(str(tmp_path / "m.pt"), "memory://imports/run.ckpt")
-    assert path == "memory://imports/run.ckpt"
-    assert torch.equal(weights_of(path)["a"], torch.arange(3))

@@ -1,4 +1,4 @@
-"""Crafted checkpoints through every door: whatever they are refused with, nothing in them runs."""
+"""Crafted checkpoints through every entry point: no code in them runs."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class Net(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """Has a door of its own."""
+    """A data module with its own ``load_from_checkpoint``."""
 
 
 def loader() -> DataLoader[Any]:
@@ -63,12 +63,12 @@ def trainer(init_from: str | None = None, **options: Any) -> Any:
 
 
 def command(*words: str) -> None:
-    """A verb of the command line, which must not end well."""
+    """Run a verb of the command line, which must fail."""
     if run_checkpoint_command(["checkpoint", *words]) != 0:
         raise CheckpointError("the command refused")
 
 
-# Every way by which somebody may hand over a checkpoint. An error is as good as none; what counts is that nothing runs.
+# Every entry point of checkpoints. Errors are fine, as long as no code runs.
 DOORS: dict[str, Callable[[str], Any]] = {
     "fit": lambda path: trainer().fit(Net(), loader(), ckpt_path=path),
     "validate": lambda path: trainer().validate(Net(), loader(), ckpt_path=path, verbose=False),
@@ -94,7 +94,7 @@ LENIENT = {"list"}
 
 @pytest.fixture
 def touch(tmp_path, monkeypatch):
-    # Torch keeps what it fetches from a web server here.
+    # Download cache of torch.
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch_home"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -103,14 +103,14 @@ def touch(tmp_path, monkeypatch):
 
 
 def lightning_file(**entries: Any) -> dict[str, Any]:
-    """A checkpoint of Lightning that would be loaded if it were harmless."""
+    """Return a loadable checkpoint of Lightning."""
     empty = {"loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
     about = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}
     return {**about, "state_dict": Net().state_dict(), **empty, **entries}
 
 
 def evil_files(folder: Path, touch: Path) -> dict[str, Path]:
-    """Files that run code in whoever loads them carelessly."""
+    """Write files that run code when unpickled."""
     payloads = pickles(touch)
     old = old_torch_files(payloads["os.system, protocol 2"])
     contents = {
@@ -130,7 +130,7 @@ def evil_files(folder: Path, touch: Path) -> dict[str, Path]:
 
 
 def try_door(door: str, path: str | Path, touch: Path) -> Exception | None:
-    """Go through a door; the error, if there was one."""
+    """Use an entry point and return its error, if any."""
     error = None
     try:
         DOORS[door](str(path))
@@ -151,7 +151,7 @@ def test_files(tmp_path, touch, door):
 
 
 def test_these_files_would_run_code(tmp_path, touch):
-    """Or the test above would prove nothing."""
+    """Checks the test above."""
     (tmp_path / "files").mkdir()
     for name, path in evil_files(tmp_path / "files", touch).items():
         if not name.endswith(".ckpt"):
@@ -193,7 +193,7 @@ def test_folders_of_dcp(tmp_path, touch, door):
     *((door, "exec") for door in DOORS), ("import", "os.system"), ("command import", "os.system"),
 ])  # fmt: skip
 def test_folders_of_deepspeed(tmp_path, touch, door, function):
-    """These are read where they can be, without what would run; what torch's reader bars altogether is refused."""
+    """Objects are skipped where possible; files that torch's safe reader refuses are refused."""
     folder = tmp_path / "deepspeed"
     bad = evil(touch) if function == "os.system" else Call(exec, f"open({str(touch)!r}, 'w').close()")
     step = write_deepspeed(folder, make_trained(), stage=2, ranks=2, client={"epoch": 3, "ours": [bad]})
@@ -209,7 +209,7 @@ def test_folders_of_deepspeed(tmp_path, touch, door, function):
 
 
 def forge(folder: Path, files: Mapping[str, bytes], about: Mapping[str, Any] | None = None) -> Path:
-    """A run state whose manifest is in order, whatever its files hold and are called."""
+    """Write a run state with a valid manifest of arbitrary files."""
     folder.mkdir(parents=True)
     records = {}
     for name, data in files.items():
@@ -232,7 +232,7 @@ def canonical(content: Any) -> bytes:
 
 
 def good_files(path: Path) -> dict[str, bytes]:
-    """The files of a run state that can be loaded."""
+    """Write a loadable run state and return its files without the manifest."""
     saving = trainer()
     saving.strategy.saves_one_file = False
     saving.fit(Net(), loader())
@@ -240,13 +240,17 @@ def good_files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: Any) -> dict[str, bytes]:
+    return good_files(tmp_path_factory.mktemp("good") / "good.ckpt")
+
+
 def changed(data: bytes, **entries: Any) -> bytes:
     return json.dumps({**json.loads(data), **entries}).encode()
 
 
-def forgeries(folder: Path, touch: Path) -> dict[str, Path]:
-    """Run states that somebody made up, which must not be loaded as if they were real."""
-    good = good_files(folder / "good.ckpt")
+def forgeries(folder: Path, touch: Path, good: dict[str, bytes]) -> dict[str, Path]:
+    """Write forged run states, which must not load."""
     run = f"open({str(touch)!r}, 'w').close()"
     payloads = pickles(touch)
     calls = [
@@ -281,8 +285,8 @@ def forgeries(folder: Path, touch: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_forged_run_states(tmp_path, touch, door):
-    for name, path in forgeries(tmp_path, touch).items():
+def test_forged_run_states(tmp_path, touch, good, door):
+    for name, path in forgeries(tmp_path, touch, good).items():
         error = try_door(door, path, touch)
         # What a door does not read may go through: only some read tensors, others not all of the state.
         reads_all = door in ("fit", "validate", "load_from_checkpoint", "export lightning")
@@ -290,9 +294,8 @@ def test_forged_run_states(tmp_path, touch, door):
             assert isinstance(error, CheckpointError) or door in LENIENT, f"{name} went through"
 
 
-def test_hyper_parameters_name_no_function(tmp_path, touch):
-    """Lightning calls what ``_instantiator`` names, if it is on a list of its own."""
-    good = good_files(tmp_path / "good.ckpt")
+def test_hyper_parameters_name_no_function(tmp_path, touch, good):
+    """Lightning calls ``_instantiator`` if it is on an allowlist."""
     for name in ("os.system", "builtins.exec", "torch.load"):
         parameters = {"_instantiator": name, "width": 2, "_class_path": "os.system"}
         state = changed(good["state.json"], hyper_parameters=parameters)
@@ -302,11 +305,9 @@ def test_hyper_parameters_name_no_function(tmp_path, touch):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_else_lies_in_a_run_state_is_not_touched(tmp_path, touch, door):
-    """Files that other tools would load from the folder, and the configuration of a run beside it."""
+def test_other_files_of_a_run_are_not_loaded(tmp_path, touch, good, door):
     folder = tmp_path / "run" / "checkpoints"
-    path = folder / "step=1"
-    good_files(path)
+    path = forge(folder / "step=1", good)
     payload = pickles(touch)["os.system, protocol 2"]
     for name in (".metadata", "meta.pt", "mp_rank_00_model_states.pt", "data.pkl", "pytorch_model.bin", "__init__.py"):
         (path / name).write_bytes(f"open({str(touch)!r}, 'w')".encode() if name.endswith(".py") else payload)
@@ -322,8 +323,7 @@ def test_what_else_lies_in_a_run_state_is_not_touched(tmp_path, touch, door):
         assert try_door(door, folder, touch) is None  # the run directory
 
 
-def test_links_lead_to_nothing_that_is_removed_or_believed(tmp_path, touch):
-    good = good_files(tmp_path / "good.ckpt")
+def test_links_are_neither_read_nor_removed(tmp_path, touch, good):
     secret = tmp_path / "secret.safetensors"
     secret.write_bytes(b"not a tensor")
     path = forge(tmp_path / "linked.ckpt", good)
@@ -338,9 +338,8 @@ def test_links_lead_to_nothing_that_is_removed_or_believed(tmp_path, touch):
     assert secret.read_bytes() == b"not a tensor"
 
 
-def test_the_forger_forges_well(tmp_path, touch):
-    """A forgery of a good run state is a good one, or the tests above would prove nothing."""
-    path = forge(tmp_path / "again.ckpt", good_files(tmp_path / "good.ckpt"))
+def test_forging_itself_is_harmless(tmp_path, touch, good):
+    path = forge(tmp_path / "again.ckpt", good)
     assert read_manifest(str(path)).step == 1
     assert try_door("fit", path, touch) is None
     assert try_door("load_from_checkpoint", path, touch) is None

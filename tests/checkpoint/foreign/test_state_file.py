@@ -1,4 +1,4 @@
-"""Run states in one file: what torch and Lightning read of it, and that nothing damaged or foreign is taken for one."""
+"""Run states in one file, read by torch and Lightning, and refused when damaged."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.checkpoint.payload import evil
 from trainwright.checkpoint.foreign.importing import import_checkpoint
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.foreign.torch_file import LazyTensor
 from trainwright.checkpoint.format.manifest import read_manifest
@@ -47,7 +47,7 @@ def read(state: RunState) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("place", ["local", "memory://state_file"])
-def test_one_file_for_torch_and_for_us(tmp_path, place):
+def test_file_for_torch_and_trainwright(tmp_path, place):
     path = f"{tmp_path if place == 'local' else place}/x.ckpt"
     write_file(content(), path)
     with fsspec.open(path, "rb") as file:
@@ -57,7 +57,7 @@ def test_one_file_for_torch_and_for_us(tmp_path, place):
     assert loaded["optimizer_states"][0]["param_groups"] == [{"lr": 0.1, "params": [0]}]
     assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], MOMENT)
     assert (loaded["global_step"], loaded["hyper_parameters"]) == (7, {"folder": "a/b", "rate": float("inf")})
-    assert load_ordinary(path).keys() == loaded.keys()
+    assert load_pickled(path).keys() == loaded.keys()
     state = RunState.open(path)
     assert (state.about["step"], state.tree["hyper_parameters"]["folder"]) == (7, Path("a/b"))
     assert isinstance(state.tree["state_dict"]["w"], StoredTensor)
@@ -67,7 +67,7 @@ def test_one_file_for_torch_and_for_us(tmp_path, place):
     assert torch.equal(state.read("weights/w", (1, 1), (2, 2)), W[1:3, 1:3])
 
 
-def test_as_a_folder(tmp_path):
+def test_import_into_a_folder(tmp_path):
     write_file(content(), str(tmp_path / "x.ckpt"))
     import_checkpoint(str(tmp_path / "x.ckpt"), tmp_path / "folder")
     folder, file = (RunState.open(str(tmp_path / name)) for name in ("folder", "x.ckpt"))
@@ -76,7 +76,7 @@ def test_as_a_folder(tmp_path):
     assert all(torch.equal(value, found[key]) for key, value in read(file).items())
 
 
-def test_what_is_there_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
+def test_replacement_is_atomic(tmp_path, monkeypatch):
     path = str(tmp_path / "x.ckpt")
     import_checkpoint(_written(tmp_path / "other.ckpt"), path)  # a folder, as another layout leaves it
     write_file(content(), path)
@@ -104,7 +104,7 @@ def _written(path: Path) -> str:
 
 
 @pytest.mark.parametrize("record", ["data/0", "data/2", "data.pkl", "state.json", "tensors.json", "manifest.json"])
-def test_a_changed_bit_is_found(tmp_path, record):
+def test_flipped_bits_are_found(tmp_path, record):
     path = _written(tmp_path / "x.ckpt")
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"archive/{record}")
@@ -118,15 +118,15 @@ def test_a_changed_bit_is_found(tmp_path, record):
         RunState.open(path)
 
 
-def test_what_lost_its_manifest_or_its_end_is_damaged(tmp_path):
+def test_incomplete_files_are_damaged(tmp_path):
     path = _written(tmp_path / "x.ckpt")
     _rewritten(path, {"manifest.json": None})
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         RunState.open(path)
     path = _written(tmp_path / "x.ckpt")
     Path(path).write_bytes(Path(path).read_bytes()[:-40])
-    with pytest.raises(DamagedCheckpoint, match="its end is missing"):
-        load_ordinary(path)
+    with pytest.raises(DamagedCheckpoint, match="is truncated"):
+        load_pickled(path)
     path = _written(tmp_path / "x.ckpt")
     _rewritten(path, {}, zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match="compressed"):
@@ -143,7 +143,7 @@ def _rewritten(path: str, exchanged: dict[str, bytes | None], compression: int =
                 new.writestr(name, data)
 
 
-def test_a_pickle_in_it_never_runs(tmp_path):
+def test_pickles_never_run(tmp_path):
     """Neither one that was put in later nor one whose hash its writer knew."""
     path, touch = _written(tmp_path / "x.ckpt"), tmp_path / "touched"
     buffer = io.BytesIO()
@@ -157,7 +157,7 @@ def test_a_pickle_in_it_never_runs(tmp_path):
     assert torch.equal(read(state)["weights/w"], W)
     assert state.tree["global_step"] == 7
     with pytest.raises(CheckpointError, match="trust"):
-        load_ordinary(path)
+        load_pickled(path)
     assert not touch.exists()
 
 
@@ -165,8 +165,8 @@ def _loaded_and_saved(path: Path) -> Any:
     torch.save(torch.load(path), path)
 
 
-def test_what_torch_has_saved_anew_is_an_ordinary_file(tmp_path):
+def test_resaved_file_is_an_ordinary_file(tmp_path):
     path = _written(tmp_path / "x.ckpt")
     _loaded_and_saved(Path(path))
     assert not holds_run_state(path)
-    assert torch.equal(load_ordinary(path)["state_dict"]["w"], W)
+    assert torch.equal(load_pickled(path)["state_dict"]["w"], W)

@@ -37,7 +37,7 @@ def test_every_dtype_is_read_by_torch_bit_for_bit(tmp_path, mmap):
         assert loaded[name].data_ptr() % 64 == 0
 
 
-def test_the_archive_is_sound(tmp_path):
+def test_archive_is_valid(tmp_path):
     with (tmp_path / "x.pt").open("wb") as file:
         write_torch_file(file, [lazy("a", torch.randn(100)), lazy("b", torch.randn(3))])
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
@@ -45,7 +45,7 @@ def test_the_archive_is_sound(tmp_path):
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
 
 
-def test_values_beside_tensors_stay_what_they_are(tmp_path):
+def test_plain_values_are_kept(tmp_path):
     tree = OrderedDict(
         step=3, loss=0.25, name="é", nothing=None, flag=True, pair=(1, [2, {"x": torch.Size([1, 2])}]), big=2**80
     )
@@ -58,7 +58,7 @@ def test_values_beside_tensors_stay_what_they_are(tmp_path):
     assert loaded == tree
 
 
-def test_tensors_of_one_key_are_stored_once_and_share_memory(tmp_path):
+def test_tensors_of_one_key_share_memory(tmp_path):
     weight = torch.randn(100, 100)
     with (tmp_path / "x.pt").open("wb") as file:
         write_torch_file(file, {"embedding": lazy("w", weight), "head": lazy("w", weight)})
@@ -67,7 +67,7 @@ def test_tensors_of_one_key_are_stored_once_and_share_memory(tmp_path):
     assert (tmp_path / "x.pt").stat().st_size < 1.2 * weight.nbytes
 
 
-def test_a_tensor_is_read_when_its_turn_comes_and_then_forgotten(tmp_path):
+def test_tensors_are_read_one_at_a_time(tmp_path):
     alive, most = set(), 0
 
     def reader(index):
@@ -88,7 +88,7 @@ def test_a_tensor_is_read_when_its_turn_comes_and_then_forgotten(tmp_path):
     assert torch.load(tmp_path / "x.pt", weights_only=True)["7"][0] == 7
 
 
-def test_a_file_that_cannot_seek_gets_a_readable_archive():
+def test_unseekable_output():
     class Stream(io.RawIOBase):
         def __init__(self):
             self.data = bytearray()
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_seek_gets_a_readable_archive():
     assert torch.equal(torch.load(io.BytesIO(bytes(stream.data)), weights_only=True)["a"], tensor)
 
 
-def test_a_tensor_that_is_not_what_it_said_is_an_error(tmp_path):
+def test_wrong_shape_is_an_error(tmp_path):
     wrong = LazyTensor("w", (3,), torch.float32, lambda: torch.zeros(4))
-    with (tmp_path / "x.pt").open("wb") as file, pytest.raises(ValueError, match=r"w was said to have shape \(3,\)"):
+    with (tmp_path / "x.pt").open("wb") as file, pytest.raises(ValueError, match=r"w was declared with shape \(3,\)"):
         write_torch_file(file, {"w": wrong})

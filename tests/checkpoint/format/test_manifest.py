@@ -22,7 +22,7 @@ def checkpoint(tmp_path):
 
 
 def problems_of(path):
-    """What a reader is told before it uses a value."""
+    """Return the problems that a reader reports before use."""
     try:
         return verify(path)
     except DamagedCheckpoint as error:
@@ -35,7 +35,7 @@ def assert_only(problems, file):
     assert problems[0].startswith(f"{file} (written by rank {WRITERS[file]})")
 
 
-def test_it_is_what_was_written(checkpoint):
+def test_intact_checkpoint(checkpoint):
     assert verify(checkpoint) == []
     assert verify(checkpoint, deep=False) == []
     data = (checkpoint / "manifest.json").read_bytes()
@@ -94,28 +94,21 @@ def test_a_missing_file_is_found(checkpoint, file, deep):
     assert problems[0].endswith("missing")
 
 
-def test_swapped_files_are_called_so(checkpoint):
+def test_swapped_files(checkpoint, tmp_path):
+    small.write(tmp_path / "b", 8)
     one, other = (checkpoint / name for name in SHARDS)
     one.rename(checkpoint / "x")
     other.rename(one)
     (checkpoint / "x").rename(other)
-    first, second = verify(checkpoint)
+    shutil.copy(checkpoint / "state.json", checkpoint / "tensors.json")
+    first, second, third = verify(checkpoint)
     assert "rank_00000.safetensors (written by rank 0): holds what rank 1 wrote" in first
     assert "rank_00001.safetensors (written by rank 1): holds what rank 0 wrote" in second
     assert "two files were swapped" in first
-
-
-def test_a_file_copied_over_one_of_another_size(checkpoint):
-    shutil.copy(checkpoint / "state.json", checkpoint / "tensors.json")
-    (problem,) = verify(checkpoint)
-    assert "tensors.json (written by rank 1): holds what rank 0 wrote as state.json" in problem
-
-
-def test_files_of_another_checkpoint_are_found(checkpoint, tmp_path):
-    small.write(tmp_path / "b", 8)
-    for name in SHARDS:
+    assert "tensors.json (written by rank 1): holds what rank 0 wrote as state.json" in third
+    for name in (*SHARDS, "tensors.json"):  # of another checkpoint
         shutil.copy(tmp_path / "b" / name, checkpoint / name)
-    assert len(verify(checkpoint)) == 2
+    assert len(verify(checkpoint)) == 3
     assert verify(checkpoint, deep=False) == []
 
 
@@ -128,21 +121,16 @@ def test_ranks_share_the_work(checkpoint):
     assert sorted(sum(parts, [])) == sorted(verify(checkpoint))
     with pytest.raises(ValueError, match="part"):
         verify(checkpoint, part=(3, 3))
-
-
-def test_an_unreadable_file_is_a_problem(checkpoint):
-    path = checkpoint / "state.json"
-    path.unlink()
-    path.mkdir()
-    (problem,) = verify(checkpoint)
-    assert problem.startswith("state.json (written by rank 0)")
+    (checkpoint / "state.json").unlink()
+    (checkpoint / "state.json").mkdir()  # unreadable
+    assert verify(checkpoint)[-2].startswith("state.json (written by rank 0)")
 
 
 def test_no_such_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"There is no checkpoint \S*/b\. There is none in"):
         read_manifest(tmp_path / "b")
     small.write(tmp_path / "a", 1)
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint \S*/b\. In \S+ there are: a\."):
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint \S*/b\. \S+ has: a\."):
         read_manifest(tmp_path / "b")
 
 
@@ -161,7 +149,7 @@ def sealed(content):
     return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
 
 
-def test_a_newer_version_says_update(checkpoint):
+def test_newer_version_asks_to_update(checkpoint):
     (checkpoint / "manifest.json").write_bytes(sealed({"version": VERSION + 1, "anything": []}))
     said = rf"{checkpoint}.*version {VERSION + 1}.*to {VERSION}: update trainwright"
     with pytest.raises(CheckpointError, match=said):
@@ -178,11 +166,11 @@ def test_files_outside_of_the_folder_are_refused(checkpoint, name, field):
         read_manifest(checkpoint)
 
 
-def test_two_names_of_one_file_are_refused(checkpoint):
+def test_duplicate_stored_names_are_refused(checkpoint):
     record = {"size": 1, "xxh3_128": "0" * 32, "rank": 0}
     files = {"a": record, "b": {**record, "stored": "A"}}
     (checkpoint / "manifest.json").write_bytes(sealed({"version": 1, "files": files, "about": {}}))
-    with pytest.raises(CheckpointError, match="names a file twice"):
+    with pytest.raises(CheckpointError, match="lists a file twice"):
         read_manifest(checkpoint)
 
 
@@ -195,21 +183,24 @@ def test_two_names_of_one_file_are_refused(checkpoint):
     {"version": 1, "files": {"a": {"size": -1, "xxh3_128": "0", "rank": 0}}, "about": {}},
     {"version": 1, "files": {"a": {"size": 1, "xxh3_128": 0, "rank": 0}}, "about": {}},
     {"version": 1, "files": {"a": {"size": 1.0, "xxh3_128": "0", "rank": 0}}, "about": {}},
+    *({"version": 2, "files": {}, "about": {}, **more} for more in [
+        {}, {"lists": {}}, {"lists": {}, "token": 3}, {"lists": {"a": [1, 2]}, "token": ""}, {"lists": [], "token": ""},
+    ]),
 ])  # fmt: skip
-def test_manifests_that_say_nothing_usable(checkpoint, content):
+def test_malformed_manifests(checkpoint, content):
     (checkpoint / "manifest.json").write_bytes(sealed(content))
     with pytest.raises(DamagedCheckpoint, match=r"manifest.json \(written by rank 0\)"):
         read_manifest(checkpoint)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"version": 1' + b"0" * 5000])
-def test_bytes_that_are_no_manifest(checkpoint, data):
+def test_manifests_that_are_not_parseable(checkpoint, data):
     (checkpoint / "manifest.json").write_bytes(data)
     with pytest.raises(DamagedCheckpoint):
         read_manifest(checkpoint)
 
 
-def test_what_is_told_comes_back():
+def test_about_round_trips():
     about = {"step": 3, "metrics": {"loss": 0.1, "bad": math.nan, "worst": math.inf, "text": "x"}, "names": ["ä", None]}
     manifest = Manifest.from_bytes(Manifest({}, about).to_bytes())
     assert manifest.metric("loss") == 0.1
@@ -223,7 +214,7 @@ def test_what_is_told_comes_back():
 
 
 @pytest.mark.parametrize("about", [{"x": object()}, {"x": {1: 2}}, {"x": b"1"}])
-def test_only_json_can_be_told(about):
+def test_about_must_be_json(about):
     with pytest.raises(CheckpointError, match="plain JSON"):
         Manifest({}, about).to_bytes()
 

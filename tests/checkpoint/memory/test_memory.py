@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.held import HeldSource
 from trainwright.checkpoint.memory.replicas import NeighbourCopies
+from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.errors import CheckpointError
 
@@ -39,7 +39,7 @@ def assert_is(held, step):
     assert held.content.tree == expected.tree
     assert held.content.about == expected.about
     target = content(step + 50)
-    HeldSource(held).fill(target.tensors)
+    SnapshotReader(held).fill(target.tensors)
     for key, parts in expected.tensors.items():
         for offsets, box in parts.parts:
             assert torch.equal(target.tensors[key].part_at(offsets), box), key
@@ -57,7 +57,7 @@ def lose_and_restore(distance, losers, steps):
     for step in steps:
         state = content(step)
         copies.save(state, step)
-        for parts in state.tensors.values():  # training goes on
+        for parts in state.tensors.values():  # training continues
             for _, box in parts.parts:
                 box.zero_()
     copies.wait()
@@ -77,11 +77,11 @@ def lose_and_restore(distance, losers, steps):
 
 
 @pytest.mark.parametrize(("world_size", "loser", "then"), [(2, 1, 11), (3, 0, None)])
-def test_a_lost_rank_gets_its_state_back(ranks, world_size, loser, then):
+def test_lost_rank_is_restored(ranks, world_size, loser, then):
     assert ranks(lose_and_restore, world_size, 1, (loser,), [8, 9, 10]) == [then] * world_size
 
 
-def test_without_a_copy_of_every_rank_there_is_nothing_to_restore(ranks):
+def test_nothing_to_restore(ranks):
     # Rank 0 keeps the copy of rank 1: both copies of rank 1 are lost.
     assert ranks(restore_nothing, 3, 2, (0, 1)) == [None] * 3
 
@@ -104,7 +104,7 @@ def disown():
     assert_is(held, 2)
 
 
-def test_a_rank_may_refuse_its_own_copy(ranks):
+def test_restore_without_own_copy(ranks):
     ranks(disown, 3)
 
 
@@ -116,7 +116,7 @@ def interrupt(moment):
     if rank() == 1:
         break_at(copies, moment)
     copies.save(content(3), 3)
-    with pytest.raises(CheckpointError, match="the one before is whole"):
+    with pytest.raises(CheckpointError, match="the previous one is complete"):
         copies.wait()
     mend(copies)
     assert_is(copies.restore(have=rank() != 0), 2)
@@ -145,34 +145,25 @@ def mend(copies):
 
 
 @pytest.mark.parametrize("moment", ["copying", "receiving"])
-def test_an_interrupted_copy_leaves_the_one_before(ranks, moment):
+def test_interrupted_copy_keeps_the_previous_one(ranks, moment):
     ranks(interrupt, 3, moment)
 
 
-def test_one_process_keeps_its_own():
+def test_single_process():
     copies = NeighbourCopies(new_group)
     assert copies.restore() is None
     for step in (1, 2, 3):
         copies.save(content(step), step)
     copies.wait()
     assert copies.steps() == [3, 2]
-    assert_is(copies.restore(), 3)
+    held = copies.restore()
+    assert_is(held, 3)
+    target = {"weights/a": TensorParts((20, 6), torch.float32, [((1, 0), torch.zeros(2, 6))])}
+    with pytest.raises(CheckpointError, match=r"holds 6 of the 12 elements of weights/a at \(1, 0\)"):
+        SnapshotReader(held).fill(target)
     copies.release()
     assert copies.num_bytes == 0
     assert copies.restore() is None
-
-
-def test_another_cut_is_refused():
-    copies = NeighbourCopies(new_group)
-    copies.save(content(1), 1)
-    held = copies.restore()
-    assert held is not None
-    target = {"weights/a": TensorParts((20, 6), torch.float32, [((1, 0), torch.zeros(2, 6))])}
-    with pytest.raises(CheckpointError, match=r"holds 6 of the 12 elements of weights/a at \(1, 0\)"):
-        HeldSource(held).fill(target)
-
-
-def test_an_impossible_distance_is_refused():
     with pytest.raises(ValueError, match="1 or more ranks"):
         NeighbourCopies(new_group, 0)
 
@@ -183,5 +174,5 @@ def default_distance(local):
 
 
 @pytest.mark.parametrize(("local", "distance"), [(2, 2), (4, 1), (1, 1)])
-def test_the_keeper_is_on_another_node(ranks, local, distance):
+def test_keeper_is_on_another_node(ranks, local, distance):
     assert ranks(default_distance, 4, local) == [distance] * 4

@@ -3,8 +3,7 @@ import torch
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.tree import encode, reference
-from trainwright.checkpoint.memory.held import HeldSource, HeldState
-from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader, Snapshots
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.errors import CheckpointError
 
@@ -21,11 +20,11 @@ def content(step: int) -> Content:
     return Content(tree, tensors, {"step": step})
 
 
-def first(held: HeldState) -> int:
+def first(held: Snapshot) -> int:
     return int(held.content.tensors["weights/vector"].parts[0][1][0])
 
 
-def test_the_last_ones_are_kept_in_memory_that_is_used_again():
+def test_ring_buffer_reuses_memory():
     with pytest.raises(ValueError, match=r"Snapshots\(keep=0\) \(allowed: 1 or more\)"):
         Snapshots(keep=0)
     snapshots = Snapshots(keep=2)
@@ -34,7 +33,7 @@ def test_the_last_ones_are_kept_in_memory_that_is_used_again():
     for step in range(1, 6):
         taken = content(step)
         snapshots.take(taken, step)
-        taken.tensors["weights/vector"].parts[0][1].zero_()  # training goes on
+        taken.tensors["weights/vector"].parts[0][1].zero_()  # training continues
         sizes.append(snapshots.num_bytes)
     assert snapshots.steps() == [5, 4]
     assert sizes[1:] == [sizes[1]] * 4
@@ -43,7 +42,7 @@ def test_the_last_ones_are_kept_in_memory_that_is_used_again():
     assert snapshots.newest(before_or_at=3) is None
 
 
-def test_going_back():
+def test_rolling_back():
     snapshots = Snapshots(keep=3)
     for step in (2, 4, 6):
         snapshots.take(content(step), step)
@@ -56,7 +55,7 @@ def test_going_back():
     assert (snapshots.steps(), snapshots.num_bytes) == ([], 0)
 
 
-def test_a_copy_that_failed_is_none(monkeypatch):
+def test_failed_copy_leaves_no_snapshot(monkeypatch):
     snapshots = Snapshots(keep=1)
     snapshots.take(content(1), 1)
     monkeypatch.setattr("trainwright.checkpoint.write.staging._copy", fail)
@@ -70,7 +69,7 @@ def fail(*_: object) -> None:
 
 
 def test_reading():
-    source = HeldSource(HeldState(7, content(7)))
+    source = SnapshotReader(Snapshot(7, content(7)))
     assert source.tree["step"] == 7
     assert source.tree["vector"].whole().tolist() == [7, 8]
     assert (source.shape("weights/table"), source.dtype("weights/vector")) == ((10, 4), torch.int64)
@@ -89,15 +88,15 @@ def test_reading():
     lambda source: source.tree["odd"].whole(),
     lambda source: source.fill({"weights/vector": TensorParts.whole(torch.zeros(3, dtype=torch.int64))}),
 ])  # fmt: skip
-def test_what_is_not_held(read):
+def test_missing_parts_are_refused(read):
     with pytest.raises(CheckpointError, match="(?i)the copy in memory of step 7"):
-        read(HeldSource(HeldState(7, content(7))))
+        read(SnapshotReader(Snapshot(7, content(7))))
 
 
-def test_joining_what_several_ranks_hold():
+def test_joining_parts_of_ranks():
     own, table = content(7), torch.arange(40.0).view(10, 4) + 700
     other = TensorParts((10, 4), torch.float32, [((0, 0), table[:2]), ((5, 0), table[5:7]), ((7, 0), table[7:])])
-    source = HeldSource(HeldState(7, own))
+    source = SnapshotReader(Snapshot(7, own))
     joined = source.joined([source.parts(), {"weights/table": other, "weights/odd": TensorParts.whole(torch.ones(1))}])
     assert torch.equal(joined.read("weights/table"), table)
     assert joined.tree["odd"].whole().tolist() == [1.0]

@@ -30,14 +30,14 @@ def cut(path):
     store.pipe_file(root, data[: len(data) // 2])
 
 
-def test_newest_first_by_step(folder):
+def test_sorted_by_step(folder):
     for name, step in (("z", 1), ("a", 3), ("m", 20)):
         small.write(join_path(folder, name), step)
     assert [found.step for found in list_checkpoints(folder)] == [20, 3, 1]
     assert newest_good([folder]) == (join_path(folder, "m"), [])
 
 
-def test_of_one_step_the_later_is_newer_and_there_may_be_none(folder):
+def test_sorted_by_time_within_a_step(folder):
     assert list_checkpoints(join_path(folder, "none")) == []
     assert newest_good([join_path(folder, "none")]) == (None, [])
     for name in ("b", "c", "a"):
@@ -45,7 +45,7 @@ def test_of_one_step_the_later_is_newer_and_there_may_be_none(folder):
     assert [os.path.basename(found.path) for found in list_checkpoints(folder)] == ["a", "c", "b"]
 
 
-def test_damaged_ones_are_passed_over_and_named(folder):
+def test_damaged_checkpoints_are_skipped(folder):
     for step in (1, 2, 3, 4):
         manifest = small.write(join_path(folder, f"step_{step}"), step)
     cut(join_path(folder, f"step_4/{manifest.files['rank_00001.safetensors'].file}"))
@@ -56,7 +56,7 @@ def test_damaged_ones_are_passed_over_and_named(folder):
     assert all("manifest.json (written by rank 0)" in text for text in more)
 
 
-def test_one_that_lost_its_manifest_is_named(folder):
+def test_missing_manifest_is_reported(folder):
     small.write(join_path(folder, "a"), 1)
     store, root = fsspec.core.url_to_fs(join_path(folder, "a/manifest.json"))
     store.rm_file(root)
@@ -66,7 +66,7 @@ def test_one_that_lost_its_manifest_is_named(folder):
     assert "has no manifest.json: it was not completely written" in text
 
 
-def test_what_is_no_checkpoint_says_nothing(tmp_path):
+def test_other_entries_are_ignored(tmp_path):
     small.write(tmp_path / "a", 1)
     small.write(tmp_path / ".hidden", 9)
     (tmp_path / "logs").mkdir()
@@ -78,7 +78,7 @@ def test_what_is_no_checkpoint_says_nothing(tmp_path):
     assert said == []
 
 
-def test_links_count_once_and_a_file_is_no_folder_of_checkpoints(tmp_path):
+def test_links_count_once(tmp_path):
     small.write(tmp_path / "step_1", 1)
     small.write(tmp_path / "elsewhere" / "step_2", 2)
     (tmp_path / "last.ckpt").symlink_to("step_1")

@@ -1,4 +1,4 @@
-"""Processes that save checkpoints until something ends them."""
+"""Forked processes that are killed while they save checkpoints."""
 
 import io
 import os
@@ -10,28 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainwright.checkpoint.store import publish as exchange
+from trainwright.checkpoint.store import publish
 
 STEP = struct.Struct("<q")
-BEGUN = -1
+STARTED = -1
 
 
 class Child:
-    """A forked process and what it reported before it ended."""
+    """A forked process and its reports."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid
         self._pipe = pipe
-        self._reported: list[int] = []
 
-    def wait_until_begun(self) -> None:
-        assert STEP.unpack(os.read(self._pipe, STEP.size)) == (BEGUN,)
-
-    def wait_for_report(self) -> None:
-        self._reported += STEP.unpack(os.read(self._pipe, STEP.size))
+    def wait_until_started(self) -> None:
+        assert STEP.unpack(os.read(self._pipe, STEP.size)) == (STARTED,)
 
     def end(self, number: int | None = None) -> tuple[list[int], int]:
-        """Send a signal, if any, and wait: the reported steps, and the exit status as ``os.waitpid`` gives it."""
+        """Send a signal, if any, and wait; return the reported steps and the exit status of ``os.waitpid``."""
         if number is not None:
             os.kill(self.pid, number)
         data = b""
@@ -39,27 +35,26 @@ class Child:
             data += block
         os.close(self._pipe)
         _, status = os.waitpid(self.pid, 0)
-        return [*self._reported, *(step for (step,) in STEP.iter_unpack(data) if step != BEGUN)], status
+        return [step for (step,) in STEP.iter_unpack(data)], status
 
 
 @contextmanager
 def forked(work: Callable[[Callable[[int], None]], Any]) -> Iterator[Child]:
-    """A forked process that calls ``work(report)``; whatever happens, none is left."""
+    """Fork a process that calls ``work(report)``, and kill it at the end."""
     receiving, sending = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            # Whatever earlier tests of this process have left: a signal ends the child.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(receiving)
-            os.write(sending, STEP.pack(BEGUN))
+            os.write(sending, STEP.pack(STARTED))
             work(lambda step: os.write(sending, STEP.pack(step)) and None)
             code = 0
         except SystemExit as error:
             code = int(error.code or 0)
         except BaseException:
-            traceback.print_exc()  # what the parent sees is that the child has ended
+            traceback.print_exc()
         finally:
             os._exit(code)
     os.close(sending)
@@ -75,16 +70,16 @@ def forked(work: Callable[[Callable[[int], None]], Any]) -> Iterator[Child]:
 
 
 def without_swap() -> None:
-    """As on a system that cannot exchange two names."""
-    exchange._swap = lambda one, other: False
+    """Simulate a system that cannot exchange two names."""
+    publish._swap = lambda one, other: False
 
 
-# Everything by which a checkpoint changes what is on the disk; each is one instant between two states of it.
+# System calls by which a save changes the disk.
 _CALLS = [(os, name) for name in ("mkdir", "rename", "fsync", "unlink", "rmdir")]
 
 
 def at_call(number: int, act: Callable[[], None]) -> None:
-    """Let ``act`` happen just before the ``number``-th change of the disk, counted from 0."""
+    """Call ``act`` just before the ``number``-th change of the disk, counted from 0."""
     lock = threading.Lock()
     count = [0]
 
@@ -101,6 +96,6 @@ def at_call(number: int, act: Callable[[], None]) -> None:
 
     for module, name in _CALLS:
         setattr(module, name, counted(getattr(module, name)))
-    exchange._swap = counted(exchange._swap)
+    publish._swap = counted(publish._swap)
     file = io.FileIO
     io.FileIO = lambda *args: counted(file)(*args)  # type: ignore[misc,assignment]

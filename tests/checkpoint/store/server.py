@@ -1,4 +1,4 @@
-"""A web server of this machine that gives the files of a folder."""
+"""A local web server of a folder."""
 
 import functools
 import threading

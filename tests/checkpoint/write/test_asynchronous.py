@@ -24,7 +24,7 @@ def rank():
 
 
 def content(value: float, step: int) -> Content:
-    """What every rank holds alike, what is cut, and what is a rank's own."""
+    """Replicated, sharded and rank-local tensors."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     row = torch.full((1, 4), value + rank())
     tensors = {f"weights/{index}": TensorParts.whole(torch.full((SIZE,), value + index)) for index in range(6)}
@@ -61,7 +61,7 @@ def train_while_it_is_written(folder):
     saver.save(state, f"{folder}/a", lambda manifest: seen.append(manifest.step))
     assert saver.in_flight == f"{folder}/a"
     assert not saver.all_done(dist.group.WORLD if new_group() else None)
-    for parts in state.tensors.values():  # training goes on, in place
+    for parts in state.tensors.values():  # training continues in place
         for _, box in parts.parts:
             box.add_(100)
     assert not Path(folder, "a").exists()
@@ -77,11 +77,11 @@ def train_while_it_is_written(folder):
     return seen, saved.written_seconds > 0
 
 
-def test_values_are_those_of_the_step_that_was_asked_for(tmp_path):
+def test_async_save_has_values_of_its_step(tmp_path):
     assert train_while_it_is_written(str(tmp_path)) == ([10], True)
 
 
-def test_values_are_those_of_the_step_on_every_rank(ranks, tmp_path):
+def test_async_save_of_several_ranks(ranks, tmp_path):
     assert ranks(train_while_it_is_written, 3, str(tmp_path)) == [([10], True), ([], True), ([], True)]
 
 
@@ -99,7 +99,7 @@ def save_while_training_reduces(folder):
     saver.close()
 
 
-def test_saving_does_not_meddle_with_the_collectives_of_training(ranks, tmp_path):
+def test_saving_beside_training_collectives(ranks, tmp_path):
     ranks(save_while_training_reduces, 2, str(tmp_path))
     for step in range(1, 6):
         check(str(tmp_path / str(step)), float(step), step, 2)
@@ -117,7 +117,7 @@ def copied_bytes(prepare):
 
 
 @pytest.mark.parametrize("prepare", [False, True])
-def test_what_all_ranks_hold_is_copied_once(ranks, prepare):
+def test_replicated_tensors_are_copied_once(ranks, prepare):
     whole = 6 * SIZE * 4
     held = ranks(copied_bytes, 3, prepare)
     assert whole <= sum(held) <= whole + 3 * 1000, held
@@ -135,7 +135,7 @@ def change_what_is_held(folder):
     saver.close()
 
 
-def test_a_new_tensor_is_dealt_anew(ranks, tmp_path):
+def test_new_tensors_are_assigned(ranks, tmp_path):
     ranks(change_what_is_held, 2, str(tmp_path))
     state = RunState.open(str(tmp_path / "3"))
     assert {key: state.read(key)[0].item() for key in state.keys()} == {f"w{i}": 3.0 + i for i in range(5)}  # noqa: SIM118
@@ -159,7 +159,7 @@ def fail_on_one_rank(folder, asynchronous, failing):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_an_error_of_one_rank_is_the_error_of_all(ranks, tmp_path, asynchronous):
+def test_write_error_fails_all_ranks(ranks, tmp_path, asynchronous):
     outcomes = ranks(fail_on_one_rank, 2, str(tmp_path), asynchronous, 1)
     assert [kind for kind, _ in outcomes] == ["CheckpointError"] * 2
     assert all("rank 1" in text for _, text in outcomes)
@@ -180,7 +180,7 @@ def no_memory(tensors):
     raise MemoryError("no memory for a copy")
 
 
-def test_no_memory_on_one_rank_is_the_error_of_all(ranks, tmp_path):
+def test_out_of_memory_fails_all_ranks(ranks, tmp_path):
     texts = ranks(fail_before_writing, 2, str(tmp_path))
     assert texts == [f"Saving {tmp_path}/a failed: rank 1: no memory for a copy"] * 2
     assert not list(tmp_path.iterdir())
@@ -197,14 +197,14 @@ def fail_afterwards(folder):
     return str(failed.error)
 
 
-def test_what_fails_afterwards_on_the_first_rank_is_told_everywhere(ranks, tmp_path):
+def test_follow_up_error_is_reported_on_all_ranks(ranks, tmp_path):
     texts = ranks(fail_afterwards, 2, str(tmp_path))
     told = f"{tmp_path}/a is saved, but older checkpoints could not be deleted: rank 0: cannot delete the old one"
     assert texts == [told] * 2
     check(str(tmp_path / "a"), 1.0, 1, 2)
 
 
-def test_an_error_that_is_no_exception_is_kept(tmp_path):
+def test_base_exceptions_are_kept(tmp_path):
     def write(content, path, group):
         raise CheckpointException("torch's own", {})
 
@@ -215,7 +215,7 @@ def test_an_error_that_is_no_exception_is_kept(tmp_path):
     assert "torch's own" in str(saved.error)
 
 
-def test_waiting_has_an_end(tmp_path):
+def test_wait_times_out(tmp_path):
     held = Held()
     saver = AsyncSaver(new_group, held)
     saver.save(content(1.0, 1), str(tmp_path / "a"))
@@ -227,7 +227,7 @@ def test_waiting_has_an_end(tmp_path):
     assert saved.error is None
 
 
-def test_a_second_save_waits_for_the_first(tmp_path):
+def test_second_save_waits(tmp_path):
     held = Held()
     saver = AsyncSaver(new_group, held)
     saver.save(content(1.0, 1), str(tmp_path / "a"))

@@ -6,12 +6,12 @@ from trainwright.checkpoint.write.interval import AutoInterval, TimedSteps, youn
 
 
 def lost_time(interval: float, cost: float, mtbf: float) -> float:
-    """Daly's exact expected time for a unit of work (equation 13, restart time 0): what the formula is to minimise."""
+    """Daly's exact expected time per unit of work (equation 13, restart time 0), which the formula minimizes."""
     return mtbf * exp(0.0) * expm1((interval + cost) / mtbf) / interval
 
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(1.0, 3600.0), (60.0, 3600.0), (300.0, 86400.0), (500.0, 1500.0)])
-def test_the_interval_costs_least(cost, mtbf):
+def test_interval_minimizes_lost_time(cost, mtbf):
     best = min(lost_time(1.0 + step * mtbf / 2000, cost, mtbf) for step in range(4000))
     assert lost_time(young_daly(cost, mtbf), cost, mtbf) <= best * 1.001
 
@@ -23,12 +23,12 @@ def test_known_values():
 
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(-1.0, 5.0), (1.0, 0.0)])
-def test_impossible_values_are_refused(cost, mtbf):
+def test_invalid_values_are_refused(cost, mtbf):
     with pytest.raises(ValueError, match="more than 0 seconds between failures"):
         young_daly(cost, mtbf)
 
 
-def test_auto_learns_from_what_saves_cost():
+def test_interval_adapts_to_save_cost():
     auto = AutoInterval(mtbf_seconds=3600.0, first=60.0, least=10.0, most=600.0)
     assert auto.seconds == 60.0
     auto.saved(2.0)
@@ -38,7 +38,7 @@ def test_auto_learns_from_what_saves_cost():
     assert auto.seconds == young_daly(3.0, 3600.0)
 
 
-def test_auto_stays_within_its_bounds():
+def test_interval_is_bounded():
     auto = AutoInterval(mtbf_seconds=3600.0, least=10.0, most=600.0)
     auto.saved(0.0)
     assert auto.seconds == 10.0
@@ -73,18 +73,18 @@ class Run:
         return due
 
 
-def test_saves_come_in_time_with_few_looks():
+def test_saves_are_on_time_with_few_checks():
     run = Run(seconds=100.0)
     assert run.train([0.1] * 5000, start=7) == [1007, 2007, 3007, 4007, 5007]
     assert run.looks <= 5 * 14
 
 
-def test_a_slow_first_step_misleads_nobody_and_steps_longer_than_the_interval_are_saved_each():
+def test_slow_steps():
     assert Run(seconds=10.0).train([4.0] + [0.01] * 700) == [601]
     assert Run(seconds=1.0).train([5.0] * 4) == [1, 2, 3, 4]
 
 
-def test_steps_that_become_slow_are_noticed():
+def test_slowdown_is_noticed():
     run = Run(seconds=100.0)
     due = run.train([0.1] * 100 + [10.0] * 200)
     # 10 s have passed after 100 steps; it was thought that 64 more steps might be made before the next look.
@@ -92,7 +92,7 @@ def test_steps_that_become_slow_are_noticed():
     assert due[1] - due[0] == 10
 
 
-def test_the_answer_is_that_of_the_first_rank():
+def test_first_rank_decides():
     steps = TimedSteps(lambda: 1e9, lambda answer: (True, 5), lambda: 0.0)
     steps.restart(0)
     assert steps.is_due(1)

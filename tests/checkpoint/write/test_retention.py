@@ -24,7 +24,7 @@ def kept(retention, checkpoints):
     return [each.step for each in checkpoints if each not in doomed]
 
 
-def test_the_newest():
+def test_keep_last():
     checkpoints = [found(step) for step in (4, 1, 3, 2)]
     assert kept(Retention(), checkpoints) == [4]
     assert kept(Retention(keep_last=2), checkpoints) == [4, 3]
@@ -33,12 +33,12 @@ def test_the_newest():
     assert Retention().doomed([]) == []
 
 
-def test_every_so_many_steps():
+def test_keep_every():
     checkpoints = [found(step) for step in (0, 50, 100, 150, 200, 250)]
     assert kept(Retention(keep_every=100), checkpoints) == [100, 200, 250]
 
 
-def test_the_best():
+def test_keep_best():
     losses = {1: 0.5, 2: 0.1, 3: float("nan"), 4: 0.3, 5: 0.1, 6: 0.9}
     checkpoints = [found(step, loss=loss) for step, loss in losses.items()] + [found(7)]
     assert kept(Retention(keep_best=1, metric="loss"), checkpoints) == [5, 7], "of equal ones the newer"
@@ -54,7 +54,7 @@ def test_the_best():
     every=st.none() | st.integers(1, 9),
 )
 @settings(max_examples=100, deadline=None)
-def test_what_stays_is_what_was_asked_for(steps, last, every):
+def test_policies_combined(steps, last, every):
     stays = kept(Retention(keep_last=last, keep_every=every), [found(step) for step in steps])
     newest = sorted(steps)[-last:]
     milestones = [step for step in steps if every and step and step % every == 0]
@@ -68,20 +68,23 @@ def test_what_stays_is_what_was_asked_for(steps, last, every):
     ({"keep_best": 1}, "needs the name of a logged value"),
     ({"mode": "best"}, "min or max"),
 ])  # fmt: skip
-def test_options_out_of_range(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         Retention(**options)
 
 
-def test_older_ones_are_deleted(tmp_path):
+def test_old_checkpoints_are_deleted(tmp_path):
     for step in (1, 2, 3):
         small.write(tmp_path / f"step_{step}", step)
     assert apply(tmp_path, Retention(keep_last=2), tmp_path / "step_3") == [str(tmp_path / "step_1")]
     assert sorted(os.listdir(tmp_path)) == ["step_2", "step_3"]
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        apply(tmp_path, Retention(), tmp_path / "step_4")
+    assert small.read(tmp_path / "step_2") == 2
 
 
 @pytest.mark.parametrize("file", ["rank_00000.safetensors", "state.json", "manifest.json"])
-def test_nothing_is_deleted_when_the_newest_is_damaged(tmp_path, file):
+def test_damaged_newest_keeps_all(tmp_path, file):
     for step in (1, 2, 3):
         small.write(tmp_path / f"step_{step}", step)
     data = bytearray((tmp_path / "step_3" / file).read_bytes())
@@ -93,24 +96,16 @@ def test_nothing_is_deleted_when_the_newest_is_damaged(tmp_path, file):
     assert small.read(tmp_path / "step_2") == 2
 
 
-def test_what_was_just_written_stays_though_others_have_later_steps(tmp_path):
-    """A run that went on from an earlier step has older checkpoints of later ones beside it."""
-    for step in (100, 200, 110):
+def test_last_written_and_link_targets_stay(tmp_path):
+    for step in (100, 200, 50, 110):  # resumed from step 100
         small.write(tmp_path / f"step_{step}", step)
+    (tmp_path / "best.ckpt").symlink_to("step_50")
     apply(tmp_path, Retention(), tmp_path / "step_110")
-    assert sorted(os.listdir(tmp_path)) == ["step_110", "step_200"]
+    assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "step_110", "step_200", "step_50"]
+    assert small.read(tmp_path / "best.ckpt") == 50
 
 
-def test_what_a_link_names_stays(tmp_path):
-    for step in (1, 2, 3):
-        small.write(tmp_path / f"step_{step}", step)
-    (tmp_path / "best.ckpt").symlink_to("step_1")
-    apply(tmp_path, Retention(), tmp_path / "step_3")
-    assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "step_1", "step_3"]
-    assert small.read(tmp_path / "best.ckpt") == 1
-
-
-def test_weights_alone_do_not_take_the_place_of_a_state(tmp_path):
+def test_weights_do_not_replace_run_states(tmp_path):
     small.write(tmp_path / "state", 1)
     manifest = small.write(tmp_path / "weights", 2)
     about = {**manifest.about, "kind": "weights"}
@@ -119,14 +114,7 @@ def test_weights_alone_do_not_take_the_place_of_a_state(tmp_path):
     assert small.read(tmp_path / "state") == 1
 
 
-def test_the_newest_must_be_there(tmp_path):
-    small.write(tmp_path / "step_1", 1)
-    with pytest.raises(CheckpointError, match="There is no checkpoint"):
-        apply(tmp_path, Retention(), tmp_path / "step_2")
-    assert small.read(tmp_path / "step_1") == 1
-
-
-def test_a_good_one_is_there_after_any_damage(tmp_path):
+def test_a_good_checkpoint_survives_any_damage(tmp_path):
     """Whichever two of four are damaged, deleting never takes the last good one."""
     for step in range(1, 5):
         small.write(tmp_path / "whole" / f"step_{step}", step)

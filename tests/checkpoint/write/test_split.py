@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks, of which no rank writes or reads what is said of all: here 'many' is two and more."""
+"""Checkpoints whose metadata is divided among ranks, here from two ranks on."""
 
 import json
 import random
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoint import small
-from tests.checkpoint.write.test_save import COLUMNS, ROWS, content_of, group, matrix
+from tests.checkpoint.write.test_save import COLUMNS, ROWS, check_content, content_of, group, matrix
 from tests.strategies.state.test_checkpointing import TENSOR, Net, data, fit_and_resume, trainer_of
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
-from trainwright.checkpoint.exchange.distinct import Kin
+from trainwright.checkpoint.exchange.distinct import EqualRanks
 from trainwright.checkpoint.format import manifest as manifests
 from trainwright.checkpoint.format import records
 from trainwright.checkpoint.format.directory import BoxPlace, Directory, Entry
@@ -29,8 +29,8 @@ from trainwright.checkpoint.read.candidates import newest_good
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.storage import Folder, PendingFolder, clean_up, remove
 from trainwright.checkpoint.write import split
-from trainwright.checkpoint.write.dealing import Dealer
-from trainwright.checkpoint.write.save import Content, dealt_out, write
+from trainwright.checkpoint.write.assignment import WriteAssigner
+from trainwright.checkpoint.write.save import Content, with_assignment, write
 from trainwright.command.cli import main
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
@@ -49,12 +49,12 @@ WRITER = {
 
 @contextmanager
 def many(ranks: int = 2, least: int = 1) -> Iterator[None]:
-    """Two ranks have a list of their files, and kin have a file of boxes of their own."""
+    """Two ranks have a list of their files, and ranks that hold the same have a file of boxes of their own."""
     with (
-        mock.patch.object(split, "RANKS_OF_A_LIST", ranks),
-        mock.patch.object(split, "MOST_WHOLE", 0),
+        mock.patch.object(split, "RANKS_PER_LIST", ranks),
+        mock.patch.object(split, "MOST_UNDIVIDED", 0),
         mock.patch.object(split, "_LEAST", least),
-        mock.patch.object(split, "_OF_A_FILE", 0),
+        mock.patch.object(split, "_BYTES_PER_FILE", 0),
     ):
         yield
 
@@ -62,13 +62,13 @@ def many(ranks: int = 2, least: int = 1) -> Iterator[None]:
 def save_divided(path: str, steps: tuple[int, ...] = (4,)) -> list[str]:
     """The files that this rank composed for all, which it does once for equal deals."""
     members = group()
-    dealer = Dealer(members)
+    assigner = WriteAssigner(members)
     with many():
         for step in steps:
-            content = dealt_out(content_of(step), dealer)
+            content = with_assignment(content_of(step), assigner)
             write(content, path, members)
-    assert dealer.last is not None
-    return sorted(dealer.last.composed)
+    assert assigner.last is not None
+    return sorted(assigner.last.composed)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def checkpoint(ranks: Any, tmp_path: Path) -> Path:
     return tmp_path / "x"
 
 
-def test_ranks_write_what_is_said_of_them(ranks: Any, tmp_path: Path) -> None:
+def test_metadata_is_divided_among_ranks(ranks: Any, tmp_path: Path) -> None:
     composed = ranks(save_divided, RANKS, str(tmp_path / "x"), (3, 4))
     assert composed == [["boxes_00000.json", "tensors.json"], *([name] for name in META[1:])]
     manifest = read_manifest(tmp_path / "x")
@@ -93,17 +93,9 @@ def test_ranks_write_what_is_said_of_them(ranks: Any, tmp_path: Path) -> None:
     assert records.Manifest.from_bytes((tmp_path / "x" / "manifest.json").read_bytes()) == manifest
 
 
-def test_anybody_reads_any_box(checkpoint: Path) -> None:
+def test_any_box_can_be_read(ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
     state = RunState.open(str(checkpoint))
-    assert torch.equal(state.read("split"), matrix(4))
-    for offsets, sizes in (((1, 2), (5, 3)), ((6, 0), (1, 5)), ((0, 4), (7, 1)), ((2, 2), (0, 1))):
-        box = matrix(4)[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]]
-        assert torch.equal(state.read("split", offsets, sizes), box)
-    assert state.read("everywhere").tolist() == [4, 4, 4]
-    assert (state.dtype("everywhere"), state.read("scalar").item()) == (torch.bfloat16, 4)
-    assert (state.shape("empty"), state.read("empty").shape) == ((0, 4), (0, 4))
-    assert [state.read(f"rank/{rank}/own").item() for rank in range(RANKS)] == list(range(RANKS))
-    assert state.tree["nested"]["tensor"].whole().tolist() == [4, 4, 4]
+    check_content(state, RANKS)
     assert set(state.stored) == set(state.keys())
     assert len(state.keys()) == 4 + RANKS
     assert "rank/4/own" in state.keys()  # noqa: SIM118 - no mapping
@@ -113,20 +105,17 @@ def test_anybody_reads_any_box(checkpoint: Path) -> None:
     assert len(state.keys_under("rank/")) == RANKS
     with pytest.raises(KeyError):
         state.shape("rank/5/own")
-
-
-def test_it_holds_what_one_file_would_tell(ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
     ranks(save_whole, RANKS, str(tmp_path / "whole"))
-    one, other = RunState.open(str(tmp_path / "whole")), RunState.open(str(checkpoint))
-    assert one.manifest.version == records.WHOLE
-    assert one.stored == other.stored
+    whole = RunState.open(str(tmp_path / "whole"))
+    assert whole.manifest.version == records.WHOLE
+    assert whole.stored == state.stored
 
 
 def save_whole(path: str) -> None:
     write(content_of(4), path, group())
 
 
-def test_a_rank_reads_what_leads_to_its_boxes(checkpoint: Path) -> None:
+def test_ranks_read_only_their_metadata(checkpoint: Path) -> None:
     with mock.patch.object(Folder, "read", autospec=True, side_effect=Folder.read) as read:
         state = RunState(str(checkpoint), read_manifest(checkpoint))
         rows = torch.empty(1, COLUMNS)
@@ -137,7 +126,7 @@ def test_a_rank_reads_what_leads_to_its_boxes(checkpoint: Path) -> None:
 
 
 def save_two_shards(path: str) -> None:
-    """Two ranks hold one half, two the other; all hold some numbers, of which each kin writes some."""
+    """Two ranks hold one half, two the other; all hold some numbers, of which each pair writes some."""
     rank = dist.get_rank()
     half = TensorParts((4,), torch.float32, [((rank % 2 * 2,), torch.arange(2.0) + rank % 2 * 2)])
     numbers = {f"n{number}": TensorParts.whole(torch.tensor(number)) for number in range(6)}
@@ -145,7 +134,7 @@ def save_two_shards(path: str) -> None:
         write(Content({}, {"w": half, **numbers}, {}), path, group())
 
 
-def test_what_all_hold_is_told_beside_what_few_do(ranks: Any, tmp_path: Path) -> None:
+def test_replicated_boxes_are_in_every_box_file(ranks: Any, tmp_path: Path) -> None:
     ranks(save_two_shards, 4, str(tmp_path / "x"))
     told = [json.loads((tmp_path / "x" / name).read_bytes())["tensors"] for name in META[:2]]
     assert [sorted(each) for each in told] == [[*(f"n{number}" for number in range(6)), "w"]] * 2
@@ -170,7 +159,7 @@ def named(problems: list[str], file: str) -> None:
 
 
 @pytest.mark.parametrize("file", WRITER)
-def test_damage_is_found_and_named(checkpoint: Path, file: str) -> None:
+def test_damage_is_found(checkpoint: Path, file: str) -> None:
     path, draw = checkpoint / file, random.Random(file)
     data = path.read_bytes()
     for _ in range(20):
@@ -189,7 +178,7 @@ def test_damage_is_found_and_named(checkpoint: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
-def test_ranks_share_the_looking(checkpoint: Path, count: int) -> None:
+def test_ranks_share_the_verification(checkpoint: Path, count: int) -> None:
     looked: list[str] = []
     with mock.patch.object(manifests._Check, "problem", side_effect=lambda record: looked.append(record.name)):
         for index in range(count):
@@ -202,7 +191,7 @@ def test_ranks_share_the_looking(checkpoint: Path, count: int) -> None:
     assert len(found) == RANKS
 
 
-def test_what_was_swapped_is_called_so(checkpoint: Path) -> None:
+def test_swapped_files_are_reported(checkpoint: Path) -> None:
     one, other = (checkpoint / name for name in SHARDS[2:4])
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
@@ -212,14 +201,14 @@ def test_what_was_swapped_is_called_so(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("file", ["tensors.json", "boxes_00001.json", "files_00001.json"])
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b'{"tensors": 3}', b'{"files": {"a": 3}}'])
-def test_what_makes_no_sense_is_refused(checkpoint: Path, file: str, data: bytes) -> None:
+def test_malformed_files_are_refused(checkpoint: Path, file: str, data: bytes) -> None:
     forged(checkpoint, file, data)
     with pytest.raises(CheckpointError, match=file):
         RunState.open(str(checkpoint)).read("split")
 
 
 def forged(path: Path, file: str, data: bytes) -> None:
-    """Exchange a file and make the manifest agree, as somebody of ill will would."""
+    """Replace a file and forge a matching manifest."""
     manifest = read_manifest(path)
     (path / file).write_bytes(data)
     digest = manifests.xxhash.xxh3_128_hexdigest(data)
@@ -238,13 +227,13 @@ def test_files_outside_of_the_folder_are_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "text"), [
-    (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) is there with 25 of its 35"),
+    (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) has only 25 of its 35"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,3],[1,5],1]]", r"cannot have a box at \(1, 3\)"),
     (b"[[[1,0],[1,5],1]]", b"[[[1],[1],1]]", r"cannot have a box at \(1,\)"),
-    (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json cannot be understood"),
+    (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json is malformed"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],99]]", r"rank_00099.safetensors"),
 ])  # fmt: skip
-def test_boxes_that_do_not_make_up_the_whole(checkpoint: Path, old: bytes, new: bytes, text: str) -> None:
+def test_boxes_that_do_not_tile_the_tensor(checkpoint: Path, old: bytes, new: bytes, text: str) -> None:
     data = (checkpoint / "boxes_00001.json").read_bytes()
     assert old in data
     forged(checkpoint, "boxes_00001.json", data.replace(old, new))
@@ -252,26 +241,17 @@ def test_boxes_that_do_not_make_up_the_whole(checkpoint: Path, old: bytes, new: 
         RunState.open(str(checkpoint)).read("split")
 
 
-def test_what_is_read_later_is_held_against_the_manifest_again(checkpoint: Path) -> None:
+def test_box_files_are_verified_when_read(checkpoint: Path) -> None:
     state = RunState.open(str(checkpoint))
     (checkpoint / "boxes_00002.json").write_bytes(b"{}")
     with pytest.raises(DamagedCheckpoint, match=r"boxes_00002.json \(written by rank 2\): truncated"):
         state.read("split")
 
 
-def test_older_readers_are_told_to_update(checkpoint: Path) -> None:
+def test_older_readers_ask_to_update(checkpoint: Path) -> None:
     with mock.patch.object(records, "VERSION", records.WHOLE), pytest.raises(CheckpointError) as error:
         read_manifest(checkpoint)
-    assert "version 2 of the format; this installation reads versions up to 1: update trainwright" in str(error.value)
-
-
-@pytest.mark.parametrize("more", [
-    {}, {"lists": {}}, {"lists": {}, "token": 3}, {"lists": {"a": [1, 2]}, "token": ""}, {"lists": [], "token": ""},
-])  # fmt: skip
-def test_manifests_that_say_nothing_usable(more: dict[str, Any]) -> None:
-    data = records._sealed({"version": 2, "files": {}, "about": {}, **more})
-    with pytest.raises(records.ManifestError):
-        records.Manifest.from_bytes(data)
+    assert "format version 2; this installation reads versions up to 1: update trainwright" in str(error.value)
 
 
 def fail_at(path: str, bad: int, file: str) -> str:
@@ -292,7 +272,7 @@ def fail_at(path: str, bad: int, file: str) -> str:
 
 
 @pytest.mark.parametrize("file", ["files_00000.json", "files_00001.json", "boxes_00003.json", "tensors.json"])
-def test_one_rank_that_fails_fails_all(ranks: Any, tmp_path: Path, file: str) -> None:
+def test_failure_of_one_rank_fails_all(ranks: Any, tmp_path: Path, file: str) -> None:
     for message in ranks(fail_at, RANKS, str(tmp_path / "x"), WRITER[file], file):
         assert f"(rank {WRITER[file]})" in message
         assert "Input/output error" in message
@@ -309,9 +289,9 @@ def lose_a_row(path: str) -> str:
     return str(error.value)
 
 
-def test_a_tensor_that_is_not_whole_is_not_published(ranks: Any, tmp_path: Path) -> None:
+def test_incomplete_tensors_are_not_published(ranks: Any, tmp_path: Path) -> None:
     for message in ranks(lose_a_row, RANKS, str(tmp_path / "x")):
-        assert "split of shape (7, 5), as the ranks hold it, is there with 30 of its 35 elements" in message
+        assert "split of shape (7, 5), as sharded over the ranks, has only 30 of its 35 elements" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -337,7 +317,7 @@ def hide(path: str, bad: int) -> str:
 
 
 @pytest.mark.parametrize("bad", [1, 2])
-def test_ranks_that_share_no_folder(ranks: Any, tmp_path: Path, bad: int) -> None:
+def test_ranks_without_a_shared_folder(ranks: Any, tmp_path: Path, bad: int) -> None:
     for message in ranks(hide, RANKS, str(tmp_path / "x"), bad):
         assert "All machines must share the folder" in message
     assert not (tmp_path / "x").exists()
@@ -358,12 +338,12 @@ def save_in_store(path: str, steps: tuple[int, ...]) -> None:
     save_divided(path, steps)
 
 
-def test_a_store(ranks: Any, tmp_path: Path) -> None:
+def test_divided_checkpoint_in_a_store(ranks: Any, tmp_path: Path) -> None:
     fsspec.register_implementation("shared", Shared, clobber=True)
     path = f"shared://{tmp_path}/x"
     ranks(save_in_store, RANKS, path, (3, 4))
     manifest = read_manifest(path)
-    assert len(list((tmp_path / "x").iterdir())) == manifest.num_files + 1  # nothing is left of what was replaced
+    assert len(list((tmp_path / "x").iterdir())) == manifest.num_files + 1
     assert all(manifest.token in each.file for each in records_of(path, manifest))
     assert verify(path) == []
     assert [verify(path, part=(index, 3)) for index in range(3)] == [[], [], []]
@@ -377,7 +357,7 @@ def test_a_store(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["folder", "store"])
-def test_one_takes_the_place_of_another(tmp_path: Path, place: str) -> None:
+def test_versions_replace_each_other(tmp_path: Path, place: str) -> None:
     parent = str(tmp_path) if place == "folder" else f"memory://{tmp_path.name}"
     for step in range(4):
         small.write(f"{parent}/x", step, divided=step in (1, 2))
@@ -390,31 +370,31 @@ def test_one_takes_the_place_of_another(tmp_path: Path, place: str) -> None:
     assert newest_good([parent]) == (None, [])
 
 
-def kin(ranks: int, kins: int, length: int) -> Kin:
-    return Kin([rank % kins for rank in range(ranks)], list(range(kins)), [length] * kins)
+def equal_groups(ranks: int, groups: int, length: int) -> EqualRanks:
+    return EqualRanks([rank % groups for rank in range(ranks)], list(range(groups)), [length] * groups)
 
 
-def test_few_ranks_with_few_boxes_have_one_file() -> None:
-    assert split.split_of(kin(256, 8, 1000)) is None
-    assert split.split_of(kin(256, 8, split.MOST_WHOLE)) is not None
-    assert split.split_of(kin(257, 1, 1000)) is not None
+def test_small_runs_are_not_divided() -> None:
+    assert split.divide_metadata(equal_groups(256, 8, 1000)) is None
+    assert split.divide_metadata(equal_groups(256, 8, split.MOST_UNDIVIDED)) is not None
+    assert split.divide_metadata(equal_groups(257, 1, 1000)) is not None
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kins", "boxes"), [(1_000, 8, 200), (4_096, 4_096, 2_000), (100_000, 100_000, 2_000)]
+    ("ranks", "groups", "boxes"), [(1_000, 8, 200), (4_096, 4_096, 2_000), (100_000, 100_000, 2_000)]
 )
-def test_what_a_rank_reads_grows_less_than_the_ranks(ranks: int, kins: int, boxes: int) -> None:
-    found = split.split_of(kin(ranks, kins, 70 * boxes))
+def test_metadata_per_rank_grows_sublinearly(ranks: int, groups: int, boxes: int) -> None:
+    found = split.divide_metadata(equal_groups(ranks, groups, 70 * boxes))
     assert found is not None
     assert len(found.lists) == -(-ranks // 256)
     files = len(found.boxes)
-    read = 512 * files + found.kins * 70 * boxes
-    assert read < 512 * 1024 + 2 * (512 * kins * 70 * boxes) ** 0.5
-    assert [found.boxes_of(number) for number in (0, kins - 1)] == [0, files - 1]
+    read = 512 * files + found.groups * 70 * boxes
+    assert read < 512 * 1024 + 2 * (512 * groups * 70 * boxes) ** 0.5
+    assert [found.boxes_of(number) for number in (0, groups - 1)] == [0, files - 1]
     assert found.list_of(ranks - 1)[-1] == ranks - 1
 
 
-def test_a_directory_says_alike_once() -> None:
+def test_directory_shares_patterns() -> None:
     places = tuple(BoxPlace(number, (number, 0), (number + 1, 8)) for number in range(50))
     tensors = {f"block.{number}": Entry("float32", (50, 8), places) for number in range(100)}
     own = {"torch": Entry("uint8", (5056,))}
@@ -436,7 +416,7 @@ def one_box(_: str) -> None:
         write(content, _, group())
 
 
-def test_kin_that_say_little_have_one_file_together(ranks: Any, tmp_path: Path) -> None:
+def test_small_groups_share_a_box_file(ranks: Any, tmp_path: Path) -> None:
     ranks(one_box, 3, str(tmp_path / "x"))
     assert sorted(read_manifest(tmp_path / "x").files) == [
         "boxes_00000.json",
@@ -465,9 +445,8 @@ def parameters_of(strategy: str, options: dict[str, Any], path: str) -> dict[str
     return module.told
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("zero3", {}), ("hybrid", TENSOR)])
-def test_a_run_goes_on(ranks: Any, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
-    for expected, found, buffers in ranks(fit_divided, 2, strategy, options, str(tmp_path)):
+def test_a_run_resumes(ranks: Any, tmp_path: Path) -> None:
+    for expected, found, buffers in ranks(fit_divided, 2, "hybrid", TENSOR, str(tmp_path)):
         assert found == expected
         assert buffers
     state = RunState.open(str(tmp_path / "step=3.ckpt"))
@@ -485,7 +464,7 @@ def fit_and_keep_two(folder: str) -> None:
         trainer_of("zero2", {}, max_steps=4, callbacks=[saver], enable_checkpointing=True).fit(Net(), data(2))
 
 
-def test_saved_beside_training_listed_and_exported(ranks, tmp_path, capsys):
+def test_divided_checkpoints_are_saved_listed_and_exported(ranks, tmp_path, capsys):
     ranks(fit_and_keep_two, 3, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3", "step=4"]
     newest = tmp_path / "step=4"

@@ -32,7 +32,7 @@ def assert_same(tensors, expected):
             assert torch.equal(box, value), key
 
 
-def test_a_copy_keeps_the_values_of_its_moment():
+def test_copies_keep_their_values():
     tensors = mixed()
     before = values(tensors)
     staged = Staging().stage(tensors)
@@ -44,7 +44,7 @@ def test_a_copy_keeps_the_values_of_its_moment():
     assert [parts.shape for parts in staged.tensors.values()] == [parts.shape for parts in tensors.values()]
 
 
-def test_memory_is_used_again():
+def test_memory_is_reused():
     staging = Staging()
     first = staging.stage({"a": TensorParts.whole(torch.ones(2**20))})
     held = staging.num_bytes
@@ -62,7 +62,7 @@ def test_memory_is_used_again():
     assert staging.num_bytes == 0
 
 
-def test_memory_can_be_had_beforehand():
+def test_memory_is_prepared():
     staging, tensors = Staging(), {"a": TensorParts.whole(torch.ones(2**20))}
     staging.prepare(tensors)
     block = staging._arenas[False]._block
@@ -71,11 +71,11 @@ def test_memory_can_be_had_beforehand():
     staged = staging.stage(tensors)
     assert staged.block.data_ptr() == block.data_ptr()
     assert staged.tensors["a"].parts[0][1].unique().tolist() == [1]
-    staging.prepare(tensors)  # what is there is not touched again
+    staging.prepare(tensors)  # keeps its contents
     assert staged.tensors["a"].parts[0][1].unique().tolist() == [1]
 
 
-def test_boxes_lie_apart_and_can_be_found_again():
+def test_slots_do_not_overlap():
     tensors = mixed()
     slots, length = lay_out(tensors)
     ends = 0
@@ -92,7 +92,7 @@ def test_boxes_lie_apart_and_can_be_found_again():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_from_a_device_keeps_the_values_of_its_moment():
+def test_copies_from_cuda_keep_their_values():
     staging = Staging()
     source = torch.full((2**26,), 1.0, device="cuda")
     tensors = {"a": TensorParts.whole(source), "b": TensorParts.whole(torch.ones(3))}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.processes.process import STOPPED, TRACED, state_of, stop_of
+from trainwright.core.processes.process import STOPPED, TRACED, state_of, stop_id
 from trainwright.launch.watchdog import monitor
 from trainwright.launch.watchdog.inquiry import Inquiry
 from trainwright.launch.watchdog.limits import HangLimits
@@ -224,12 +224,12 @@ def test_inquiries_about_a_stop(job: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_stops_are_distinct(job: Any) -> None:
     ranks = job(1)
     process = ranks.ranks[0].pid
-    assert stop_of(process) is None
+    assert stop_id(process) is None
     seen = []
     for _ in range(3):
         ranks.stop(0)
-        seen.append(stop_of(process))
-        assert stop_of(process) == seen[-1]
+        seen.append(stop_id(process))
+        assert stop_id(process) == seen[-1]
         ranks.go_on(0)
     assert None not in seen
     assert len(set(seen)) == 3

@@ -1,15 +1,14 @@
-"""Where the boxes of a checkpoint's tensors are, read from the files that tell it."""
+"""Index of the boxes of a checkpoint's tensors, read from its metadata files."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
-from trainwright.checkpoint.format.boxes import StoredBox, is_within, tiles
-from trainwright.checkpoint.format.dcp import StoredMetadata, from_json
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, is_within, tiles
+from trainwright.checkpoint.format.dcp import from_json
 from trainwright.checkpoint.format.directory import (
     Box,
     BoxPlace,
@@ -24,77 +23,63 @@ from trainwright.checkpoint.format.manifest import read_whole
 from trainwright.checkpoint.format.records import TENSORS, WHOLE, Manifest, file_of
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.write.box_index import name_of
 from trainwright.checkpoint.write.split import boxes_file
-from trainwright.checkpoint.write.writing import name_of
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import understood
+from trainwright.core.text.bounded import interpreting
 
 Region = tuple[Sequence[int], Sequence[int]]
-"""Offsets and sizes of a box that is wanted."""
+"""Offsets and sizes of a requested box."""
 
 
-class StoredTensors(Protocol):
-    """The tensors of a checkpoint."""
-
-    def keys(self) -> Collection[str]:
-        """Names of all."""
-
-    def keys_under(self, prefix: str) -> list[str]:
-        """Names that begin with ``prefix``."""
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole; :class:`KeyError` if there is none of that name."""
-
-    def dtype(self, key: str) -> torch.dtype:
-        """Its dtype; :class:`KeyError` if there is none of that name."""
-
-    def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
-        """Where its boxes are.
-
-        Args:
-            key: its name.
-            regions: what is wanted of it; ``None``: all. Boxes that have nothing of it may be left out.
-
-        Raises:
-            CheckpointError: if the checkpoint does not say where all of it is.
-        """
-
-
-def stored_tensors(folder: Folder, manifest: Manifest) -> StoredTensors:
-    """The tensors of the checkpoint in ``folder``.
-
-    Raises:
-        CheckpointError: if the file that tells of them cannot be understood.
-    """
-    if manifest.version == WHOLE:
-        return _InOneFile(from_json(folder.read(TENSORS), manifest.files, folder.path))
-    return _Divided(folder, manifest)
-
-
-class _InOneFile:
-    """As runs of few ranks write it: one file tells all."""
+class TensorIndex:
+    """Index of the tensors of a checkpoint; this one of format version 1, in which one file lists all boxes."""
 
     def __init__(self, stored: Mapping[str, StoredMetadata]) -> None:
         self._stored = stored
 
     def keys(self) -> Collection[str]:
+        """Return the names of all tensors."""
         return self._stored.keys()
 
     def keys_under(self, prefix: str) -> list[str]:
+        """Return the names that begin with ``prefix``."""
         return [key for key in self._stored if key.startswith(prefix)]
 
     def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor; :class:`KeyError` if there is none of that name."""
         return self._stored[key].shape
 
     def dtype(self, key: str) -> torch.dtype:
-        return self._stored[key].dtype
+        """Return the dtype of a tensor; :class:`KeyError` if there is none of that name."""
+        return dtype_named(self._stored[key].dtype)
 
     def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
+        """Return the locations of a tensor's boxes.
+
+        Args:
+            key: its name.
+            regions: requested parts; ``None``: all. Boxes that do not overlap them may be omitted.
+
+        Raises:
+            CheckpointError: if the boxes do not cover the requested parts.
+        """
         return self._stored[key]
 
 
-class _Divided:
-    """As runs of many ranks write it: a directory, and files of boxes that are read when one of theirs is wanted."""
+def tensor_index(folder: Folder, manifest: Manifest) -> TensorIndex:
+    """Return the index of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: if its metadata is malformed.
+    """
+    if manifest.version == WHOLE:
+        return TensorIndex(from_json(folder.read(TENSORS), manifest.files, folder.path))
+    return _SplitIndex(folder, manifest)
+
+
+class _SplitIndex(TensorIndex):
+    """Index of format version 2: a directory, and box files that are read on demand."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self._folder = folder
@@ -102,9 +87,10 @@ class _Divided:
         self._files: dict[int, dict[str, list[Box]]] = {}
         self._found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         data = self._read(TENSORS)
-        with understood(join_path(folder.path, TENSORS)):
+        with interpreting(join_path(folder.path, TENSORS)):
             self._directory = Directory.from_bytes(data, manifest.num_files)
-            self._dtypes = {entry.dtype: dtype_named(entry.dtype) for entry in _entries(self._directory)}
+            for entry in _entries(self._directory):
+                dtype_named(entry.dtype)
 
     def keys(self) -> Collection[str]:
         return self._directory.keys()
@@ -116,20 +102,20 @@ class _Divided:
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        return self._dtypes[self._entry(key).dtype]
+        return dtype_named(self._entry(key).dtype)
 
     def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
         entry = self._entry(key)
         rank, _ = rank_and_name(key)
-        if rank is not None:  # a rank writes its own into its file, in one piece
+        if rank is not None:  # rank-local tensors are one box in the rank's own file
             box = StoredBox((0,) * len(entry.shape), entry.shape, file_of(rank), key)
-            return StoredMetadata(entry.shape, self.dtype(key), (box,))
+            return StoredMetadata(entry.shape, entry.dtype, (box,))
         if regions is None or 0 in entry.shape:
             regions = [((0,) * len(entry.shape), entry.shape)]
         found: dict[tuple[int, ...], StoredBox] = {}
         for begin, sizes in regions:
             self._find(key, entry, tuple(begin), _ends(begin, sizes), found)
-        return StoredMetadata(entry.shape, self.dtype(key), tuple(found[offsets] for offsets in sorted(found)))
+        return StoredMetadata(entry.shape, entry.dtype, tuple(found[offsets] for offsets in sorted(found)))
 
     def _find(
         self,
@@ -139,18 +125,18 @@ class _Divided:
         end: tuple[int, ...],
         found: dict[tuple[int, ...], StoredBox],
     ) -> None:
-        """Add boxes to those that are found, by their offsets, until they have all of a part of a tensor.
+        """Add boxes to ``found``, by offsets, until they cover a part of a tensor.
 
         Raises:
-            CheckpointError: if there is a part that no box has. It would be left as it is in memory.
+            CheckpointError: if they do not cover it; the rest would silently keep its values.
         """
         expected = math.prod(last - first for first, last in zip(begin, end, strict=True))
 
         def common(boxes: Iterable[StoredBox]) -> int:
             return sum(overlap(begin, end, box.offsets, _ends(box.offsets, box.sizes)) for box in boxes)
 
-        held = common(found.values()) if expected or 0 not in entry.shape else -1  # an empty tensor has a box as well
-        # What many ranks hold is told in many files; one that has been read for another tensor is as good as any.
+        held = common(found.values()) if expected or 0 not in entry.shape else -1  # an empty tensor has a box too
+        # Boxes of many ranks are listed in many files; prefer one that is already loaded.
         for number in sorted(self._near(entry.places, begin, end), key=lambda each: each not in self._files):
             if held == expected:
                 break
@@ -159,15 +145,15 @@ class _Divided:
             found.update(boxes)
         what = f"{self._folder.path}: of {key} of shape {entry.shape}, the part from {begin} to {end}"
         if held not in (expected, -1):
-            raise CheckpointError(f"{what} is there with {held} of its {expected} elements.")
-        with understood(what):
+            raise CheckpointError(f"{what} has only {held} of its {expected} elements.")
+        with interpreting(what):
             whole = begin, [last - first for first, last in zip(begin, end, strict=True)]
             parts = [_common(begin, end, box) for box in found.values()]
             if expected and not tiles(whole, [part for part in parts if 0 not in part[1]]):
-                raise CheckpointError(f"{what} has boxes that overlap, so some of it is there twice.")
+                raise CheckpointError(f"{what} has overlapping boxes.")
 
     def _near(self, places: tuple[BoxPlace, ...], begin: tuple[int, ...], end: tuple[int, ...]) -> list[int]:
-        """Numbers of the files with boxes that may have something of a part; alike tensors are asked for alike."""
+        """Return numbers of the box files that may overlap a part, cached by the tensor's pattern."""
         asked = id(places), begin, end
         if asked not in self._found:
             self._found[asked] = [
@@ -176,7 +162,7 @@ class _Divided:
         return self._found[asked]
 
     def _boxes_in(self, number: int, key: str, entry: Entry) -> dict[tuple[int, ...], StoredBox]:
-        """The boxes of a tensor that one file tells of, by their offsets."""
+        """Return the boxes of a tensor in one box file, by their offsets."""
         if number not in self._files:
             self._files[number] = self._read_boxes(boxes_file(number))
         boxes = {}
@@ -191,14 +177,14 @@ class _Divided:
 
     def _read_boxes(self, name: str) -> dict[str, list[Box]]:
         data = self._read(name)
-        with understood(join_path(self._folder.path, name)):
+        with interpreting(join_path(self._folder.path, name)):
             return boxes_from_json(data)
 
     def _read(self, name: str) -> bytes:
         record = self._manifest.files.get(name)
         if record is None:
-            raise CheckpointError(f"{self._folder.path} has no {name}, in which its tensors would be told of.")
-        # Whoever verified the checkpoint read other files of it; what leads to those that are wanted is small.
+            raise CheckpointError(f"{self._folder.path} has no {name}, which lists its tensors.")
+        # Verified again: ranks verify disjoint shares of the files, and metadata is small.
         return read_whole(self._folder, record)
 
     def _entry(self, key: str) -> Entry:
@@ -213,7 +199,7 @@ def _entries(directory: Directory) -> list[Entry]:
 
 
 def _common(begin: Sequence[int], end: Sequence[int], box: StoredBox) -> Region:
-    """What a box has of the part from ``begin`` to ``end``."""
+    """Return the overlap of a box with the part from ``begin`` to ``end``."""
     first = [max(place, offset) for place, offset in zip(begin, box.offsets, strict=True)]
     last = [min(place, other) for place, other in zip(end, _ends(box.offsets, box.sizes), strict=True)]
     return first, [max(0, stop - start) for start, stop in zip(first, last, strict=True)]

@@ -3,65 +3,55 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
 
 import xxhash
 
 from trainwright.checkpoint.format.records import FileRecord
+from trainwright.checkpoint.store.local_files import LocalOutput
+from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import write_error
 from trainwright.core.errors import CheckpointError
 
-# So much is hashed and then written at a time: the second reading of it comes from the processor's cache.
+# Bytes hashed and then written at a time, so that they are still in the CPU cache.
 _BLOCK = 1 << 20
 
 
-class SealedOutput(Protocol):
-    """Where the bytes of a new file go."""
+class HashedFile:
+    """A new file of a checkpoint, written sequentially and hashed on the way.
 
-    def write(self, block: memoryview) -> None:
-        """Append all of ``block``."""
-
-    def seal(self) -> None:
-        """Bring everything to the disk or store, and close. Only then is the file worth naming in a manifest."""
-
-    def abort(self) -> None:
-        """Close without caring for what was written. Never raises; does nothing when closed already."""
-
-
-class SealedFile:
-    """A new file of a checkpoint: written once from its beginning to its end, hashed on the way.
-
-    Made by ``PendingFolder.create_file``. In a ``with`` block it is closed at the end, and given up on an error.
+    Created by ``PendingFolder.create_file``. A context manager that closes the file, or aborts on an error.
 
     Args:
-        record: name, stored name and rank; size and hash are what this class finds out.
-        output: takes the bytes.
+        record: name, stored name and rank; size and hash are computed here.
+        output: receives the bytes.
         path: the file, for messages.
-        size: bytes that will come, when the caller knows; only for messages.
+        size: expected bytes, if known; only for messages.
     """
 
-    def __init__(self, record: FileRecord, output: SealedOutput, path: str, size: int | None = None) -> None:
+    def __init__(
+        self, record: FileRecord, output: LocalOutput | RemoteOutput, path: str, size: int | None = None
+    ) -> None:
         self._output = output
         self._path = path
         self._expected = size
         self._hash = xxhash.xxh3_128()
         self._size = 0
-        self._begun = record
+        self._planned = record
         self._record: FileRecord | None = None
 
     @property
     def name(self) -> str:
-        """The file's name in the manifest."""
-        return self._begun.name
+        """Name in the manifest."""
+        return self._planned.name
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append bytes; nothing is copied.
+        """Append bytes without copying.
 
         Returns:
             The number of bytes, always all of them.
 
         Raises:
-            CheckpointError: if they could not be written. The file is closed then.
+            CheckpointError: if writing failed. The file is then closed.
         """
         view = memoryview(data)
         if view.nbytes == 0:
@@ -79,7 +69,7 @@ class SealedFile:
         return view.nbytes
 
     def close(self) -> FileRecord:
-        """Bring the file to the disk; the same record when called again.
+        """Sync the file and return its record, the same when called again.
 
         Raises:
             CheckpointError: if that failed.
@@ -90,18 +80,18 @@ class SealedFile:
             except Exception as error:
                 self.abort()
                 raise self._explained(error, 0) from error
-            begun = self._begun
-            self._record = FileRecord(begun.name, self._size, self._hash.hexdigest(), begun.rank, begun.stored)
+            planned = self._planned
+            self._record = FileRecord(planned.name, self._size, self._hash.hexdigest(), planned.rank, planned.stored)
         return self._record
 
     def abort(self) -> None:
-        """Close the file without a record; what is in it goes when its folder is discarded."""
+        """Close the file without a record; its folder's ``discard`` deletes it."""
         self._output.abort()
 
     def _explained(self, error: Exception, more: int) -> CheckpointError:
         return write_error(error, self._path, max(self._expected or 0, self._size + more))
 
-    def __enter__(self) -> SealedFile:
+    def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

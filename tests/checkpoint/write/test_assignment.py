@@ -1,4 +1,4 @@
-"""Who writes what several ranks hold."""
+"""Assignment of replicated boxes to writing ranks."""
 
 from collections import Counter
 from typing import Any
@@ -9,24 +9,24 @@ import torch.distributed as dist
 
 from trainwright.checkpoint.exchange.distinct import any_of_ranks
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.write.dealing import (
+from trainwright.checkpoint.write.assignment import (
+    Assignment,
     Box,
-    Deal,
-    Dealer,
-    WriterKin,
+    ReplicaGroup,
+    WriteAssigner,
     boxes_of,
     choose_writers,
     share_out,
     writers_of_common,
 )
-from trainwright.checkpoint.write.writing import stored_by
+from trainwright.checkpoint.write.box_index import stored_by
 
 
 def box(key: str, size: int, offset: int = 0, whole: int | None = None) -> Box:
     return Box(key, (offset,), (size,), 4 * size, (size if whole is None else whole,))
 
 
-def test_what_all_hold_is_shared_out_evenly() -> None:
+def test_replicated_boxes_are_balanced() -> None:
     boxes = [box(f"w{index}", size) for index, size in enumerate([100, 90, 50, 40, 10, 10])]
     shares = share_out(boxes, 3)
     assert sorted(shares) == list(range(6))
@@ -36,22 +36,22 @@ def test_what_all_hold_is_shared_out_evenly() -> None:
     assert max(loads.values()) - min(loads.values()) <= 40
 
 
-def test_what_one_rank_holds_alone_stays_with_it_and_counts() -> None:
+def test_boxes_of_one_rank_count_towards_its_load() -> None:
     shared = [box(f"w{index}", 10) for index in range(4)]
-    kins = [WriterKin([0], shared), WriterKin([1], [box("alone", 50), *shared])]
-    winners = choose_writers(kins)
-    assert share_out(kins[0].boxes, 1, 0, winners) == dict.fromkeys(range(4), 0)
-    assert share_out(kins[1].boxes, 1, 1, winners) == {0: 0}
+    groups = [ReplicaGroup([0], shared), ReplicaGroup([1], [box("alone", 50), *shared])]
+    winners = choose_writers(groups)
+    assert share_out(groups[0].boxes, 1, 0, winners) == dict.fromkeys(range(4), 0)
+    assert share_out(groups[1].boxes, 1, 1, winners) == {0: 0}
 
 
-def test_boxes_of_one_tensor_may_go_to_several_ranks() -> None:
+def test_boxes_of_one_tensor_are_split() -> None:
     tensors = {"a": TensorParts((4,), torch.float32, [((0,), torch.ones(2)), ((2,), torch.ones(2))])}
     boxes = boxes_of(tensors)
     assert boxes == [box("a", 2, 0, 4), box("a", 2, 2, 4)]
     assert share_out(boxes, 2) == {0: 0, 1: 1}
 
 
-def test_what_is_a_ranks_own_makes_no_rank_another() -> None:
+def test_rank_local_tensors_do_not_split_groups() -> None:
     own = {rank: {f"rank/{rank}/rng": TensorParts.whole(torch.ones(3))} for rank in (0, 7)}
     assert boxes_of(own[0], 0) == boxes_of(own[7], 7)
     other = boxes_of(own[0], 7)  # that of another rank is none of its own
@@ -59,52 +59,54 @@ def test_what_is_a_ranks_own_makes_no_rank_another() -> None:
 
 
 @pytest.mark.parametrize("replicate", [5, 3_000])
-def test_what_is_said_grows_with_shards_not_with_ranks(replicate: int) -> None:
+def test_groups_grow_with_shards_not_ranks(replicate: int) -> None:
     lines = [[rank * 4 + shard for rank in range(replicate)] for shard in range(4)]
     held = [
         [*(box(f"w{name}", 2, 2 * shard, 8) for name in range(6)), *(box(f"step{name}", 1) for name in range(6))]
         for shard in range(4)
     ]
-    kins = [WriterKin(ranks, [*boxes, box("rank/*/rng", 5)]) for ranks, boxes in zip(lines, held, strict=True)]
-    winners = choose_writers(kins)
+    groups = [ReplicaGroup(ranks, [*boxes, box("rank/*/rng", 5)]) for ranks, boxes in zip(lines, held, strict=True)]
+    winners = choose_writers(groups)
     assert len(winners) == 6  # of the scalars that all hold
-    deal = Deal(frozenset(), kins, winners)
-    written = [(each.key, each.offsets) for each, _ in deal.written()]
+    assignment = Assignment(frozenset(), groups, winners)
+    written = [(each.key, each.offsets) for each, _ in assignment.written()]
     assert len(written) == len(set(written)) == 6 * 4 + 6 + 4 * replicate
-    stored = stored_by(deal)
+    stored = stored_by(assignment)
     assert [stored["w0"].boxes[shard].offsets for shard in range(4)] == [(0,), (2,), (4,), (6,)]
     last = 4 * replicate - 1
     assert stored[f"rank/{last}/rng"].boxes[0].file == f"rank_{last:05d}.safetensors"
 
 
-def test_who_writes_what_many_hold_is_known_without_the_rest() -> None:
+def test_writers_of_common_boxes() -> None:
     common = [box(f"c{index}", size) for index, size in enumerate([30, 20, 20, 7, 7, 1])]
-    kins = [WriterKin([3 * place + kin for place in range(3)], [*common, box(f"own{kin}", 25)]) for kin in range(2)]
-    winners = choose_writers(kins)
+    groups = [
+        ReplicaGroup([3 * place + line for place in range(3)], [*common, box(f"own{line}", 25)]) for line in range(2)
+    ]
+    winners = choose_writers(groups)
     assert set(winners) == set(common)
-    found = writers_of_common(winners, [kin.ranks for kin in kins])
-    written = dict(Deal(frozenset(), kins, winners).written())
+    found = writers_of_common(winners, [replicas.ranks for replicas in groups])
+    written = dict(Assignment(frozenset(), groups, winners).written())
     assert found == {each: written[each] for each in common}
 
 
-def dealt_again() -> list[Any]:
+def assigned_again() -> list[Any]:
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
-    dealer = Dealer(group)
+    assigner = WriteAssigner(group)
     # Two shards, each on every second rank; something that all hold, and something of each rank's own.
     row = TensorParts((2, 6), torch.float32, [((rank % 2, 0), torch.ones(1, 6))])
     tensors = {f"w{name}": row for name in range(4)}
     tensors |= {"all": TensorParts.whole(torch.ones(2)), f"rank/{rank}/rng": TensorParts.whole(torch.ones(1))}
-    found = [sorted(dealer.deal(tensors)) for _ in range(2)]
-    first = dealer.last
+    found = [sorted(assigner.assign(tensors)) for _ in range(2)]
+    first = assigner.last
     del tensors["w0"]
-    dealer.deal(tensors if rank == 1 else {**tensors, "w0": row})
-    assert dealer.last is not first
-    assert any_of_ranks(dealer.last.own != first.own, group)
+    assigner.assign(tensors if rank == 1 else {**tensors, "w0": row})
+    assert assigner.last is not first
+    assert any_of_ranks(assigner.last.own != first.own, group)
     return [*found, sorted((each.key, each.offsets, by) for each, by in first.written()), size]
 
 
-def test_ranks_agree(ranks: Any) -> None:
-    found = ranks(dealt_again, 4)
+def test_assignment_is_kept_until_boxes_change(ranks: Any) -> None:
+    found = ranks(assigned_again, 4)
     kept = Counter(key for first, _, _, _ in found for key in first)
     assert kept == {**{f"w{name}": 2 for name in range(4)}, "all": 1, **{f"rank/{rank}/rng": 1 for rank in range(4)}}
     for rank, (first, again, known, _) in enumerate(found):

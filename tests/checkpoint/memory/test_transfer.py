@@ -1,4 +1,4 @@
-"""Giving a state in memory to another rank."""
+"""Transfer of a snapshot to another rank."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.handing_over import HANDED_OVER, receive, send
-from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshot
+from trainwright.checkpoint.memory.transfer import TRANSFERRED, receive, send
 from trainwright.checkpoint.write.save import Content
 
 
-def state() -> HeldState:
+def state() -> Snapshot:
     tensors = {
         "whole": TensorParts.whole(torch.arange(6.0).view(2, 3)),
         "boxes": TensorParts(
@@ -22,7 +22,7 @@ def state() -> HeldState:
         "flags": TensorParts.whole(torch.tensor([True, False])),
         "strided": TensorParts.whole(torch.arange(12).view(3, 4).T),
     }
-    return HeldState(9, Content({"plain": [1, "two", None]}, tensors, {"kind": "run state"}))
+    return Snapshot(9, Content({"plain": [1, "two", None]}, tensors, {"kind": "run state"}))
 
 
 def hand_over() -> dict[str, Any] | None:
@@ -34,14 +34,14 @@ def hand_over() -> dict[str, Any] | None:
     held = receive(0, group)
     assert held.step == 9
     assert held.content.tree == {"plain": [1, "two", None]}
-    assert held.content.about == {"kind": "run state", HANDED_OVER: True}
+    assert held.content.about == {"kind": "run state", TRANSFERRED: True}
     return {
         key: (parts.shape, parts.dtype, [(offsets, box.clone()) for offsets, box in parts.parts])
         for key, parts in held.content.tensors.items()
     }
 
 
-def test_all_of_a_state_arrives(ranks):
+def test_transfer(ranks):
     _, received = ranks(hand_over, 2)
     sent = state().content.tensors
     assert list(received) == list(sent)

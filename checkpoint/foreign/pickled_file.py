@@ -1,7 +1,7 @@
-"""Checkpoint files of Lightning and of ``torch.save``, and folders of ``torch.distributed.checkpoint``.
+"""Loading of checkpoint files of Lightning and ``torch.save``, and folders of ``torch.distributed.checkpoint``.
 
-These formats contain pickles, which can run any code when they are loaded. Here nothing in them runs unless the caller
-says that the file is trusted, wherever it comes from; and what cannot be read so is refused, never read the other way.
+These contain pickles, which can run code when loaded. Nothing in them runs unless the caller trusts the file, wherever
+it comes from; files that cannot be read safely are refused.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.text.printable import one_line, shortened
 
 TRUST = (
-    "If, and only if, you trust whoever wrote it, load it by typing trust=true on the command line, or "
+    "If, and only if, you trust its author, load it by typing trust=true on the command line, or "
     "weights_only=False in Python."
 )
-"""What to type so that a file may run code."""
+"""Advice on how to load a file that may run code."""
 
 _DCP_METADATA = ".metadata"
-# What Lightning's FSDP and ModelParallel strategies save beside DCP's files, and what they call the module's weights.
+# File that Lightning's FSDP and ModelParallel strategies save beside DCP's, and their keys of the module's weights.
 _LIGHTNING_METADATA = "meta.pt"
 _LIGHTNING_WEIGHTS = ("model", "state_dict")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
-def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
-    """The dict that a file of Lightning or ``torch.save`` holds.
+def load_pickled(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+    """Load the dict in a file of Lightning or ``torch.save``.
 
     Args:
-        path: a file, local or any fsspec path, ``http(s)://`` included. Tensors of a local file are mapped from disk,
-            and read when they are used. With ``trust`` also a local folder of ``torch.distributed.checkpoint``.
-        trust: let the file run code while it is loaded, as ``weights_only=False`` of ``torch.load`` does. Off by
-            default.
+        path: a file, local or any fsspec path, including ``http(s)://``. Tensors of local files are memory-mapped. With
+            ``trust`` also a local folder of ``torch.distributed.checkpoint``.
+        trust: let the file run code while loading, like ``weights_only=False`` of ``torch.load``. Off by default.
         map_location: as in ``torch.load``.
 
     Returns:
-        What was saved. From a folder: its values nested as they were saved, with what Lightning saved beside them.
+        The saved dict. For a folder: its values nested as saved, with those that Lightning saved beside them.
 
     Raises:
-        CheckpointError: if there is no such path, it is damaged, holds no dict, or holds objects that only code of
-            theirs can rebuild and ``trust`` is off.
+        CheckpointError: if there is no such path, it is damaged, is not a dict, or holds objects that need code to be
+            rebuilt while ``trust`` is off.
     """
     path = normal_path(path)
     if _is_folder(path):
@@ -73,10 +72,10 @@ def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any
     try:
         return torch_load(path, file, map_location, weights_only=False)
     except Exception as error:
-        # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, and so does what the file calls.
+        # torch raises arbitrary errors (EOFError, RuntimeError, KeyError, ...), and so may the file's code.
         raise CheckpointError(
-            f"{path} could not be loaded: {type(error).__name__}: {shortened(one_line(str(error)))}. It is damaged, or "
-            "no torch file, or its code fails here. Use another checkpoint."
+            f"{path} could not be loaded: {type(error).__name__}: {shortened(one_line(str(error)))}. It is damaged, "
+            "not a torch file, or its code fails here. Use another checkpoint."
         ) from error
 
 
@@ -93,11 +92,11 @@ def _is_folder(path: str) -> bool:
 def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:
     names = Folder(path).names()
     if MANIFEST in names:
-        raise CheckpointError(f"{path} is a run state, not a file of Lightning: give it as ckpt_path as it is.")
+        raise CheckpointError(f"{path} is a run state, not a file of Lightning: give it as ckpt_path unchanged.")
     if _DCP_METADATA not in names:
         raise CheckpointError(
-            f"{path} is a folder without a {MANIFEST}: no checkpoint, or one that was never written to its end. Give "
-            "another checkpoint, or a file."
+            f"{path} is a folder without a {MANIFEST}: not a checkpoint, or an incomplete one. Give another "
+            "checkpoint, or a file."
         )
     if not trust:
         raise CheckpointError(
@@ -105,7 +104,7 @@ def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:
             f"code, so it was not loaded. {TRUST}"
         )
     if is_remote(path):
-        raise CheckpointError(f"{path}: such folders are read from this machine only. Download it first.")
+        raise CheckpointError(f"{path}: such folders must be local. Download it first.")
     try:
         return _with_lightning_metadata(Path(local_path(path)), _read_dcp(path), map_location)
     except (Exception, CheckpointException) as error:
@@ -113,7 +112,7 @@ def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:
 
 
 def _read_dcp(path: str) -> dict[str, Any]:
-    """All of a folder of DCP, on one process, nested as it was saved."""
+    """Read a DCP folder in one process, nested as saved."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     values: dict[str, Any] = {
@@ -125,7 +124,7 @@ def _read_dcp(path: str) -> dict[str, Any]:
 
 
 def _nested(values: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """``values`` by the paths that their keys stood for."""
+    """Nest ``values`` by the paths of their keys."""
     paths = metadata.planner_data or {}
     root: dict[Any, Any] = {}
     for key, value in values.items():
@@ -138,7 +137,7 @@ def _nested(values: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    # DCP names an item of a list by a number, and one of a dict by a text.
+    # DCP keys are ints for items of lists, and texts for items of dicts.
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(item) for key, item in value.items()}

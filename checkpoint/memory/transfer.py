@@ -1,4 +1,4 @@
-"""Giving the state that one rank holds in memory to another rank, without a file."""
+"""Transfer of a snapshot from one rank's memory to another's."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.memory.held import HeldState
 from trainwright.checkpoint.memory.replicas import pack, start, unpack, wait_for
+from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.write.staging import lay_out
 
-HANDED_OVER = "handed_over"
-"""In what a state says of itself: it was made by another rank, whose random numbers must not be drawn twice."""
+TRANSFERRED = "handed_over"
+"""Key in ``about`` of a snapshot made by another rank, whose random numbers must not be reused."""
 
 
-def send(held: HeldState, to: int, group: dist.ProcessGroup) -> None:
-    """Send a state; the other rank calls :func:`receive`.
+def send(held: Snapshot, to: int, group: dist.ProcessGroup) -> None:
+    """Send a snapshot; the other rank calls :func:`receive`.
 
     Args:
-        held: what this rank holds; complete, see ``complete`` of ``strategy.run_state``.
+        held: of this rank; complete, see ``complete`` of ``strategy.run_state``.
         to: rank in ``group``.
         group: over gloo.
     """
@@ -32,8 +32,8 @@ def send(held: HeldState, to: int, group: dist.ProcessGroup) -> None:
     wait_for(start(dist.isend, [box.detach().contiguous().view(-1).view(torch.uint8) for box in boxes], to, group))
 
 
-def receive(source: int, group: dist.ProcessGroup) -> HeldState:
-    """What another rank sends.
+def receive(source: int, group: dist.ProcessGroup) -> Snapshot:
+    """Receive a snapshot from another rank.
 
     Args:
         source: rank in ``group``.
@@ -44,12 +44,12 @@ def receive(source: int, group: dist.ProcessGroup) -> HeldState:
     header, block = (torch.empty(int(length), dtype=torch.uint8) for length in lengths)
     wait_for(start(dist.irecv, [header], source, group))
     held = unpack(header, block)
-    # In the order in which they were sent: that of the tensors, which the header keeps.
+    # In the order of sending: that of the tensors in the header.
     boxes = [box for parts in held.content.tensors.values() for _, box in parts.parts]
     wait_for(start(dist.irecv, [box.view(-1).view(torch.uint8) for box in boxes], source, group))
-    return handed_over(held)
+    return mark_transferred(held)
 
 
-def handed_over(held: HeldState) -> HeldState:
-    """A state that says of itself that another rank made it."""
-    return replace(held, content=replace(held.content, about={**held.content.about, HANDED_OVER: True}))
+def mark_transferred(held: Snapshot) -> Snapshot:
+    """Mark a snapshot as made by another rank."""
+    return replace(held, content=replace(held.content, about={**held.content.about, TRANSFERRED: True}))

@@ -1,4 +1,4 @@
-"""Files and folders of other tools' formats, that come into being whole or not at all."""
+"""Atomic creation of files and folders of other tools' formats."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trainwright.core.text.sizes import size_text
 
 
 @contextmanager
-def fresh_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], bool]) -> Iterator[Path]:
-    """A hidden path beside ``target`` to write a file or a folder to; it becomes ``target`` at the end.
+def atomic_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield a hidden path beside ``target`` to write a file or folder to; it is renamed to ``target`` at the end.
 
-    An error leaves ``target`` as it was, and nothing else.
+    On an error ``target`` is unchanged and nothing is left over.
 
     Args:
-        target: where the result is to be.
-        overwrite: replace what is there. A folder is only replaced if ``may_replace`` allows every name in it.
+        target: final path.
+        overwrite: replace an existing target. A folder is only replaced if ``may_replace`` allows every name in it.
         may_replace: whether a file of that name in a folder may be deleted.
 
     Raises:
-        CheckpointError: if something is there that is not to be replaced, or that cannot be written.
+        CheckpointError: if the target exists and may not be replaced, or cannot be written.
     """
     token = new_token()
-    # Named like an unfinished checkpoint, so that what a killed export left is found by the same clean-up.
+    # Named like an unpublished checkpoint, so that `clean_up` removes it if the export is killed.
     hidden = target.with_name(f".{target.name}.partial-{token}")
     aside = target.with_name(f".{target.name}.replaced-{token}")
     try:
@@ -46,19 +46,19 @@ def fresh_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], bo
         _remove(aside)
     except OSError as error:
         raise CheckpointError(
-            f"{target} could not be written ({type(error).__name__}: {error}); what was there is untouched. Free space "
-            "or change the rights, or give another path."
+            f"{target} could not be written ({type(error).__name__}: {error}); an existing one is untouched. Free "
+            "space, change the permissions, or give another path."
         ) from error
     finally:
         _remove(hidden)
 
 
 def refuse_full(target: Path, needed: int) -> None:
-    """Raise :class:`CheckpointError` if there is no room for so many bytes where ``target`` is to be."""
+    """Raise :class:`CheckpointError` if ``needed`` bytes do not fit on the disk of ``target``."""
     free = free_bytes(str(target))
     if free is not None and free < needed:
         raise CheckpointError(
-            f"{target} needs {size_text(needed)}, and {size_text(free)} are free there. Nothing was written; free "
+            f"{target} needs {size_text(needed)}, and only {size_text(free)} are free. Nothing was written; free "
             "space or give another path."
         )
 
@@ -67,26 +67,26 @@ def _refuse_taken(target: Path, overwrite: bool, may_replace: Callable[[str], bo
     if not is_there(target):
         return
     if not overwrite:
-        raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
+        raise CheckpointError(f"{target} already exists. Give another path, or overwrite=True (--overwrite).")
     if target.is_dir():
         kept = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not may_replace(entry.name))
         if kept:
             raise CheckpointError(
-                f"{target} is not overwritten: it holds what no export writes ({', '.join(kept[:5])}), which would be "
-                "lost. Give another path."
+                f"{target} is not overwritten, since it has other files ({', '.join(kept[:5])}), which would be lost. "
+                "Give another path."
             )
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, file or link, as far as that is possible."""
-    with suppress(OSError):  # of closing a folder, which rmtree does not ignore
+    """Delete a folder, file or link, ignoring errors."""
+    with suppress(OSError):  # rmtree does not ignore errors of closing a folder
         shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         path.unlink()
 
 
 def _flush(path: Path) -> None:
-    """Bring a file, or a folder of files, to the disk."""
+    """Sync a file, or a folder of files, to disk."""
     for file in path.iterdir() if path.is_dir() else (path,):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
