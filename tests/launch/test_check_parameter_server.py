@@ -19,7 +19,7 @@ def problems(*words: str) -> list[str]:
 def test_the_group_says_how_gradients_are_pushed(tmp_path: Path) -> None:
     words = (*WORDS, "compression=int8", "compression.block=64", f"run_dir={tmp_path}")
     strategy = build_trainer(compose(None, words)).strategy
-    codec = strategy._linking.codec
+    codec = strategy._factory.codec
     assert isinstance(codec, Int8)
     assert codec.row_bytes(640) == Int8(block=64).row_bytes(640) != Int8().row_bytes(640)
     for name in ("fp16", "bf16", "topk", "onebit", "none"):

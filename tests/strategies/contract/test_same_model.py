@@ -100,7 +100,7 @@ def told(strategy: str, options: dict[str, Any], statistics: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("strategy", "words"), [
-    ("local_sgd", "whenever replicas are synchronised"), ("parameter_server", "where all ranks meet"),
+    ("local_sgd", "at synchronizations, validations"), ("parameter_server", "when all ranks meet"),
 ])  # fmt: skip
 def test_it_is_said_what_becomes_of_statistics(ranks: Any, strategy: str, words: str) -> None:
     (line,), others = ranks(told, 2, strategy, {}, True)
