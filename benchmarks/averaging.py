@@ -30,7 +30,7 @@ import torch.distributed as dist
 from benchmarks.alternate import alternate
 from benchmarks.report import Goal, finish, table_of
 from benchmarks.slow_link import on_two_nodes
-from trainwright.strategies.averaging.means import MeansOfCopies
+from trainwright.strategies.averaging.means import ReplicaMeans
 from trainwright.strategies.contract.communication.options import ALL_REDUCE, AVERAGES, HIERARCHICAL
 
 NODES = 2
@@ -47,7 +47,7 @@ def predicted(way: str, nodes: int, per_node: int) -> float:
     return 2 * (nodes - 1) / nodes if way == HIERARCHICAL else per_node * (nodes - 1) / nodes + ring
 
 
-def time_average(means: MeansOfCopies, way: str, size: int) -> float:
+def time_average(means: ReplicaMeans, way: str, size: int) -> float:
     """Seconds of one average of ``size`` bytes, of the slowest rank."""
     mean, flat = means.by(way), torch.ones(size // 4)
     mean(flat[:1024])  # makes connections
@@ -67,7 +67,7 @@ def measure(store: str, mib: int, steps: int, repeats: int) -> list[dict[str, An
     """On a rank: one row for each way, the same on all ranks."""
     rank, ranks, per_node = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    means = MeansOfCopies([list(range(ranks))], per_node)
+    means = ReplicaMeans([list(range(ranks))], per_node)
     size = mib * 2**20
     alone = alternate({way: partial(time_average, means, way, size) for way in AVERAGES}, repeats, _shown)
     rows = [

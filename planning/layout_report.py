@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _configure_optimizers
 from trainwright.core.text.plain import aligned
-from trainwright.strategies.compose.check_layout import build_on_meta
-from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
 from trainwright.strategies.compose.engine_options import EngineOptions, engine_options_of
+from trainwright.strategies.compose.local_shapes import shapes_along_pipeline
+from trainwright.strategies.compose.meta_module import build_on_meta
 from trainwright.strategies.compose.model_plan import describe_plan, plan_for
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.compose.world import options_of, serving_ranks

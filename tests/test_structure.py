@@ -11,10 +11,8 @@ import pytest
 
 from benchmarks.structure import WALKS, code_lines, own_bases, strategy_class, strategy_counts, walk
 from trainwright.core.run.peers import Peers, Service
-from trainwright.strategies.averaging.averaged import Averaging, ReplicaAveraging
-from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.averaging.replica_averaging import Averaging, ReplicaAveraging
 from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
-from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.contract.collectives.data import DataCollectives
 from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.part import Replicas, Tables
@@ -33,7 +31,6 @@ PARTS = {
 PAIRS: list[tuple[type, type]] = [
     (Averaging, ReplicaAveraging),
     (Tables, ServedByRanks),
-    (Uncut, Engines),
     (Replicas, OuterReplicas),
     (Ranks, DataCollectives),
     (Peers, Workers),

@@ -11,8 +11,8 @@ from trainwright.strategies.averaging.compression.options import (
     CompressionChoice,
     choose_compression,
     compression_problems,
+    message_options,
     nothing_to_compress,
-    of_one_message,
     scaled_steps_problem,
 )
 from trainwright.strategies.contract.options import StrategyOptions
@@ -37,7 +37,7 @@ def compression_refusals(cfg: DictConfig, options: StrategyOptions | None, layou
 def compression_of(cfg: DictConfig, options: StrategyOptions | None) -> dict[str, Any]:
     """Return the argument `compression` of a strategy, from the group of that name."""
     plain: Any = OmegaConf.to_container(cfg.compression)
-    return dict(plain) if options is None or options.averages_gradients else of_one_message(plain)
+    return dict(plain) if options is None or options.averages_gradients else message_options(plain)
 
 
 def _choice_problems(

@@ -259,7 +259,7 @@ def _cut_module(module: LightningModule, layout: Layout, cut: ModelCut, plan: Ma
         balance=cut.balance,
         plan=dict(plan),
     )
-    engines = Engines(module, layout, LayoutGroups(layout, "cpu"), options, torch.device("cpu"))
+    engines = Engines.of(module, layout, LayoutGroups(layout, "cpu"), options, torch.device("cpu"))
     engines.apply()
     assume_routing(engines.dispatchers, cut.routing)
 

@@ -25,9 +25,9 @@ from trainwright.planning.search.plan import USABLE, LayoutCandidate
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelCut, PassCost
 from trainwright.planning.time.step import PredictedStepTime, step_time
-from trainwright.strategies.compose.check_layout import build_on_meta, meta_module
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import stage_spans
+from trainwright.strategies.compose.meta_module import build_on_meta, meta_module
 from trainwright.strategies.compose.model_plan import plan_for
 from trainwright.strategies.compose.world import Surroundings, world_size_of
 from trainwright.strategies.plan.blocks import count_parameters

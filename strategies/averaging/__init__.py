@@ -1,1 +1,1 @@
-"""Average gradients over replicas, compressed or not."""
+"""Gradient averaging over replicas, with optional compression."""

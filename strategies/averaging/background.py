@@ -1,4 +1,4 @@
-"""Collectives that go on while training does, one after the other."""
+"""Background thread for collectives that overlap with training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 
 
 class Background:
-    """Does what it is given in a thread of its own, in the order given, so that ranks meet in the same order.
-
-    A collective whose peer is gone must not keep the process: see :meth:`close`.
+    """Runs submitted work in order in a daemon thread, so that ranks issue collectives in the same order.
 
     Args:
-        device: on CUDA, whose stream of its own the work is put on; it begins after what was queued when it was given.
+        device: on CUDA, work runs on a side stream that waits for what was queued at submission.
         name: of the thread.
     """
 
@@ -28,7 +26,7 @@ class Background:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Do ``work`` later; the future is done when it is (on CUDA: when its kernels are)."""
+        """Queue ``work``; the future completes when it is done (on CUDA: when its kernels are)."""
         future: Future[None] = Future()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -36,7 +34,7 @@ class Background:
         return future
 
     def close(self, seconds: float = 5.0) -> None:
-        """Take nothing more, and wait for what was taken, no longer than ``seconds``: a peer may be gone."""
+        """Stop after the queued work, waiting at most ``seconds``: a peer may be gone."""
         self._queue.put(None)
         self._thread.join(seconds)
 
@@ -56,4 +54,4 @@ class Background:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del item, work, future  # an idle thread must not keep process groups and buffers
+            del item, work, future  # an idle thread must not keep process groups and buffers alive

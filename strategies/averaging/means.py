@@ -1,40 +1,40 @@
-"""Means over ranks that hold copies: by one all-reduce, in parts, or in two levels over the borders of nodes.
+"""Means over replicas: all-reduce, reduce-scatter plus all-gather, or hierarchical across nodes.
 
 ==================  =================================================================================================
-``all_reduce``      one all-reduce over all of them
-``reduce_scatter``  each rank sums up a part, and all gather the parts. On the CPU every element is summed in the order
-                    of the ranks, so that the size of buckets does not change a bit
-``hierarchical``    reduce-scatter within a node, all-reduce of a part across nodes, all-gather within: of S bytes and
-                    m nodes of k ranks a rank sends 2 (m - 1) / m S / k across nodes in place of 2 (mk - 1) / mk S
+``all_reduce``      one all-reduce over all replicas
+``reduce_scatter``  reduce-scatter, then all-gather. On the CPU every element is summed in rank order, so the result
+                    does not depend on the bucket size
+``hierarchical``    reduce-scatter within a node, all-reduce of each part across nodes, all-gather within a node. For S
+                    bytes and m nodes of k ranks, a rank sends 2 (m - 1) / m S / k bytes across nodes instead of
+                    2 (mk - 1) / mk S
 ==================  =================================================================================================
 
-The two levels are those of BlueConnect (Cho et al., MLSys 2019).
+The hierarchical mean follows BlueConnect (Cho et al., MLSys 2019).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.averaging.background import Background
-from trainwright.strategies.averaging.compression.buckets import ReplicaPart
+from trainwright.strategies.averaging.compression.buckets import BUCKET_BYTES, ReplicaPart, bucketed
 from trainwright.strategies.contract.collectives.flat import all_gather, reduce_scatter
 from trainwright.strategies.contract.communication.options import ALL_REDUCE, HIERARCHICAL, IN_PARTS
 from trainwright.strategies.contract.groups import new_subgroup
 
 Mean = Callable[[Tensor], None]
-"""Replaces a flat tensor by its mean over ranks that all call it with one of the same size."""
-BUCKET_BYTES = 25 * 2**20
+"""In-place mean of a flat tensor over ranks; a collective, with tensors of equal size."""
 
 
-class WholeMean:
-    """The mean by one all-reduce.
+class AllReduceMean:
+    """Mean by one all-reduce.
 
     Args:
-        group: of the ranks; ``None``: all.
+        group: process group; ``None``: all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -45,12 +45,12 @@ class WholeMean:
         flat /= dist.get_world_size(self._group)
 
 
-class MeanInParts:
-    """The mean by reduce-scatter and all-gather, perhaps with something in between.
+class ScatterGatherMean:
+    """Mean by reduce-scatter and all-gather, optionally with an all-reduce across nodes in between.
 
     Args:
-        group: of the ranks; ``None``: all.
-        across: ranks of other nodes that sum up the same part; ``None``: there are no others.
+        group: process group; ``None``: all ranks.
+        across: ranks of other nodes that reduce the same part; ``None``: single level.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, across: dist.ProcessGroup | None = None) -> None:
@@ -70,11 +70,11 @@ class MeanInParts:
             flat.copy_(whole[: flat.numel()])
 
     def _scattered(self, flat: Tensor) -> Tensor:
-        """The sum of this rank's part, the last ones of which are filled up with zeros."""
+        """Return this rank's part of the sum, zero-padded to equal parts."""
         missing = -flat.numel() % self._parts
         given = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
         if flat.device.type == "cpu":
-            # gloo reduces everything everywhere in a reduce-scatter: this sends half of that.
+            # gloo's reduce-scatter is a full all-reduce; an all-to-all sends half of that.
             received = torch.empty_like(given)
             dist.all_to_all_single(received, given, group=self._group)
             rows: list[Tensor] = list(received.view(self._parts, -1))
@@ -86,15 +86,14 @@ class MeanInParts:
         return own
 
 
-class MeansOfCopies:
-    """The ways to the mean over the copies of a layout; process groups are made when they are first asked for.
+class ReplicaMeans:
+    """Means over the replicas of a layout; process groups are created on first use.
 
-    To ask is a collective of all ranks, which must ask for the same in the same order.
+    Calls of :meth:`by` are collectives of all ranks, with the same arguments in the same order.
 
     Args:
-        groups: ranks that hold copies of the same, list by list; all ranks are in one.
-        copies: of a node, see ``copies_of_a_node``; less than 2 or
-            all: there are no two levels.
+        groups: ranks that hold copies of the same parameters, one list per group; together they cover all ranks.
+        copies: replicas per node, see ``copies_of_a_node``; hierarchical means need more than 1 and fewer than all.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], copies: int) -> None:
@@ -104,24 +103,24 @@ class MeansOfCopies:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The names of those that there are."""
+        """Names of the available ways."""
         has_levels = 1 < self._copies < len(self._groups[0])
         return (ALL_REDUCE, IN_PARTS, *([HIERARCHICAL] if has_levels else []))
 
     @property
     def names(self) -> dict[tuple[int, ...], str]:
-        """What the groups of the two levels are called where bytes are counted, by their ranks."""
+        """Names of the hierarchical process groups in communication reports, by ranks."""
         if HIERARCHICAL not in self.ways:
             return {}
         within = {tuple(ranks): "replicate-within" for ranks in self._within}
         return {**within, **{tuple(ranks): "replicate-across" for ranks in self._across}}
 
     def by(self, way: str) -> Mean:
-        """The mean by one of :attr:`ways`; a collective of all ranks."""
+        """Return the mean computed by one of :attr:`ways`. A collective of all ranks."""
         if way == HIERARCHICAL:
-            return MeanInParts(self._group("within", self._within), self._group("across", self._across))
+            return ScatterGatherMean(self._group("within", self._within), self._group("across", self._across))
         group = self._group("all", self._groups)
-        return WholeMean(group) if way == ALL_REDUCE else MeanInParts(group)
+        return AllReduceMean(group) if way == ALL_REDUCE else ScatterGatherMean(group)
 
     @property
     def _within(self) -> list[list[int]]:
@@ -134,17 +133,17 @@ class MeansOfCopies:
 
     def _group(self, name: str, lists: list[list[int]]) -> dist.ProcessGroup | None:
         if name not in self._made:
-            # One of its own even for all ranks: what goes on in a thread must not meet other collectives there.
+            # Always a new group: collectives in a background thread must not interleave with others.
             self._made[name] = new_subgroup(lists)
         return self._made[name]
 
 
-class PartMeans:
-    """Averages what a rank optimizes of parameters over those that hold copies, bucket by bucket.
+class BucketedMean:
+    """Mean of the locally optimized parts of parameters over replicas, bucket by bucket.
 
     Args:
-        mean: over them.
-        device: from which is sent; parts may lie elsewhere (offloaded).
+        mean: over the replicas.
+        device: that communicates; parts may be offloaded to another.
     """
 
     def __init__(self, mean: Mean, device: torch.device) -> None:
@@ -152,34 +151,26 @@ class PartMeans:
 
     @torch.no_grad()
     def average(self, parts: Sequence[ReplicaPart]) -> None:
-        """Replace the gradients of parts by their means; parts without one, on any rank, are left out. A collective."""
-        for gradients in _buckets(parts):
+        """Average gradients in place, leaving out parts that have none on any rank. A collective."""
+        found = [(part.bucket_tag, part.gradient) for part in parts if part.gradient is not None]
+        buckets = bucketed(
+            ((tag, gradient) for tag, gradient in found if gradient.numel()),
+            lambda each: (each[0], each[1].dtype),
+            lambda each: each[1].nbytes,
+            BUCKET_BYTES,
+        )
+        for bucket in buckets:
+            gradients = [gradient for _, gradient in bucket]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._device)
             self._mean(flat)
             for gradient, piece in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
                 gradient.copy_(piece.view(gradient.shape))
 
 
-def _buckets(parts: Sequence[ReplicaPart]) -> Iterator[list[Tensor]]:
-    """Gradients of one kin and dtype, at most :data:`BUCKET_BYTES` of them (one at least)."""
-    open_buckets: dict[tuple[str, torch.dtype], list[Tensor]] = {}
-    for part in parts:
-        gradient = part.gradient
-        if gradient is None or not gradient.numel():
-            continue
-        held = open_buckets.setdefault((part.kin, gradient.dtype), [])
-        if held and sum(each.nbytes for each in held) + gradient.nbytes > BUCKET_BYTES:
-            yield held
-            held = open_buckets[part.kin, gradient.dtype] = []
-        held.append(gradient)
-    yield from open_buckets.values()
+class OverlappedMean:
+    """Average DDP buckets during backward, in a background thread (CPU) or a side stream (CUDA).
 
-
-class MeanBesideBackward:
-    """Averages the buckets of torch's ``DistributedDataParallel`` while backward makes others.
-
-    On the CPU in a thread of its own, on CUDA in a stream of its own: one bucket after the other, in the order in which
-    they are there, which is the same on all ranks.
+    Buckets are averaged one by one in the order in which they become ready, which is the same on all ranks.
 
     Args:
         mean: over the replicas, with process groups of its own.
@@ -192,7 +183,7 @@ class MeanBesideBackward:
         self._thread = Background(device, "trainwright-mean") if self._stream is None else None
 
     def begin(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Average a flat tensor in place; the future is done when it is."""
+        """Start averaging a flat tensor in place; the future completes with the average."""
         if self._thread is not None:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             self._thread.submit(lambda: self._average(buffer, done))
@@ -202,11 +193,11 @@ class MeanBesideBackward:
         done = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
             self._mean(buffer)
-            done.set_result(buffer)  # remembers how far this stream has got, for whoever waits in another
+            done.set_result(buffer)  # records an event on this stream, for consumers on others
         return done
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         if self._thread is not None:
             self._thread.close()
 

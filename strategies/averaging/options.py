@@ -1,4 +1,4 @@
-"""Options of strategies whose ranks average gradients over replicas."""
+"""Options of strategies that average gradients over replicas."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from trainwright.strategies.contract.options import PlannedRun, StrategyOptions,
 
 @dataclass
 class AveragedOptions(StrategyOptions):
-    """Strategies that average gradients over replicas."""
+    """Options of strategies that average gradients over replicas."""
 
-    # Largest bucket of gradients that is sent at once, in MiB; null = 25, or what communication=auto finds.
+    # Largest bucket of gradients sent at once, in MiB; null = 25, or the choice of communication=auto.
     bucket_mib: float | None = None
     # How gradients are averaged over replicas: all_reduce, reduce_scatter (and all-gather) or hierarchical (within a
-    # node, then across nodes); null = all_reduce, or what communication=auto finds to be fastest.
+    # node, then across nodes); null = all_reduce, or the fastest one with communication=auto.
     average_by: str | None = None
-    # Neighbouring ranks that share a node, for hierarchical averages; null = devices.
+    # Consecutive ranks that share a node, for hierarchical averages; null = devices.
     ranks_per_node: int | None = None
-    # Ways to average gradients: advise = measure some steps and links, and recommend something (communication.json);
-    # auto = also choose what changes no numbers but by rounding (average_by, bucket_mib, prefetch); none = off.
+    # Tuning of averages: advise = measure some steps and links and recommend options (communication.json); auto = also
+    # apply those that change results by rounding only (average_by, bucket_mib, prefetch); none = off.
     communication: str = "none"
-    # How what other ranks average is sent: a compressor (fp16, bf16, int8, topk, ...) or its name and options, like
-    # {name: topk, ratio: 0.01}; null = as the group compression says.
+    # Compressor of averages: a name (fp16, bf16, int8, topk, ...) or its name and options, like {name: topk, ratio:
+    # 0.01}; null = as set by the group compression.
     compression: Any = None
 
     averages_gradients = True
 
     @property
     def compressor(self) -> str | None:
-        """Name of the compressor; ``None``: none."""
+        """Name of the compressor; ``None``: off."""
         name = self.compression.get("name") if hasattr(self.compression, "get") else self.compression
         return None if name in (None, UNCOMPRESSED) else str(name)
 
@@ -72,7 +72,7 @@ class AveragedOptions(StrategyOptions):
             yield f"strategy.ranks_per_node={per_node}: must be a whole number of at least 1"
         elif self.communication == OFF and average_by != HIERARCHICAL:
             yield (
-                f"strategy.ranks_per_node={per_node} has no effect: only averages in two levels look at nodes. Leave "
+                f"strategy.ranks_per_node={per_node} has no effect: only hierarchical averages depend on nodes. Leave "
                 "it out, or type strategy.average_by=hierarchical (or strategy.communication=auto)"
             )
 
@@ -82,8 +82,8 @@ class AveragedOptions(StrategyOptions):
         group = run.cfg.compression.name
         if group != UNCOMPRESSED and self.compression is not None:
             yield (
-                f"compression={group} with strategy.compression={self.compression}: both say how the same is sent; "
-                "type compression=none, or strategy.compression=null"
+                f"compression={group} with strategy.compression={self.compression}: both set the compression of the "
+                "same averages; type compression=none, or strategy.compression=null"
             )
         if self.averages_gradients and self.average_by in (IN_PARTS, HIERARCHICAL):
             yield from self._average_beside(run)
@@ -97,11 +97,11 @@ class AveragedOptions(StrategyOptions):
             yield from average_misfits(average_by, self.ranks_per_node or run.devices, run.layout)
         if launch.recovery == "replicas":
             yield (
-                f"strategy.average_by={average_by} with launch.recovery=replicas: the groups of ranks in which it "
-                "averages would hold the lost one. Type launch.recovery=restart, or strategy.average_by=all_reduce"
+                f"strategy.average_by={average_by} with launch.recovery=replicas: its process groups would contain "
+                "lost ranks. Type launch.recovery=restart, or strategy.average_by=all_reduce"
             )
         if average_by == HIERARCHICAL and launch.min_devices is not None:
             yield (
-                f"strategy.average_by=hierarchical with launch.min_devices={launch.min_devices}: with fewer devices "
-                "nodes would hold unequally many replicas. Leave one of them out"
+                f"strategy.average_by=hierarchical with launch.min_devices={launch.min_devices}: with fewer devices, "
+                "nodes would hold unequal numbers of replicas. Leave one of them out"
             )

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from trainwright.strategies.averaging.averaged import Averaging
+from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Host, Part

@@ -28,7 +28,7 @@ from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.core.run.peers import Peers, Service
 from trainwright.core.run.traits import Traits
-from trainwright.strategies.averaging.averaged import Averaging
+from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.base.blocks import Blocks, fill
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.certified import Certified

@@ -1,1 +1,1 @@
-"""Compose the axes of a layout into one strategy."""
+"""Composition of the axes of a layout into one strategy."""

@@ -1,4 +1,4 @@
-"""The strategy, by what its options know, and the samples of a step against its layout."""
+"""Checks of the strategy's options, and of the batch sizes against its layout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
 
 
 def strategy_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> Iterator[str]:
-    """What the options of the strategy refuse: values, the layout, and what stands beside them."""
+    """Yield the problems of the strategy: option values, layout, and other parts of the run."""
     if "_target_" not in cfg.strategy:
-        yield "strategy: names no class; a yaml of the group strategy needs _target_: package.module.Class"
+        yield "strategy: has no class; a yaml of the group strategy needs _target_: package.module.Class"
     if options is None:
         return
     if run.world_size is not None:
@@ -27,7 +27,7 @@ def strategy_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions
 
 
 def batch_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
-    """The samples of a step against the ranks that share them."""
+    """Return the problems of the global batch size on the ranks that share it."""
     if cfg.global_batch_size is None:
         return []
     if cfg.accumulation.steps is not None:
@@ -46,14 +46,14 @@ def batch_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | 
 
 
 def _data_ranks(run: PlannedRun, options: StrategyOptions | None) -> int | None:
-    """Ranks that read different samples; all of them, where only the class knows the layout."""
+    """Return the number of data-parallel ranks; all ranks if only the class knows the layout."""
     if options is None:
         return run.world_size
     return None if run.layout is None else run.layout.data_ranks
 
 
 def pipeline_batch_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
-    """A data rank's batch against the micro-batches that a pipeline splits it into."""
+    """Return the problems of splitting a data rank's batch into the micro-batches of a pipeline."""
     size, parts = cfg.micro_batch_size, least_micro_batch(run, options)
     if size is None or size < 1 or size >= parts:  # less than 1 is refused as a number
         return []
@@ -61,17 +61,17 @@ def pipeline_batch_problems(cfg: DictConfig, run: PlannedRun, options: StrategyO
 
 
 def least_micro_batch(run: PlannedRun, options: StrategyOptions | None) -> int:
-    """Samples that a data rank must read at a time."""
+    """Return the least number of samples per data rank and micro-batch."""
     return 1 if options is None or run.layout is None else options.least_batch(run.layout)
 
 
 def too_few_samples(size: int, parts: int, default_of: str | None) -> str:
-    """The problem of a pipeline that splits fewer samples than it has micro-batches.
+    """Return the error of a pipeline with fewer samples than micro-batches.
 
     Args:
         size: samples that a data rank reads at a time.
-        parts: micro-batches that these are split into.
-        default_of: schedule whose default that is; ``None``: it was asked for.
+        parts: micro-batches that they are split into.
+        default_of: schedule whose default ``parts`` is; ``None``: it was given.
     """
     how = "" if default_of is None else f", the default of schedule={default_of}"
     return (
@@ -81,13 +81,13 @@ def too_few_samples(size: int, parts: int, default_of: str | None) -> str:
 
 
 def model_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> Iterator[str]:
-    """The layout against the module itself; imports torch, so only where the strategy asks for the module."""
+    """Yield the problems of the layout with the module itself; builds the module only if the strategy needs it."""
     if options is None or "_target_" not in cfg.module:
         return
 
     @cache
     def build() -> object:
-        from trainwright.strategies.compose.check_layout import meta_module
+        from trainwright.strategies.compose.meta_module import meta_module
 
         return meta_module(cfg)
 

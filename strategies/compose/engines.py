@@ -1,9 +1,10 @@
-"""The engines that cut one module along the axes of a layout, put together."""
+"""Engines that partition one module along the axes of a layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from trainwright.strategies.base.whole.parts import Share, find_slots
 from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.model_plan import plan_for
-from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.context.engine import ContextParallel, validate_context
 from trainwright.strategies.context.proof import sequence_problems
 from trainwright.strategies.contract.cuts import Cut
@@ -27,28 +27,22 @@ from trainwright.strategies.expert.engine import Dispatcher, ExpertParallel, val
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine, Run
 from trainwright.strategies.pipeline.schedules import (
+    block_problems,
     ranks_of_stages,
     split_blocks,
-    validate_pipeline,
 )
-from trainwright.strategies.pipeline.stage import OwnForwardStage
+from trainwright.strategies.pipeline.stage import UserStepStage
 from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
 
 
 def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions) -> list[str]:
-    """What makes ``layout`` impossible for ``module``; empty if nothing does. Needs no other process."""
+    """Return why ``layout`` is impossible for ``module``. Needs no process group."""
     problems: list[str] = []
     if layout.pipeline > 1:
-        problems += validate_pipeline(
-            len(plan.blocks),
-            layout.pipeline,
-            options.schedule,
-            options.micro_batches_for(layout.pipeline),
-            options.stages_per_rank,
-            None if options.split == "balanced" else options.split,
-        )
+        split = None if options.split == "balanced" else options.split
+        problems += block_problems(len(plan.blocks), layout.pipeline, options.schedule, options.stages_per_rank, split)
     if layout.tensor > 1:
         problems += validate_tensor(
             module,
@@ -62,9 +56,8 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         listed = [name for name, style in plan.experts.items() if style == "listed"]
         if listed:
             problems.append(
-                f"expert={layout.expert} with experts in a list of modules ({listed[0]}); allowed are experts "
-                "stacked in parameters with one row each, as Hugging Face's and those of recipe=moe. Stack them, or "
-                "use expert=1"
+                f"expert={layout.expert} with experts in a list of modules ({listed[0]}); allowed are experts stacked "
+                "in parameters with one row each, as in Hugging Face models and recipe=moe. Stack them, or use expert=1"
             )
     if layout.context > 1:
         found = validate_context(module, plan, layout.context, options.attention, layout.tensor)
@@ -72,47 +65,32 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
     return problems
 
 
-class Engines(Uncut):
-    """What is done to one module so that this rank runs its part of it.
-
-    Args:
-        module: the user's module, whole (its tensors may be on the meta device).
-        layout: a closed layout.
-        groups: of the layout.
-        options: how to cut.
-        device: of this rank.
+class Engines:
+    """Partitioning of one module, so that this rank runs its part of it; of no module, unless created by :meth:`of`.
 
     Attributes:
-        cuts: name of a parameter -> how it is cut along the tensor or expert axis.
-        owners: name of a parameter or buffer -> index of its first holder along the pipeline axis; empty without one.
-        expert_parameters: parameters of which ranks of the expert axis hold different parts.
-
-    Raises:
-        ValueError: if the module cannot be cut so; the message lists every problem.
+        module: the partitioned module; ``None``: each rank runs all of its module.
+        plan: of the module.
+        num_parameters: elements of all parameters of the whole module; 0: unknown.
+        cuts: parameter name -> split along the tensor or expert axis.
+        owners: parameter or buffer name -> index of its first pipeline rank; empty without a pipeline.
+        expert_parameters: parameters that differ along the expert axis.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        layout: Layout,
-        groups: LayoutGroups,
-        options: EngineOptions,
-        device: torch.device,
-    ) -> None:
-        self.module: LightningModule = module
-        self.is_cut = True
-        self.num_parameters = count_parameters(module)
-        self.plan = plan_for(module, layout, options)
-        problems = problems_of(module, self.plan, layout, options)
-        if problems:
-            raise ValueError(f"The layout {layout} is impossible for {type(module).__name__}: " + "; ".join(problems))
-        self._layout, self._groups, self._options, self._device = layout, groups, options, device
-        self._place = layout.coordinates(dist.get_rank())
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.is_cut = False
+        self.num_parameters = 0
+        self.plan = ModelPlan()
+        self._layout, self._options = Layout(), EngineOptions()
+        self._place = self._layout.coordinates(0)
+        self._groups: LayoutGroups
+        self._device: torch.device
         self.cuts: dict[str, Cut] = {}
         self.owners: dict[str, int] = {}
         self._cut_places: dict[tuple[int, str], Cut] = {}
         self._expert_names: frozenset[str] = frozenset()
-        self._spans: list[range] = [range(len(self.plan.blocks))]
+        self._spans: list[range] = []
         self._my_stages = [0]
         self._stage_ranks = [0]
         self._pipeline_cut: PipelineCut | None = None
@@ -120,10 +98,42 @@ class Engines(Uncut):
         self._tensor: TensorParallel | None = None
         self._expert: ExpertParallel | None = None
 
-    # ---- cutting --------------------------------------------------------------------------------------------------
+    @classmethod
+    def of(
+        cls,
+        module: LightningModule,
+        layout: Layout,
+        groups: LayoutGroups,
+        options: EngineOptions,
+        device: torch.device,
+    ) -> Engines:
+        """Plan the partitioning of a module.
+
+        Args:
+            module: the user's module, whole; may be on the meta device.
+            layout: closed.
+            groups: of the layout.
+            options: of the engines.
+            device: of this rank.
+
+        Raises:
+            ValueError: if the module cannot be partitioned so; lists every problem.
+        """
+        made, plan = cls(), plan_for(module, layout, options)
+        problems = problems_of(module, plan, layout, options)
+        if problems:
+            raise ValueError(f"The layout {layout} is impossible for {type(module).__name__}: " + "; ".join(problems))
+        made.module, made.is_cut, made.plan = module, True, plan
+        made.num_parameters = count_parameters(module)
+        made._layout, made._groups, made._options, made._device = layout, groups, options, device
+        made._place = layout.coordinates(dist.get_rank())
+        made._spans = [range(len(plan.blocks))]
+        return made
+
+    # ---- partitioning ----------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Cut the module: parameters that other ranks hold go, forwards are exchanged. Once per module."""
+        """Partition the module: drop parameters of other ranks and add the exchanges. Once per module."""
         tensor, expert = self._groups.along("tensor"), self._groups.along("expert")
         if tensor is not None:
             self._tensor = TensorParallel(
@@ -156,7 +166,7 @@ class Engines(Uncut):
                 balance=self._options.balance,
                 enters=first,
                 leaves=last,
-                # The tensor axis' own functions on the head and norm know nothing of rows that are elsewhere.
+                # Tensor parallelism's own head and norm functions do not support rows on other ranks.
                 split_outputs=self._tensor is None,
                 first=None if first else self._block(0),
                 further=self._further_slices,
@@ -179,7 +189,7 @@ class Engines(Uncut):
         cut.apply(self._device)
 
     def _exchange_parameters(self, module: nn.Module) -> None:
-        """Keep this rank's part of every parameter that is cut; meta ones are cut when they get their values."""
+        """Replace each split parameter by its local part; meta parameters are split when materialized."""
         real: dict[Tensor, nn.Parameter] = {}
         for name, cut in self.cuts.items():
             path, _, own = name.rpartition(".")
@@ -194,12 +204,12 @@ class Engines(Uncut):
             owner._parameters[own] = real[parameter]
 
     def place_ghosts(self, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
-        """Give what stands for other stages' parameters this rank's device and the dtype that parameters get."""
+        """Set the device and dtype of placeholders for other stages' parameters."""
         if self._pipeline_cut is not None:
             self._pipeline_cut.place_ghosts(self._device, dtype_of)
 
     def cut_copy(self, copy: nn.Module) -> None:
-        """Leave of a whole copy of the module, which never runs, what this rank holds of the module itself."""
+        """Reduce a whole copy of the module that never runs to the parameters of this rank."""
         held = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         for name, _ in list(copy.named_parameters(remove_duplicate=False)):
             if name not in held:
@@ -208,11 +218,11 @@ class Engines(Uncut):
         self._exchange_parameters(copy)
 
     def cut_of(self, owner: nn.Module, name: str) -> Cut | None:
-        """How the parameter ``name`` of the submodule ``owner`` is cut; ``None``: not at all."""
+        """Return the split of a parameter of the submodule ``owner``; ``None``: not split."""
         return self._cut_places.get((id(owner), name))
 
     def holds(self, name: str) -> bool:
-        """Whether the submodule ``name`` is not within a block of another stage."""
+        """Return whether the submodule ``name`` is outside of other stages' blocks."""
         return not any(name == block or name.startswith(f"{block}.") for block in self._skipped_blocks())
 
     def _skipped_blocks(self) -> Iterator[str]:
@@ -224,38 +234,39 @@ class Engines(Uncut):
         return any(index in self._spans[stage] for stage in self._my_stages)
 
     def _block(self, index: int) -> nn.Module:
-        return self.module.get_submodule(self.plan.blocks[index])
+        block: nn.Module = self.module.get_submodule(self.plan.blocks[index])
+        return block
 
     @property
     def owned_blocks(self) -> dict[str, nn.Module]:
-        """Blocks of this rank by name, in order."""
+        """This rank's blocks by name, in order."""
         return {
             name: self.module.get_submodule(name)
             for index, name in enumerate(self.plan.blocks)
             if self._holds_block(index)
         }
 
-    # ---- what is where --------------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     def _parameters(self, names: frozenset[str]) -> list[nn.Parameter]:
-        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+        return [p for name, p in self.module.named_parameters() if name in names] if names else []
 
     @property
     def expert_parameters(self) -> set[nn.Parameter]:
-        """Parameters of experts, of which other ranks of the expert axis hold other parts."""
+        """Parameters of experts, which differ along the expert axis."""
         return set(self._parameters(self._expert_names))
 
     @property
     def dispatchers(self) -> tuple[Dispatcher, ...]:
-        """What exchanges tokens with ranks that have other experts, one for each layer of experts."""
+        """Token dispatchers, one per expert layer."""
         return () if self._expert is None else self._expert.dispatchers
 
     def routing_balance(self) -> dict[str, float]:
-        """How evenly tokens went to experts since the last call; empty without an expert axis."""
+        """Return how evenly tokens were routed since the last call; empty without an expert axis."""
         return {} if self._expert is None else self._expert.statistics()
 
     def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
-        """Modules of ``block`` that hold parameters of experts only; none without an expert axis."""
+        """Return the modules of ``block`` that hold expert parameters only; none without an expert axis."""
         if self._layout.expert == 1:
             return []
         inside = {id(sub) for sub in block.modules()}
@@ -263,10 +274,10 @@ class Engines(Uncut):
         return [module for module in modules if id(module) in inside]
 
     def gradient_scope(self, source: Mapping[int, Tensor]) -> GradientScope:
-        """Over which ranks gradients are spread, for the parameters as they are now.
+        """Return the ranks over which current gradients are spread.
 
         Args:
-            source: id of what an optimizer holds in place of a parameter -> the parameter.
+            source: id of the tensor that an optimizer holds in place of a parameter -> the parameter.
         """
         named = dict(self.module.named_parameters())
         groups = {id(p): (self.cuts[name].group,) for name, p in named.items() if name in self.cuts}
@@ -279,9 +290,9 @@ class Engines(Uncut):
         )
 
     def parts_of(self, name: str) -> int:
-        """Over how many ranks of the tensor, expert and pipeline axes a parameter is spread; 0 for a copy on a stage.
+        """Return the number of ranks that hold parts of a parameter along the tensor, expert and pipeline axes.
 
-        Stages hold different parameters: each counts its own as the part that they are of all.
+        0 for a copy on a stage. Every stage counts its own parameters as one of ``pipeline`` parts.
         """
         if self._is_copy(name):
             return 0
@@ -292,7 +303,7 @@ class Engines(Uncut):
         return self.owners.get(name, self._place["pipeline"]) != self._place["pipeline"]
 
     def shared_parameters(self) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
-        """Parameters whose gradients several ranks hold parts of a sum of, by the group of these ranks."""
+        """Return parameters whose gradients must be summed over ranks, by process group."""
         shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         if self._tensor is not None and self._tensor.summed:
             tensor = self._groups.along("tensor")
@@ -305,28 +316,28 @@ class Engines(Uncut):
                 shared.setdefault(group, []).append(self.module.get_parameter(name))
         return shared
 
-    def kin_of(self, name: str) -> str:
-        """What must be averaged over replicas apart from the rest, so that ranks with copies of it get the same.
+    def bucket_tag(self, name: str) -> str:
+        """Return the tag that separates parameters in averages over replicas.
 
-        Ranks of the tensor axis hold copies of what is not cut beside different parts of what is; stages of a pipeline
-        hold copies of tied parameters beside different blocks.
+        Ranks with copies of a parameter must average it together with the same others: tensor ranks hold copies of
+        unsplit parameters beside different parts, pipeline stages copies of tied ones beside different blocks.
         """
         if name in self._tied_places():
             return name
         return "cut" if self._tensor is not None and name in self.cuts else ""
 
     def _tied_places(self) -> dict[str, tuple[int, ...]]:
-        """Names of parameters that several ranks of a pipeline hold -> their places in it."""
+        """Return the pipeline ranks of parameters that several of them hold, by name."""
         if self._pipeline_cut is None:
             return {}
         places = {n: tuple(sorted({self._stage_ranks[s] for s in h})) for n, h in self._pipeline_cut.holders.items()}
         return {name: at for name, at in places.items() if len(at) > 1}
 
     def shares(self, held: Mapping[str, Share], names: Iterable[str]) -> dict[str, Share]:
-        """Return what this rank holds of each parameter of the whole module.
+        """Return this rank's share of each parameter of the whole module.
 
         Args:
-            held: what is registered here, by name, without regard to how it is cut.
+            held: locally registered parameters by name, as if not split.
             names: of all parameters, in order.
         """
         found = {}
@@ -344,9 +355,9 @@ class Engines(Uncut):
         return found
 
     def parts_watch(self) -> PartsWatch | None:
-        """Return what refuses uses of parts outside of their modules; ``None``: nothing is cut."""
+        """Return the guard against uses of parts outside of their modules; ``None``: nothing is split."""
         if not self.cuts or any(module._compiled_call_impl is not None for module in self.module.modules()):
-            return None  # compiled code would be traced with it
+            return None  # would be traced into compiled code
         slots = find_slots(self.module)
         named = {name: p for name, p in self.module.named_parameters() if name in self.cuts}
         parts = {name: (slots[id(p)], self.cuts[name]) for name, p in named.items()}
@@ -355,25 +366,25 @@ class Engines(Uncut):
         axes = [axis for axis in ("tensor", "expert") if getattr(self._layout, axis) > 1]
         return PartsWatch(parts, [*owners, *attentions], "use " + " and ".join(f"{axis}=1" for axis in axes))
 
-    # ---- running --------------------------------------------------------------------------------------------------
+    # ---- execution --------------------------------------------------------------------------------------------------
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether the module is cut into stages."""
+        """True if the module is split into pipeline stages."""
         return self._pipeline_cut is not None
 
     @property
-    def pipeline_stages(self) -> list[OwnForwardStage]:
-        """The stages of this rank; none without a pipeline."""
+    def pipeline_stages(self) -> list[UserStepStage]:
+        """Stages of this rank; none without a pipeline."""
         return [] if self._pipeline is None else self._pipeline.stages
 
     def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor]) -> PipelineEngine:
-        """Connect the pipeline, after everything else has put its hooks on the module.
+        """Connect the pipeline, after all other hooks are on the module.
 
         Args:
             run: runs a method of the module on one micro-batch.
-            look: as ``run``, without gradients and on all stages together.
-            whole: value of a parameter of this stage, whole along the data axes; a collective of its data ranks.
+            look: like ``run``, without gradients and on all stages together.
+            whole: returns a parameter of this stage gathered along the data axes; a collective of its data ranks.
         """
         assert self._pipeline_cut is not None
         self.detach()
@@ -395,50 +406,43 @@ class Engines(Uncut):
         return self._pipeline
 
     def refresh(self) -> None:
-        """Let stages say anew what they send, as what is trained may have changed; on all ranks between two steps."""
+        """Renegotiate what stages send, as trainable parameters may have changed; on all ranks between two steps."""
         if self._pipeline is not None:
             self._pipeline.refresh()
 
     def registered_ghosts(self) -> AbstractContextManager[set[nn.Parameter]]:
-        """Within it all parameters of the module are registered; gives those that this rank does not hold."""
+        """Register all parameters of the module inside; yields those that this rank does not hold."""
         return nullcontext(set()) if self._pipeline_cut is None else self._pipeline_cut.registered_ghosts()
 
     def share_buffers(self) -> None:
-        """Have every rank of a pipeline know the buffers of all stages. A collective."""
+        """Share the buffers of all stages among the pipeline ranks. A collective."""
         if self._pipeline is not None:
             self._pipeline.share_buffers()
 
     def detach(self) -> None:
-        """Let go of the pipeline; the module stays cut."""
+        """Disconnect the pipeline; the module stays partitioned."""
         if self._pipeline is not None:
             self._pipeline.detach()
         self._pipeline = None
 
     def guard(self, function: Callable[[], Any]) -> Any:
-        """Call ``function``, which runs the user's step, as far as this stage goes."""
+        """Call ``function``, which runs the user's step, up to the end of this stage."""
         return function() if self._pipeline is None else self._pipeline.call(function)
 
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
-        """The micro-batches of a batch, and the share of its samples in each."""
-        assert self._pipeline is not None
-        return self._pipeline.micro_batches_of(batch)
+        """Return the micro-batches of a batch and their shares of its samples."""
+        return [(batch, 1.0)] if self._pipeline is None else self._pipeline.micro_batches_of(batch)
 
 
 def stage_spans(module: nn.Module, plan: ModelPlan, stages: int, split: str | tuple[int, ...]) -> list[range]:
-    """Blocks of each stage.
+    """Return the blocks of each stage.
 
     Args:
         module: whole.
-        plan: its blocks.
-        stages: how many.
-        split: blocks per stage, or ``"balanced"``: by their number of parameters.
+        plan: with its blocks.
+        stages: number of stages.
+        split: blocks per stage, or ``"balanced"``: by number of parameters.
     """
-    if split == "balanced":
+    if isinstance(split, str):
         return split_blocks([float(count_parameters(module.get_submodule(name))) for name in plan.blocks], stages)
-    return _spans_of(split)
-
-
-def _spans_of(split: str | tuple[int, ...]) -> list[range]:
-    assert not isinstance(split, str)
-    ends = [sum(split[: index + 1]) for index in range(len(split))]
-    return [range(end - size, end) for end, size in zip(ends, split, strict=True)]
+    return [range(end - size, end) for end, size in zip(accumulate(split), split, strict=True)]

@@ -1,6 +1,6 @@
-"""Any layout for the same module: pipeline, tensor, expert and context parallelism with ZeRO below them.
+"""Any layout: pipeline, tensor, expert and context parallelism with ZeRO on the remaining ranks.
 
-In which order a module is cut, docs/architecture.md says.
+The order in which a module is partitioned is in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.compose.parts.cut_optimizers import CutOptimizers
 from trainwright.strategies.compose.parts.cut_splitter import CutSplitter
 from trainwright.strategies.compose.parts.cutting import cut
+from trainwright.strategies.compose.parts.layout_measures import CertifiedParts, LayoutMeasures
 from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
-from trainwright.strategies.compose.parts.observed import CertifiedParts, LayoutMeasures
 from trainwright.strategies.compose.parts.pipeline_steps import PipelineSteps
 from trainwright.strategies.compose.parts.shared_gradients import SharedGradients
-from trainwright.strategies.compose.parts.uncut import Uncut
 from trainwright.strategies.compose.rules import (
     cuts_module,
 )
@@ -38,7 +37,7 @@ from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.data.zero import ZeroStrategy
-from trainwright.strategies.pipeline.optimization import optimize_after_zero_grad
+from trainwright.strategies.pipeline.zero_grad_first import optimize_after_zero_grad
 from trainwright.strategies.plan.deferred import Piece
 from trainwright.strategies.state.assemble import Assembly
 from trainwright.strategies.state.placement import Placement
@@ -55,11 +54,11 @@ from trainwright.strategies.state.run_state import (
 class HybridStrategy(ZeroStrategy):
     """Any layout: the axes of :class:`~trainwright.core.layout.Layout` in any combination.
 
-    The user's module stays as it is; names of parameters never change. What may be cut where comes from a
-    :class:`~trainwright.strategies.plan.model_plan.ModelPlan`.
+    The module stays unmodified, and parameter names never change. A
+    :class:`~trainwright.strategies.plan.model_plan.ModelPlan` defines where it may be split.
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.HybridOptions`, and others of
+        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.HybridOptions`, and arguments of
             :class:`~trainwright.strategies.data.zero.ZeroStrategy`.
 
     Raises:
@@ -79,39 +78,39 @@ class HybridStrategy(ZeroStrategy):
         self.measures = LayoutMeasures(self)
         self.certified = CertifiedParts(self)
         collective = self.is_cut or self.traits.forward_is_collective  # all axes but replicate communicate in forward
-        # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
+        # A pipeline weighs the loss of each micro-batch by tokens, if configured.
         self.traits = replace(self.traits, forward_is_collective=collective, weighs_micro_batches=True)
         self._splitter = CutSplitter(self)
         self._sharing = CutOptimizers(self)
         self._groups: LayoutGroups | None = None
-        self._engines: Uncut = Uncut()
+        self._engines = Engines()
         self._pipeline = PipelineSteps(self, super()._evaluate)
         self._watch: PartsWatch | None = None
         self._assembly = Assembly.of_whole()
         self._shared = SharedGradients({})
-        self._expert_mesh: DeviceMesh | None = None  # of experts that other ranks hold other parts of
+        self._expert_mesh: DeviceMesh | None = None
 
-    # ---- what others may read -------------------------------------------------------------------------------------
+    # ---- read by others -------------------------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Lightning's own Trainer deals samples: to the data ranks, not to all."""
+        """Sampler arguments for Lightning's own Trainer: the data-parallel ranks, not all."""
         return {"num_replicas": self.ranks.num_data_ranks, "rank": self.ranks.data_rank}
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks hold different parts of the module along another axis than replicate and shard."""
+        """True if ranks hold different parts of the module along other axes than replicate and shard."""
         return cuts_module(self._open_layout)
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all parameters of the unmodified module."""
+        """Number of elements of all parameters of the whole module."""
         return self._engines.num_parameters or super().num_parameters
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Cut and split the model, then build the optimizers upon what this rank holds."""
+        """Partition the module, then build optimizers for this rank's part."""
         self.replicas.prepare(trainer)
         super().setup(trainer)
         self.replicas.set_up(trainer)
@@ -126,11 +125,13 @@ class HybridStrategy(ZeroStrategy):
         return mesh
 
     def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
-        """The ranks that average gradients at every step; the last mesh axis is of those that share one state."""
+        """Return the mesh of ranks that average gradients at every step; ranks of the last dim share one optimizer
+        state.
+        """
         return groups.mesh(*self.replicas.mesh_axes, axes)
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
-        # Without experts nothing is looked up: this is asked of each parameter.
+        # Called per parameter: no lookup without experts.
         if self._expert_mesh is not None and parameter in self._engines.expert_parameters:
             return self._expert_mesh
         return self.mesh
@@ -144,7 +145,7 @@ class HybridStrategy(ZeroStrategy):
 
     @property
     def _averages_whole(self) -> bool:
-        """Whether all ranks average gradients of the whole module at every step."""
+        """True if all ranks average gradients of the whole module at every step."""
         return not self.is_cut and not self.replicas.are_independent
 
     def _must_restore_after_setup(self) -> bool:
@@ -161,10 +162,10 @@ class HybridStrategy(ZeroStrategy):
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if not self._engines.is_cut:
             super()._broadcast_from_first(module)
-        # else it was done before the module was cut; now ranks hold different parts
+        # # else it was broadcast before partitioning
 
     def _find_blocks(self) -> dict[str, nn.Module]:
-        return self._engines.owned_blocks if isinstance(self._engines, Engines) else super()._find_blocks()
+        return self._engines.owned_blocks if self._engines.is_cut else super()._find_blocks()
 
     def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
         super()._fill([piece for piece in pieces if self._engines.holds(piece.name)], seed, real)
@@ -183,7 +184,7 @@ class HybridStrategy(ZeroStrategy):
         self._shared = SharedGradients(self._engines.shared_parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
+        """Start a step; at the start of an epoch, account for frozen or thawed pipeline stages."""
         if "training" not in self.ranks.compared:
             self.ranks.compare_first("training", batch)
         super().on_train_batch_start(batch, batch_idx)
@@ -191,30 +192,30 @@ class HybridStrategy(ZeroStrategy):
             self._engines.refresh()
 
     def _any_unfrozen(self, on_this_rank: bool, batch_idx: int) -> bool:
-        """See the base class; stages hold different parameters, and ask each other at the beginning of an epoch."""
+        """See the base class; pipeline stages agree at the start of an epoch."""
         if not self._engines.has_pipeline:
             return on_this_rank
         if batch_idx == 0:
             return self.reduce_boolean_decision(on_this_rank, all=False)
         if on_this_rank:
             raise RuntimeError(
-                f"Parameters were thawed before batch {batch_idx} of an epoch. Stages of a pipeline hold different "
-                "parameters, and take up what was thawed when an epoch begins: thaw in on_train_epoch_start, or use "
+                f"Parameters were unfrozen before batch {batch_idx} of an epoch. Stages of a pipeline hold different "
+                "parameters and detect changes when an epoch begins: unfreeze in on_train_epoch_start, or use "
                 "pipeline=1."
             )
         return False
 
     def on_train_end(self) -> None:
-        """Have every rank know the buffers of all stages."""
+        """Share the buffers of all stages."""
         super().on_train_end()
         self._engines.share_buffers()
 
     def setup_precision_plugin(self) -> None:
-        """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
+        """Set the ranks over which gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()
         self.ranks.sync_metrics(self._pipeline.take_metric if self.traits.backward_in_step else None)
         engines = self._engines
-        if not isinstance(engines, Engines):
+        if not engines.is_cut:
             return
         source = {id(shard.optimized): parameter for parameter, shard in self._exchanges.shards.items()}
         self.precision_plugin.scope = engines.gradient_scope(source)  # type: ignore[attr-defined]
@@ -229,7 +230,7 @@ class HybridStrategy(ZeroStrategy):
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``training_step``; in a pipeline forward and backward of all micro-batches."""
+        """Run the user's ``training_step``; in a pipeline, forward and backward of all micro-batches."""
         if self._watch is None:
             return self._training_step(args, kwargs)
         module: Any = self.lightning_module
@@ -239,7 +240,7 @@ class HybridStrategy(ZeroStrategy):
         try:
             return self._training_step(args, kwargs)
         finally:
-            self._watch = None  # as it costs at every operation, the first step alone is watched
+            self._watch = None  # watching slows every operation, so only the first step is watched
             if attributes["training_step"] is watched:
                 del attributes["training_step"]
                 if users is not None:
@@ -256,7 +257,7 @@ class HybridStrategy(ZeroStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of one micro-batch; a pipeline has run it already and only those who listen are told."""
+        """Run backward of one micro-batch; a pipeline has run it already, and only hooks are called."""
         if not self.traits.backward_in_step:
             with self._of_strategy():
                 return super().backward(closure_loss, *args, **kwargs)
@@ -264,7 +265,7 @@ class HybridStrategy(ZeroStrategy):
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step this rank's rows."""
+        """Step this rank's parameters."""
         with self._of_strategy():
             output = super().optimizer_step(*args, **kwargs)
         if self.replicas.are_independent:
@@ -272,22 +273,22 @@ class HybridStrategy(ZeroStrategy):
         return output
 
     def _of_strategy(self) -> AbstractContextManager[None]:
-        """Within the user's step of manual optimization: what runs inside works with parts."""
+        """Suspend the watch inside the user's manual optimization, where the strategy handles parts."""
         return nullcontext() if self._watch is None else self._watch.paused()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Complete gradients that several ranks hold parts of."""
+        """Sum gradients that several ranks hold parts of."""
         super().post_backward(closure_loss)
         if not self.averaging.after_backward:
             self._sum_shared_gradients()
-        # else they were summed before the average
+        # # else they were summed before averaging
 
     def _complete_gradients(self) -> None:
         super()._complete_gradients()
         self._sum_shared_gradients()
 
-    def _kin_of(self, name: str) -> str:
-        return self._engines.kin_of(name)
+    def _bucket_tag(self, name: str) -> str:
+        return self._engines.bucket_tag(name)
 
     def _sum_shared_gradients(self) -> None:
         if self._accumulates_gradients:
@@ -305,7 +306,7 @@ class HybridStrategy(ZeroStrategy):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the module's blocks in order, those of other stages among them."""
+        """Names of the module's blocks in order, including those of other stages."""
         return tuple(self._engines.plan.blocks) or super().block_names
 
     def _parts_of(self, name: str) -> int:
@@ -321,67 +322,57 @@ class HybridStrategy(ZeroStrategy):
         return self._pipeline.evaluate(partial(super()._evaluate, method, context, *args, **kwargs), method)
 
     def on_validation_start(self) -> None:
-        """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._pipeline.begin_evaluation()
+        """Show the means of replicas with local steps."""
         super().on_validation_start()
         self.replicas.show()
 
-    def on_test_start(self) -> None:
-        """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._pipeline.begin_evaluation()
-        super().on_test_start()
-
-    def on_predict_start(self) -> None:
-        """Gather what is outside of the blocks on every stage of a pipeline."""
-        self._pipeline.begin_evaluation()
-        super().on_predict_start()
-
     def on_validation_end(self) -> None:
-        """Let go of what other stages own."""
+        """Free parameters of other stages."""
         self.replicas.take_back()
         super().on_validation_end()
         self._pipeline.end_evaluation()
 
     def on_test_end(self) -> None:
-        """Let go of what other stages own."""
+        """Free parameters of other stages."""
         super().on_test_end()
         self._pipeline.end_evaluation()
 
     def on_predict_end(self) -> None:
-        """Let go of what other stages own."""
+        """Free parameters of other stages."""
         super().on_predict_end()
         self._pipeline.end_evaluation()
 
     def teardown(self) -> None:
-        """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
+        """Detach from the module, which keeps the parameters of its rank."""
         self.replicas.close()
         self._pipeline.end_evaluation()
         self.ranks.leave(self.lightning_module)
         self._engines.detach()
         super().teardown()
 
-    # ---- what user code asks of all ranks, asked of the data ranks --------------------------------------------------
+    # ---- user-facing collectives, over the data-parallel ranks
+    # --------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that read different samples, in place, unless ``group`` is another than all ranks."""
+        """Reduce over the data-parallel ranks in place, unless ``group`` is not all ranks."""
         return self.ranks.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the ranks that read different samples, unless ``group`` is another than all ranks."""
+        """Gather from the data-parallel ranks, unless ``group`` is not all ranks."""
         return super().all_gather(tensor, self.ranks.resolve_group(group), sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; within what data ranks alone come by, for these."""
+        """Wait for all ranks; where only data-parallel ranks run, for those."""
         if self.ranks.active_group is None:
             super().barrier(name)
         else:
             self.ranks.wait(self.ranks.active_group)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of the data rank ``src`` on every rank.
+        """Return the object of data-parallel rank ``src`` on every rank.
 
         Raises:
-            ValueError: if there is no such data rank.
+            ValueError: if there is no such rank.
         """
         first = self.ranks.source(src)
         if self.ranks.active_group is None:
@@ -389,20 +380,22 @@ class HybridStrategy(ZeroStrategy):
         return broadcast_value(obj, src, self.ranks.active_group, self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) decided so."""
+        """Return whether all (or any) ranks decided so."""
         return self.ranks.decide(decision, all)
 
-    # ---- the whole ------------------------------------------------------------------------------------------------
+    # ---- whole module -----------------------------------------------------------------------------------------------
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value of every parameter of the unmodified module, on every rank; a collective."""
+        """Yield the name and gathered value of every parameter, on every rank; a collective."""
         if not self._engines.is_cut:
             yield from super().whole_parameters()
             return
         yield from self._assembly.wholes(dict(self.lightning_module.named_parameters()), self._assembly.names)
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole averaged gradient of every parameter that has one, on every rank; a collective."""
+        """Yield the name and gathered, averaged gradient of every parameter that has one, on every rank; a
+        collective.
+        """
         if not self._engines.is_cut:
             yield from super().whole_gradients()
             return
@@ -410,7 +403,7 @@ class HybridStrategy(ZeroStrategy):
 
     @property
     def placement(self) -> Placement:
-        """How the ranks of this layout hold the module."""
+        """Placement of the module on the ranks of this layout."""
         if not self._engines.is_cut:
             return super().placement
         place = self.layout.coordinates(self.global_rank)
@@ -418,7 +411,7 @@ class HybridStrategy(ZeroStrategy):
         return Placement(self._assembly, self.is_global_zero, leads)
 
     def _module_parts(self) -> ModuleParts | None:
-        if not isinstance(self._engines, Engines):
+        if not self._engines.is_cut:
             return super()._module_parts()
         assembly, shares = self._assembly, super()._shares()
         return ModuleParts(
@@ -432,7 +425,7 @@ class HybridStrategy(ZeroStrategy):
         return list(self._assembly.keys) if self._engines.is_cut else super()._whole_keys()
 
     def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Put the whole module and optimizer states together on rank 0."""
+        """Gather module and optimizer states on rank 0."""
         checkpoint = super()._with_whole_states(checkpoint)
         if self._engines.is_cut:
             keep, assembly, owners = self.is_global_zero, self._assembly, self._state_owners
@@ -456,9 +449,9 @@ class HybridStrategy(ZeroStrategy):
         super()._load_plain_optimizers(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load, by name, what this rank holds of whole saved weights."""
+        """Load this rank's part of whole saved weights, by name."""
         if self._engines.is_cut and strict and not is_stored(checkpoint[WEIGHTS]):
             unexpected = sorted(set(checkpoint[WEIGHTS]) - set(self._assembly.keys))
-            if unexpected:  # each stage knows its own names only, and leaves out all others
+            if unexpected:  # each stage knows its own names only and ignores others
                 raise misfit("The checkpoint", mismatch([], unexpected, []))
         super().load_model_state_dict(checkpoint, strict)

@@ -24,17 +24,17 @@ from trainwright.strategies.parameter_server.tables.placement import placement_p
 from trainwright.strategies.pipeline.schedules import CHOICES, can_run
 
 ATTENTION = ("ring", "ulysses", "gather")
-# Option -> the axis without which nothing reads it, and what it does.
+# Option -> the axis that it needs, and its effect.
 AXIS_OPTIONS: Mapping[str, tuple[str, str]] = {
-    "schedule": ("pipeline", "it orders the work of the stages of a pipeline"),
-    "micro_batches": ("pipeline", "it splits a batch for the stages of a pipeline"),
-    "stages_per_rank": ("pipeline", "it counts the stages of a pipeline"),
-    "split": ("pipeline", "it deals blocks out to the stages of a pipeline"),
-    "batch_dims": ("pipeline", "it says how a batch is split for the stages of a pipeline"),
+    "schedule": ("pipeline", "it orders the work of pipeline stages"),
+    "micro_batches": ("pipeline", "it splits a batch for pipeline stages"),
+    "stages_per_rank": ("pipeline", "it counts pipeline stages"),
+    "split": ("pipeline", "it assigns blocks to pipeline stages"),
+    "batch_dims": ("pipeline", "it defines how a batch is split for pipeline stages"),
     "sequence_parallel": ("tensor", "it splits activations over the tensor axis"),
     "loss_parallel": ("tensor", "it splits logits over the tensor axis"),
-    "attention": ("context", "it says how ranks that split the sequence exchange keys and values"),
-    "balance": ("context", "it says how the sequence is dealt out to ranks"),
+    "attention": ("context", "it defines how context ranks exchange keys and values"),
+    "balance": ("context", "it defines how the sequence is distributed over ranks"),
 }
 
 
@@ -45,20 +45,20 @@ class HybridOptions(EngineOptions, ZeroOptions):
     _target_: str = "trainwright.strategies.compose.hybrid.HybridStrategy"
     # ZeRO stage on shard x context.
     stage: int = 3
-    # Ranks that hold different stages of the model; -1 = the rest, 1 = off.
+    # Ranks with different stages of the model; -1 = the rest, 1 = off.
     pipeline: int = number(1, least=-1)
     # Ranks that split the sequence of the same samples; -1 = the rest, 1 = off.
     context: int = number(1, least=-1)
     # Ranks that split each weight of a layer; -1 = the rest, 1 = off.
     tensor: int = number(1, least=-1)
-    # Ranks that hold different experts, a divisor of shard x context; -1 = all of these, 1 = off.
+    # Ranks with different experts, a divisor of shard x context; -1 = all of these, 1 = off.
     expert: int = number(1, least=-1)
-    # Where parameters are: pattern of names -> parameter_server (tables of embeddings), shard or replicate; the first
-    # that matches counts; null = all have the layout. Like {embedding.*:parameter_server,*:shard}.
+    # Placement of parameters: name pattern -> parameter_server (embedding tables), shard or replicate; the first match
+    # counts; null = as in the layout. Like {embedding.*:parameter_server,*:shard}.
     placement: Any = None
-    # With placement: parameter servers, one on each of the first ranks.
+    # With placement: number of parameter servers, one on each of the first ranks.
     table_servers: int = 1
-    # With placement: network interface that servers listen at; null = the loopback address alone, for one machine.
+    # With placement: network interface of the servers; null = the loopback address only, for one machine.
     interface: str | None = None
 
     has_any_stage = True
@@ -72,11 +72,11 @@ class HybridOptions(EngineOptions, ZeroOptions):
 
     @property
     def takes_sparse_gradients(self) -> bool:
-        """Those of tables on servers."""
+        """True if embedding tables on servers take sparse gradients."""
         return bool(self.placement)  # refused elsewhere, if tables are not among it
 
     def least_batch(self, layout: Layout) -> int:
-        """A sample for each part into which a pipeline splits a batch."""
+        """Return one sample per micro-batch of a pipeline."""
         return 1 if layout.pipeline == 1 else self.micro_batches_for(layout.pipeline)
 
     # ---- values ---------------------------------------------------------------------------------------------------
@@ -99,8 +99,8 @@ class HybridOptions(EngineOptions, ZeroOptions):
         wrong = {path: dim for path, dim in dims if isinstance(dim, bool) or not isinstance(dim, int | None)}
         if wrong:
             yield (
-                f"strategy.batch_dims={wrong}: each tensor's dim is a whole number, or null to give it whole to every "
-                "micro-batch"
+                f"strategy.batch_dims={wrong}: each dim must be a whole number, or null to give the tensor whole to "
+                "every micro-batch"
             )
 
     # ---- under a layout -------------------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ class HybridOptions(EngineOptions, ZeroOptions):
         alone = layout.replicate == layout.shard == layout.context == 1
         if self.offload == "parameters" and self.stage == 3 and alone and cuts_module(layout):
             yield (
-                "strategy.offload=parameters with shard=1 and context=1 has no effect: it keeps the parts of "
-                "parameters that ranks of these axes gather. Type strategy.offload=optimizer, or strategy.shard=2"
+                "strategy.offload=parameters with shard=1 and context=1 has no effect: it offloads the shards that "
+                "ranks of these axes gather. Type strategy.offload=optimizer, or strategy.shard=2"
             )
         yield from self._plan_problems(layout)
         yield from placement_problems(layout, self.placement, self.table_servers, self.interface)
@@ -136,8 +136,8 @@ class HybridOptions(EngineOptions, ZeroOptions):
         choice = CHOICES[schedule]
         if choice.splits_backward and self.compile:
             yield (
-                f"strategy.schedule={schedule} with strategy.compile=true: it computes gradients of inputs and of "
-                "weights apart, which compiled blocks cannot. Type strategy.compile=false, or "
+                f"strategy.schedule={schedule} with strategy.compile=true: it computes input and weight gradients "
+                "separately, which compiled blocks do not support. Type strategy.compile=false, or "
                 "strategy.schedule=interleaved_1f1b"
             )
         if is_whole(per_rank, 1) and choice.fixed and per_rank != choice.stages_per_rank:
@@ -155,7 +155,7 @@ class HybridOptions(EngineOptions, ZeroOptions):
             possible = [m for m in range(1, 4 * stages + 1) if can_run(schedule, m, pipeline, stages)][:8]
             yield (
                 f"strategy.micro_batches={parts} with strategy.schedule={schedule} on {pipeline} ranks with {stages} "
-                f"stages: possible are {', '.join(map(str, possible))}, ...; type "
+                f"stages: allowed are {', '.join(map(str, possible))}, ...; type "
                 f"strategy.micro_batches={possible[-1]}"
             )
         if _is_split(split) and len(split) != stages:
@@ -170,11 +170,11 @@ class HybridOptions(EngineOptions, ZeroOptions):
             yield from unknown_word(f"plan.{part}", part, PLAN_PARTS) if part not in PLAN_PARTS else ()
         if plan and not cuts_module(layout):
             yield (
-                "strategy.plan with pipeline, context, tensor and expert all 1 has no effect: it says where the module "
-                "may be cut. Leave it out, or type strategy.tensor=2"
+                "strategy.plan with pipeline, context, tensor and expert all 1 has no effect: it defines where the "
+                "module may be split. Leave it out, or type strategy.tensor=2"
             )
         if plan.get("blocks") is not None and self.blocks is not None:
-            yield "strategy.blocks and strategy.plan.blocks are both given; leave one out, they mean the same"
+            yield "strategy.blocks and strategy.plan.blocks are both given; they mean the same, so leave one out"
 
     # ---- beside ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class HybridOptions(EngineOptions, ZeroOptions):
             yield from (f"data.seq_len={length}: {each}" for each in found)
 
     def module_problems(self, run: PlannedRun, build: Any) -> Iterator[str]:
-        """See the base class: the layout against the module itself, where it is cut."""
+        """See the base class: check the layout against the module, if it is partitioned."""
         layout = run.layout
         if layout is None or not cuts_module(layout):
             return
@@ -220,17 +220,17 @@ class HybridOptions(EngineOptions, ZeroOptions):
         except ValueError as error:
             found.append(str(error))
         except Exception:
-            return  # not a refusal; if it is a fault of the module, the ranks show it with its traceback
+            return  # a fault of the module is reported by the ranks, with its traceback
         yield from (f"{layout} for {type(module).__name__}: {problem}" for problem in found)
 
     def _of_the_model(self) -> EngineOptions:
-        """What is said about the model alone, where other options have been refused."""
+        """Return the options about the model only, if others were refused."""
         plan = {part: value for part, value in self.plan.items() if part in PLAN_PARTS}
         return EngineOptions(blocks=self.blocks, plan=plan)
 
 
 def sequence_length(cfg: Any) -> int | None:
-    """Positions of a sequence, where module and data have them from one ``seq_len``; ``None`` elsewhere."""
+    """Return the sequence length, if module and data share one ``seq_len``; ``None`` otherwise."""
     data, module = cfg.data.get("seq_len"), cfg.module
     config = module.get("config")
     given = {data, module.get("seq_len"), config.get("seq_len") if hasattr(config, "get") else None}

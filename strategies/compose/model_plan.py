@@ -1,4 +1,4 @@
-"""A ``ModelPlan``, put together from what the user and the model say and show."""
+"""Construction of a ``ModelPlan`` from configuration, model metadata and structure."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trainwright.strategies.plan.tensor_rules import indivisible
 from trainwright.strategies.tensor.plan import TensorDraft, sequence_problems
 
 _NEEDS = ("blocks", "tensor", "experts")
-# A list of blocks is taken for the model's trunk if it holds this many times the parameters of any other list.
+# A list of blocks counts as the model's trunk if it has this many times the parameters of any other list.
 _CLEARLY_HEAVIER = 2
 
 
 def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
-    """The plan of ``module`` with all that ``layout`` needs of it.
+    """Return the plan of ``module`` with all parts that ``layout`` needs.
 
     Raises:
-        ValueError: if a part is not found; the message says what to write.
+        ValueError: if a part is not found; says what to type.
     """
     needs = [
         part
@@ -60,23 +60,23 @@ def make_plan(
     tensor_size: int | None = None,
     sequence_parallel: bool = False,
 ) -> ModelPlan:
-    """Find out where ``module`` can be cut.
+    """Find where ``module`` can be split.
 
-    Sources in order, for each part: ``config``; the mapping of the same form that a ``parallel_plan()`` method of the
-    module or of a submodule returns (names relative to it; the outer one counts); Hugging Face metadata; structure.
+    Sources in order, for each part: ``config``; the mapping of the same form returned by a ``parallel_plan()`` method
+    of the module or of a submodule (names relative to it; the outer one wins); Hugging Face metadata; structure.
 
     Args:
-        module: the whole model, before anything is cut; it may be on the meta device.
-        config: what the user says, see ``PlanConfig``; ``None`` is nothing.
-        needs: parts that the layout cannot do without: ``"blocks"``, ``"tensor"``, ``"experts"``.
-        tensor_size: size of the tensor axis. Embeddings and heads that nobody configured stay whole if their length
-            does not divide by it; ``None``: they are cut anyway, and proofs take two ranks; 1: nothing is proven.
-        sequence_parallel: whether blocks must compute the same on slices of the sequence between split projections.
+        module: the whole model, not yet partitioned; may be on the meta device.
+        config: of the user, see ``PlanConfig``; ``None``: none.
+        needs: parts that the layout requires: ``"blocks"``, ``"tensor"``, ``"experts"``.
+        tensor_size: size of the tensor axis. Embeddings and heads that are not configured stay whole if it does not
+            divide their length; ``None``: they are split anyway, and proofs use two ranks; 1: no proofs.
+        sequence_parallel: require blocks to compute the same on slices of the sequence between split projections.
 
     Raises:
         ValueError: if a block does not compute the same on a slice though it must, if the configuration contradicts
-            itself or names what does not exist, or if a needed part is not found; the message then says what was
-            tried, with lines to start from, or which sizes of the tensor axis are possible.
+            itself or names what does not exist, or if a needed part is not found; the message lists what was tried,
+            with lines to start from, or the possible sizes of the tensor axis.
     """
     unknown = sorted(set(needs) - set(_NEEDS))
     if unknown:
@@ -118,13 +118,13 @@ def make_plan(
 
 
 def own_plan(module: nn.Module) -> PlanConfig:
-    """What the ``parallel_plan()`` methods of ``module`` and its submodules say, with fully qualified names.
+    """Merge the ``parallel_plan()`` of ``module`` and its submodules, with fully qualified names.
 
     Raises:
-        ValueError: if one returns what is no plan.
+        ValueError: if one returns an invalid plan.
     """
     merged: dict[str, Any] = {}
-    for name, sub in reversed(list(module.named_modules())):  # the outer ones come last and count
+    for name, sub in reversed(list(module.named_modules())):  # outer ones come last and win
         method = getattr(type(sub), "parallel_plan", None)
         if not callable(method):
             continue
@@ -148,7 +148,7 @@ def own_plan(module: nn.Module) -> PlanConfig:
 def _choose_blocks(
     module: nn.Module, said: PlanConfig, own: PlanConfig
 ) -> tuple[tuple[str, ...], list[str], dict[str, str]]:
-    """The blocks, the blocks of all lists that compete for it, and the source."""
+    """Return the blocks, the candidate blocks of all lists, and the source."""
     for source, patterns in (("configuration", said.blocks), ("parallel_plan()", own.blocks)):
         if patterns is not None:
             chosen = list(find_blocks(module, patterns))
@@ -170,7 +170,7 @@ def _choose_blocks(
 
 
 def _span(names: Sequence[str]) -> str:
-    """``layers.0..3`` for consecutive names."""
+    """Return ``layers.0..3`` for consecutive names."""
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
 
 
@@ -244,7 +244,7 @@ def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> 
         problems.append(
             f"this layout needs repeated blocks, and the model has several lists of them, {plan.sources['blocks']}"
             if plan.sources["blocks"].startswith("ambiguous")
-            else "this layout needs repeated blocks, and the model has none that could be told"
+            else "this layout needs repeated blocks, and none were found in the model"
         )
     if "tensor" in needs and not _splits_weights(plan):
         problems.append(
@@ -252,7 +252,7 @@ def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> 
             f"({plan.sources['tensor']})"
         )
     if "experts" in needs and not plan.experts:
-        problems.append("strategy.expert needs experts, and the model has none that could be told")
+        problems.append("strategy.expert needs experts, and none were found in the model")
     if problems:
         missing = [part for part in _NEEDS if part in needs]
         raise ValueError(
@@ -266,7 +266,7 @@ def _splits_weights(plan: ModelPlan) -> bool:
 
 
 def _check_size(module: nn.Module, config: PlanConfig | Mapping[str, Any] | None, size: int) -> None:
-    """Of a module that ``size`` ranks cannot split at all, tell which sizes can."""
+    """Raise with the possible sizes if ``size`` ranks cannot split the module at all."""
     plan = make_plan(module, config)
     if _splits_weights(plan):
         problems = indivisible(module, plan, size)
@@ -281,7 +281,7 @@ def _tried(module: nn.Module) -> str:
         "the configuration (strategy.plan), "
         f"a parallel_plan() method ({'there is one' if has_own else 'there is none'}), "
         f"Hugging Face metadata ({'there is some' if has_metadata else 'there is none'}), "
-        "what computes the same when it is split"
+        "a search for computations that can be split"
     )
 
 
@@ -298,7 +298,7 @@ def _example(module: nn.Module, plan: ModelPlan, missing: Iterable[str]) -> str:
 
 
 def _tensor_lines(module: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Real linear layers of one block: in each module the last one ``rowwise``, those before it ``colwise``."""
+    """Return plan lines for the linear layers of one block: the last of each module ``rowwise``, others ``colwise``."""
     scope = blocks[:1] or ("",)
     groups: dict[str, list[str]] = {}
     for name, sub in module.named_modules():
@@ -311,7 +311,7 @@ def _tensor_lines(module: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 
 def describe_plan(plan: ModelPlan, module: nn.Module) -> str:
-    """A short table of ``plan``: one line per part and pattern of names, with the source of the part."""
+    """Return a short table of ``plan``: one line per part and name pattern, with the source of the part."""
     rows: list[tuple[str, str, str]] = []
     if plan.blocks:
         kinds = dict.fromkeys(type(module.get_submodule(name)).__name__ for name in plan.blocks)

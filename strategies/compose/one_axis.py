@@ -1,4 +1,4 @@
-"""The strategies that name one axis: :class:`HybridStrategy` with that axis taking the ranks."""
+"""Strategies named after one axis: :class:`HybridStrategy` with all ranks on it by default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TensorParallelStrategy(HybridStrategy):
 
 
 class PipelineStrategy(HybridStrategy):
-    """The blocks of the model split over ``pipeline`` ranks, which work on different micro-batches at a time.
+    """Blocks of the model split over ``pipeline`` ranks, which work on different micro-batches at a time.
 
     Args:
         **kwargs: options, see :class:`~trainwright.strategies.compose.one_axis_options.PipelineOptions`.
@@ -34,7 +34,7 @@ class PipelineStrategy(HybridStrategy):
 
 
 class ContextParallelStrategy(HybridStrategy):
-    """The sequence of every sample split over ``context`` ranks, attention exact across them.
+    """Sequence of every sample split over ``context`` ranks, with exact attention.
 
     Args:
         **kwargs: options, see :class:`~trainwright.strategies.compose.one_axis_options.ContextOptions`.
@@ -45,7 +45,7 @@ class ContextParallelStrategy(HybridStrategy):
 
 
 class ExpertParallelStrategy(HybridStrategy):
-    """The experts of a mixture-of-experts model spread over ranks that read different samples.
+    """Experts of a mixture-of-experts model spread over ranks that read different samples.
 
     Args:
         **kwargs: options, see :class:`~trainwright.strategies.compose.one_axis_options.ExpertOptions`.

@@ -1,4 +1,4 @@
-"""Options of the strategies that name one axis: those of ``strategy=hybrid`` with that axis taking the ranks."""
+"""Options of strategies named after one axis: those of ``strategy=hybrid`` with all ranks on it by default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PipelineOptions(HybridOptions):
     """`strategy=pipeline`."""
 
     _target_: str = "trainwright.strategies.compose.one_axis.PipelineStrategy"
-    # Ranks that hold different stages of the model; -1 = the rest.
+    # Ranks with different stages of the model; -1 = the rest.
     pipeline: int = number(-1, least=-1)
     # Ranks over which ZeRO splits the state; 1 = off.
     shard: int = number(1, least=-1)
@@ -46,5 +46,5 @@ class ExpertOptions(HybridOptions):
     """`strategy=expert`."""
 
     _target_: str = "trainwright.strategies.compose.one_axis.ExpertParallelStrategy"
-    # Ranks that hold different experts, a divisor of shard x context; -1 = all of these.
+    # Ranks with different experts, a divisor of shard x context; -1 = all of these.
     expert: int = number(-1, least=-1)

@@ -1,7 +1,4 @@
-"""What cannot be had under a layout that cuts the module, known before there is a module or a process.
-
-Nothing here imports torch: a launcher reads it, and must start fast.
-"""
+"""Restrictions of layouts that partition the module, without torch, for launchers."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ _CUTTING_AXES = ("pipeline", "context", "tensor", "expert")
 
 
 def cuts_module(layout: Layout) -> bool:
-    """Whether ranks of ``layout`` hold different parts of the module along another axis than replicate and shard."""
+    """Return whether ``layout`` partitions the module along other axes than replicate and shard."""
     return any(getattr(layout, axis) != 1 for axis in _CUTTING_AXES)
 
 
 def micro_batches_for(schedule: str, micro_batches: int | None, pipeline: int) -> int:
-    """The number of micro-batches: as given, or for ``None`` one per pipeline rank, two for stages in a V."""
+    """Return the number of micro-batches; default: one per pipeline rank, two for V-shaped schedules."""
     is_vee = schedule in CHOICES and CHOICES[schedule].vee
     return micro_batches or pipeline * (2 if is_vee else 1)
 
 
 def manual_optimization_problems(layout: Layout, sequence_parallel: bool) -> list[str]:
-    """Why a module that optimizes by hand (``automatic_optimization = False``) cannot be trained; empty if it can."""
+    """Return why manual optimization (``automatic_optimization = False``) is not supported."""
     if layout.pipeline != 1:
         return [
-            "Manual optimization (automatic_optimization=False, which several optimizers need) has no meaning in a "
+            "Manual optimization (automatic_optimization=False, which several optimizers need) is not supported by a "
             "pipeline: forward and backward of micro-batches interleave, so training_step cannot call backward itself. "
             "Use automatic optimization, or a layout with strategy.pipeline=1"
         ]
@@ -43,11 +40,11 @@ def manual_optimization_problems(layout: Layout, sequence_parallel: bool) -> lis
 
 
 def length_problems(layout: Layout, length: int, *, balance: bool = True, sequence_parallel: bool = False) -> list[str]:
-    """Why sequences of ``length`` positions cannot be cut; empty if they can.
+    """Return why sequences of ``length`` positions cannot be split.
 
     Args:
         layout: closed.
-        length: positions that the blocks see in training.
+        length: positions in training.
         balance: whether each context rank gets two parts of the sequence.
         sequence_parallel: whether tensor ranks split it, too.
     """
@@ -66,10 +63,10 @@ def length_problems(layout: Layout, length: int, *, balance: bool = True, sequen
 
 
 def averaging_problem(callback: str) -> str:
-    """Why an averaging callback of Lightning cannot be used with experts that are spread over ranks.
+    """Return the error of a Lightning averaging callback with expert parallelism.
 
     Args:
-        callback: its class.
+        callback: its class name.
     """
     return (
         f"{callback} averages a copy of the module, in which experts would be sharded over other ranks than in the "
@@ -78,13 +75,13 @@ def averaging_problem(callback: str) -> str:
 
 
 def sync_batchnorm_problem(layout: Layout) -> list[str]:
-    """Why statistics of BatchNorm over all ranks cannot be had under ``layout``; empty if they can."""
+    """Return why synchronized BatchNorm is not supported under ``layout``."""
     axes = [axis for axis in ("pipeline", "context", "tensor") if getattr(layout, axis) != 1]
     if not axes:
         return []
     given = " ".join(f"{axis}={getattr(layout, axis)}" for axis in axes)
     why = (
-        "ranks of other stages do not run the same layer, so they would wait for each other for ever"
+        "ranks of other stages do not run the same layer, so they would deadlock"
         if "pipeline" in axes
         else "its ranks work on the same samples, which would count several times"
     )
@@ -96,12 +93,13 @@ def sync_batchnorm_problem(layout: Layout) -> list[str]:
 
 
 def optimizer_problem(layout: Layout, optimizer: str) -> list[str]:
-    """Why an optimizer cannot step a module that is cut by ``layout``, as far as its name tells; empty if it can.
+    """Return why an optimizer cannot step a module partitioned by ``layout``, as far as its name tells.
 
-    All others are tried when they are built, see :mod:`~trainwright.strategies.data.optimizers.optimizer_probe`.
+    Others are tried when they are built, see :mod:`~trainwright.strategies.data.optimizers.optimizer_probe`.
 
     Args:
-        optimizer: name of its class.
+        layout: of the run.
+        optimizer: class name.
     """
     axes = [f"{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
     if optimizer != "LBFGS" or not axes:

@@ -1,4 +1,4 @@
-"""The ranks of a run and their layout, as its configuration asks for them. Imports nothing heavy."""
+"""World size and layout of a run, from its configuration. Light imports only."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +12,17 @@ from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
 from trainwright.strategies.contract.registry import options_for_target
 
 VERBS = ("fit", "validate", "test", "predict")
-"""What a run may be."""
+"""Kinds of runs."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a configuration is held against.
+    """Environment that a configuration is checked in.
 
     Attributes:
         verb: fit, validate, test or predict.
-        world_size: number of ranks that torchrun or SLURM has started; None when this command starts them.
-        local_world_size: number of these on a machine; None as above, or where it does not matter.
+        world_size: ranks started by torchrun or SLURM; ``None`` if this command starts them.
+        local_world_size: of these, ranks per machine; ``None`` as above, or irrelevant.
     """
 
     verb: str = "fit"
@@ -31,27 +31,24 @@ class Surroundings:
 
 
 def resolve_devices(cfg: DictConfig) -> int:
-    """Ranks on this machine: `devices`, where auto is all GPUs, or one rank on the CPU."""
+    """Return the ranks on this machine: `devices`, where auto is all GPUs, or one rank on the CPU."""
     if cfg.devices == "auto":
         return max(1, machine.num_gpus()) if cfg.accelerator != "cpu" else 1
     return int(cfg.devices)
 
 
 def has_world_size(cfg: DictConfig) -> bool:
-    """Whether devices and nodes are possible numbers, so that a layout can be held against their product."""
+    """Return whether devices and nodes are valid numbers, so that their product is a world size."""
     return cfg.nodes >= 1 and (cfg.devices == "auto" or (isinstance(cfg.devices, int) and cfg.devices >= 1))
 
 
 def world_size_of(cfg: DictConfig, surroundings: Surroundings) -> int:
-    """Number of ranks of the run."""
+    """Return the number of ranks of the run."""
     return surroundings.world_size or resolve_devices(cfg) * cfg.nodes
 
 
 def options_of(strategy: Any) -> StrategyOptions | None:
-    """The options of a configuration of a strategy: those of its class, or of the nearest one that this is built on.
-
-    ``None``: there is none.
-    """
+    """Return the options of a strategy's configuration, of its class or the nearest known base; ``None``: unknown."""
     paths = lineage(str(strategy.get("_target_", "")))
     known = next((found for found in map(options_for_target, paths) if found is not None), None)
     if known is None:
@@ -61,7 +58,7 @@ def options_of(strategy: Any) -> StrategyOptions | None:
 
 
 def planned_run(cfg: DictConfig, surroundings: Surroundings, options: StrategyOptions | None) -> PlannedRun:
-    """What the options of a strategy are checked against."""
+    """Return the facts that a strategy's options are checked against."""
     has_launcher = surroundings.world_size is not None
     if not has_world_size(cfg):
         return PlannedRun(cfg, surroundings.verb, has_launcher=has_launcher)
@@ -71,31 +68,31 @@ def planned_run(cfg: DictConfig, surroundings: Surroundings, options: StrategyOp
 
 
 def serving_ranks(cfg: DictConfig) -> int:
-    """Ranks of a resolved configuration that only serve."""
+    """Return the number of ranks of a resolved configuration that only serve."""
     options = options_of(cfg.strategy)
     return 0 if options is None else options.serving_ranks
 
 
 def num_data_ranks(cfg: DictConfig, world_size: int) -> int:
-    """Ranks that read different samples, for a configuration that `validate` found possible.
+    """Return the number of data-parallel ranks of a validated configuration.
 
     Args:
         cfg: the configuration.
-        world_size: of all ranks, those that only serve included.
+        world_size: of all ranks, including those that only serve.
     """
     options = options_of(cfg.strategy)
     return world_size if options is None else options.closed_layout(_training(options, world_size)).data_ranks
 
 
 def closed_layout(cfg: DictConfig, surroundings: Surroundings) -> Layout | None:
-    """The layout of a run with all sizes known; None if the strategy's is not known or cannot be had."""
+    """Return the closed layout of a run; ``None`` if it is unknown or impossible."""
     if not has_world_size(cfg):
         return None
     return _closed(options_of(cfg.strategy), world_size_of(cfg, surroundings))
 
 
 def layout_problem(options: StrategyOptions, world_size: int) -> list[str]:
-    """Why the layout cannot be had on so many ranks, those that only serve included; empty if it can."""
+    """Return why the layout is impossible on ``world_size`` ranks, including those that only serve."""
     try:
         options.closed_layout(_training(options, world_size))
     except ValueError as error:

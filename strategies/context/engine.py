@@ -216,7 +216,7 @@ class ContextParallel:
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide whether to split this pass, and split its hidden states."""
         given = arguments(args, kwargs)
-        place, dim = self.hidden(_argument_names(type(block)), given)
+        place, dim = self.hidden(_argument_names(type(block).forward), given)
         states = given[place]
         cached = _cached_positions(given)
         if torch.is_grad_enabled():
@@ -237,7 +237,7 @@ class ContextParallel:
         if not self.splits:
             return None
         given = arguments(args, kwargs)
-        place, dim = self.hidden(_argument_names(type(block)), given)
+        place, dim = self.hidden(_argument_names(type(block).forward), given)
         if isinstance(output, Tensor):
             return self._make_whole(output, dim)
         held = given[place].size(dim)
@@ -300,9 +300,9 @@ def _cached_positions(given: Arguments) -> int | None:
 
 
 @functools.cache
-def _argument_names(kind: type[nn.Module]) -> list[str]:
+def _argument_names(forward: Callable[..., Any]) -> list[str]:
     """Return the names of the positional arguments of a class's ``forward``."""
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
@@ -334,7 +334,7 @@ class _BlockForward:
         self.engine = engine
         self.forward = block.forward
         self.name = name
-        self._names = _argument_names(type(block))
+        self._names = _argument_names(type(block).forward)
         self._block = block
         self._is_first, self._is_last = (block is engine._blocks[i] for i in (0, -1))
         self._is_checked = False

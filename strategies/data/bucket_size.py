@@ -1,14 +1,14 @@
-"""How large the pieces are in which ZeRO stages 1 and 2 send; without torch, for the planner too."""
+"""Bucket sizes of ZeRO stages 1 and 2, without torch, for the planner."""
 
 from __future__ import annotations
 
-# Pieces that a model is cut into, unless they would be so small (bytes) that sending them costs more than they save.
+# Least number of buckets, unless they would be too small (bytes) to pay off.
 _LEAST_BUCKETS = 16
 _SMALL_BUCKET = 4 * 2**20
 
 
 def bucket_bytes_for(largest: float, whole: float) -> float:
-    """At most ``largest``, and a small part of a small model, which else would travel as one whole copy.
+    """Return the bucket size: ``largest``, or less for a small model, which would otherwise be sent as one copy.
 
     Args:
         largest: ``strategy.bucket_mib`` in bytes.

@@ -1,6 +1,6 @@
-"""Replicas of the whole model, gradients averaged by torch's ``DistributedDataParallel``."""
+"""Data parallelism by torch's ``DistributedDataParallel``."""
 
-# Annotations stay what they are: torch looks at that of a hook's bucket.
+# No postponed annotations: torch inspects that of a hook's bucket.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.core.lightning_internals import _register_ddp_comm_hook
-from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
-from trainwright.strategies.averaging.means import MeanBesideBackward
+from trainwright.strategies.averaging.means import OverlappedMean
+from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
@@ -27,22 +27,21 @@ from trainwright.strategies.contract.communication.options import ALL_REDUCE
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
 from trainwright.strategies.data.ddp_options import DDPOptions
 
-# Bytes; smaller buckets cost more in calls than the model of links knows.
+# Bytes; smaller buckets cost more in calls than the link model accounts for.
 _LEAST_BUCKET = 2**18
 
 
 class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
-    """Data parallelism: every rank holds everything and reads other samples.
+    """Data parallelism: every rank holds the whole model and reads different samples.
 
-    Communication of a step: gradients are averaged while backward still runs; 2 x parameters are sent per rank. With
-    compression they are averaged after it.
+    Gradients are averaged during backward, or after it with compression; 2 x parameters are sent per rank and step.
 
     Args:
-        gradient_as_bucket_view: gradients live in the buffers that are sent, so that they are held once, not twice.
-        **kwargs: options, see ``DDPOptions`` (with ``communication="auto"``
-            the way to average and the size of buckets follow from what was measured, unless ``average_by`` and
-            ``bucket_mib`` are given: the same gradients but for the order of sums; neither they nor ``compression`` go
-            beside ``ddp_comm_hook``); others go to Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
+        gradient_as_bucket_view: keep gradients in the communication buffers, so that they are held once.
+        **kwargs: options, see ``DDPOptions``; others go to Lightning's ``DDPStrategy`` and torch's
+            ``DistributedDataParallel``. ``communication="auto"`` chooses ``average_by`` and ``bucket_mib`` unless they
+            are given, which changes only the order of sums; neither they nor ``compression`` can be combined with
+            ``ddp_comm_hook``.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -64,28 +63,24 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._given_bucket = "bucket_cap_mb" in self._ddp_kwargs
         self.averaging: ReplicaAveraging = ReplicaAveraging(self, self.options)
         self.measures = _ReducerMeasures(self)
-        self._beside: MeanBesideBackward | None = None
+        self._beside: OverlappedMean | None = None
         self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
-        average_by = self.averaging.asked
-        if average_by not in (None, ALL_REDUCE) and self._ddp_comm_hook is not None:
-            raise ValueError(
-                f"average_by={average_by} and a ddp_comm_hook both decide how gradients are sent; leave out one of them"
-            )
-        choice = self.averaging.compression
-        if choice is not None and self._ddp_comm_hook is not None:
-            raise ValueError(
-                f"compression={choice.name} and a ddp_comm_hook both decide how gradients are sent; leave "
-                "out one of them"
-            )
+        choice, average_by, given = self.averaging.compression, self.averaging.asked, None
+        if choice is not None:
+            given = f"compression={choice.name}"
+        elif average_by not in (None, ALL_REDUCE):
+            given = f"average_by={average_by}"
+        if given is not None and self._ddp_comm_hook is not None:
+            raise ValueError(f"{given} and a ddp_comm_hook both decide how gradients are sent; leave out one of them")
 
     def setup(self, trainer: Trainer) -> None:
-        """Give the model memory, prepare its blocks, then as in Lightning."""
+        """Materialize the model, prepare its blocks, then set up as Lightning does."""
         self._refuse_different_models()
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         self._end_means()
         if trainer.state.fn == TrainerFn.FITTING:
-            self.averaging.know_nodes()
+            self.averaging.check_nodes()
             if self.averaging.communication == "auto" and self.world_size > 1:
                 self._choose()
         super().setup(trainer)
@@ -99,27 +94,27 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
                 optimizer.register_step_pre_hook(self._refuse_unused)
 
     def configure_ddp(self) -> None:
-        """As Lightning's; torch's reducer knows the parameters that are trained now."""
+        """Wrap the module as Lightning does, remembering the parameters that torch's reducer averages."""
         self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         super().configure_ddp()
 
     def _include(self, thawed: Sequence[nn.Parameter]) -> None:
-        """Wrap the module anew: torch's reducer knows those that were trained when it was made, and no others."""
+        """Wrap the module anew, since torch's reducer knows only parameters that were trainable when it was created."""
         super()._include(thawed)
         if self.averaging.compression is not None or not isinstance(self.model, DistributedDataParallel):
-            return  # then gradients are averaged without it
+            return  # averaged without the reducer
         self._end_means()
         self.model._remove_autograd_hooks()
         self.model = self.lightning_module
         kwargs = self._ddp_kwargs
-        self._ddp_kwargs = {**kwargs, "init_sync": False}  # running statistics of ranks stay theirs
+        self._ddp_kwargs = {**kwargs, "init_sync": False}  # keep each rank's running statistics
         try:
             self.configure_ddp()
         finally:
             self._ddp_kwargs = kwargs
 
     def teardown(self) -> None:
-        """As Lightning's."""
+        """Stop averaging threads, then tear down as Lightning does."""
         self._end_means()
         super().teardown()
 
@@ -129,11 +124,11 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
             self._beside = None
 
     def _choose(self) -> None:
-        """Take the way to average and the size of buckets that fit the links, where they are free; a collective."""
+        """Choose the averaging way and bucket size by measured links, unless they are given. A collective."""
         averaging = self.averaging
         if averaging.compression is not None or self._ddp_comm_hook is not None:
             reason = "compression decides" if averaging.compression is not None else "a ddp_comm_hook decides"
-            averaging.changed = f"communication=auto has changed nothing: {reason} how gradients are put together."
+            averaging.changed = f"communication=auto changed nothing: {reason} how gradients are sent."
             return
         size = 4 * sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
         if averaging.asked is None:
@@ -143,15 +138,15 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._choose_bucket(size)
 
     def _choose_bucket(self, size: int) -> None:
-        """Have gradients of so many bytes sent in buckets for which a step waits least."""
+        """Choose the bucket size with the least predicted wait for ``size`` bytes of gradients."""
         averaging = self.averaging
         if self._given_bucket:
-            averaging.changed = f"{averaging.changed} The size of buckets stays: bucket_mib was given.".strip()
+            averaging.changed = f"{averaging.changed} The bucket size stays: bucket_mib was given.".strip()
             return
         way = next(way for way in averaging.ways if way.name == averaging.average_by)
         bucket = max(best_piece_bytes(way.latency, size * way.per_byte, size), _LEAST_BUCKET) / 2**20
         self._ddp_kwargs["bucket_cap_mb"] = bucket
-        chosen = f"communication=auto has set buckets of {bucket:.3g} MiB (torch's are 25 MiB)."
+        chosen = f"communication=auto set buckets of {bucket:.3g} MiB (torch's default is 25 MiB)."
         rank_zero_info(chosen)
         averaging.changed = f"{averaging.changed} {chosen}".strip()
 
@@ -160,17 +155,16 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
             yield ReplicaPart(name, parameter)
 
     def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
         if self.averaging.compression is not None and self.world_size > 1:
-            # DDP's buckets change after its first backward; what is kept back is of ours, which stay.
-            assert isinstance(self.model, DistributedDataParallel)
+            # DDP rebuilds its buckets after the first backward; residuals need fixed ones.
             self.model.register_comm_hook(None, _leave_local)
             return
-        assert isinstance(self.model, DistributedDataParallel)
-        self._beside = self.averaging.beside_backward()
+        self._beside = self.averaging.overlapped_mean()
         if self._beside is not None:
             self.model.register_comm_hook(self._beside, _average)
             return
-        # Lightning registers hooks on CUDA only and drops them elsewhere without a word.
+        # Lightning registers hooks on CUDA only and silently drops them elsewhere.
         _register_ddp_comm_hook(
             model=self.model,
             ddp_comm_state=self._ddp_comm_state,
@@ -180,21 +174,21 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Micro-batches inside do not finish the averaging of gradients."""
+        """Skip averaging inside: more micro-batches of the optimizer step follow."""
         with self.averaging.accumulating(), super().block_backward_sync():
             yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """As Lightning's, then :meth:`_refuse_unused`, where the Trainer runs one backward a step."""
+        """Check for unused parameters after the backward of a step."""
         super().post_backward(closure_loss)
         if self.lightning_module.automatic_optimization:
             self._refuse_unused()
 
     def _refuse_unused(self, *_: Any) -> None:
-        """Before the first update: gradients that are still missing have kept others from being averaged.
+        """Raise before the first update if gradients are missing.
 
         Raises:
-            RuntimeError: if a parameter had no part in the loss, which torch finds out one step too late.
+            RuntimeError: if a parameter was not used in the loss, which torch detects one step too late.
         """
         model = self.model
         if self._averaged is None or not isinstance(model, DistributedDataParallel):
@@ -207,12 +201,12 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         missing = [name for name, parameter in averaged.items() if parameter.grad is None]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise RuntimeError(f"Parameters had no part in the loss ({', '.join(missing[:3])}{more}), {_UNUSED}")
+            raise RuntimeError(f"Parameters were not used in the loss ({', '.join(missing[:3])}{more}), {_UNUSED}")
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say what to type when a parameter had no part in the loss of a later step."""
+        """Explain torch's error for parameters unused in a later step."""
         if "Expected to have finished reduction in the prior iteration" in str(exception):
-            exception.add_note(f"Some parameters had no part in the loss, {_UNUSED}")
+            exception.add_note(f"Some parameters were not used in the loss, {_UNUSED}")
 
 
 class _ReducerMeasures(Measures):
@@ -222,18 +216,18 @@ class _ReducerMeasures(Measures):
 
 
 _UNUSED = (
-    "so DDP still waits for their gradients. If that is meant, set strategy.find_unused_parameters=true (in Python "
-    "DDPStrategy(find_unused_parameters=True)); else use them in the loss or freeze them."
+    "so DDP still waits for their gradients. If that is intended, set strategy.find_unused_parameters=true (in Python "
+    "DDPStrategy(find_unused_parameters=True)); otherwise use them in the loss or freeze them."
 )
 
 
 def _leave_local(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that sends nothing."""
+    """Communication hook that sends nothing."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-def _average(means: MeanBesideBackward, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that averages in another way than one all-reduce."""
+def _average(means: OverlappedMean, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Communication hook of averages other than one all-reduce."""
     return means.begin(bucket.buffer())

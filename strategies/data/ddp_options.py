@@ -12,7 +12,7 @@ class DDPOptions(AveragedOptions):
     """`strategy=ddp`: every rank holds the whole model, gradients are averaged."""
 
     _target_: str = "trainwright.strategies.data.ddp.DDPStrategy"
-    # Look for parameters that a step left out (costs a pass over the graph); false = off, such a parameter is an error.
+    # Search for parameters unused in a step (walks the graph at every step); false = off, such a parameter is an error.
     find_unused_parameters: bool = False
 
     @property

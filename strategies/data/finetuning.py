@@ -1,11 +1,9 @@
-"""Lightning's finetuning callbacks where optimizers step shards: they look for the module's own parameters."""
+"""Lightning's finetuning callbacks with optimizers that step shards: the callbacks look for the module's parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
 from unittest.mock import patch
 
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
@@ -23,22 +21,33 @@ def show_parameters_to(
     shards: Mapping[nn.Parameter, ParameterShard],
     level: Callable[[], None],
 ) -> Callable[[], None]:
-    """Let finetuning callbacks see the module's parameters in the groups of optimizers that step shards of them.
+    """Show the module's parameters to finetuning callbacks in optimizers that step shards.
 
     Args:
-        callbacks: of the Trainer; others than finetuning callbacks stay as they are.
+        callbacks: of the Trainer; only finetuning callbacks are wrapped.
         optimizers: whose groups hold shards.
-        shards: of parameters, by the parameter.
-        level: called after them, on every rank; stages of a pipeline may have added different groups.
+        shards: by parameter.
+        level: called after each hook on every rank; pipeline stages may have added different groups.
 
     Returns:
-        How to end that.
+        A function that undoes it.
     """
     chosen = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
     optimizers = list(optimizers)
+
+    @contextmanager
+    def shown() -> Iterator[None]:
+        _exchange(optimizers, {shard.optimized: parameter for parameter, shard in shards.items()})
+        try:
+            with patch.object(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in)):
+                yield
+        finally:
+            _exchange(optimizers, {parameter: shard.optimized for parameter, shard in shards.items()})
+        level()
+
     for callback in chosen:
         for name in _HOOKS:
-            setattr(callback, name, _shown(getattr(callback, name), optimizers, shards, level))
+            setattr(callback, name, shown()(getattr(callback, name)))  # a context manager is a decorator, too
 
     def end() -> None:
         for callback in chosen:
@@ -48,43 +57,16 @@ def show_parameters_to(
     return end
 
 
-def _shown(
-    hook: Callable[..., None],
-    optimizers: list[Optimizer],
-    shards: Mapping[nn.Parameter, ParameterShard],
-    level: Callable[[], None],
-) -> Callable[..., None]:
-    @wraps(hook)
-    def call(*args: Any) -> None:
-        with _showing(optimizers, shards):
-            hook(*args)
-        level()
-
-    return call
-
-
-@contextmanager
-def _showing(optimizers: list[Optimizer], shards: Mapping[nn.Parameter, ParameterShard]) -> Iterator[None]:
-    wholes: dict[Tensor, Tensor] = {shard.optimized: parameter for parameter, shard in shards.items()}
-    steps: dict[Tensor, Tensor] = {parameter: shard.optimized for parameter, shard in shards.items()}
-    _exchange(optimizers, wholes)
-    try:
-        with patch.object(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in)):
-            yield
-    finally:
-        _exchange(optimizers, steps)
-
-
 def _not_in(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
     """Return those of ``params`` that ``optimizer`` does not step yet.
 
-    Lightning compares values, which for DTensors takes all ranks, of which others may not have them.
+    Lightning compares values, which for DTensors is a collective of all ranks.
     """
     known = {tensor for group in optimizer.param_groups for tensor in group["params"]}
     return [parameter for parameter in params if parameter not in known]
 
 
-def _exchange(optimizers: list[Optimizer], others: Mapping[Tensor, Tensor]) -> None:
+def _exchange(optimizers: Iterable[Optimizer], others: Mapping[Tensor, Tensor]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [others.get(tensor, tensor) for tensor in group["params"]]

@@ -1,4 +1,4 @@
-"""One device."""
+"""Training on a single device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainwright.strategies.data.single_options import SingleOptions, too_many_d
 
 
 class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
-    """Trains on one device; the reference that every other strategy is held against.
+    """Training on one device, the reference of all other strategies.
 
     Args:
-        device: where to train; ``None`` takes the device that the Trainer chose.
+        device: ``None`` takes the device chosen by the Trainer.
         **kwargs: options, see :class:`~trainwright.strategies.data.single_options.SingleOptions`.
     """
 
@@ -30,7 +30,7 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The one device, once it is known; the Trainer sets it."""
+        """The device as a list, once known; set by the Trainer."""
         return [self.root_device] if self._device_given else []
 
     @parallel_devices.setter
@@ -41,7 +41,7 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
         self._device_given = True
 
     def setup(self, trainer: Trainer) -> None:
-        """Give the model memory, prepare its blocks, then as in Lightning."""
+        """Materialize the model, prepare its blocks, then set up as Lightning does."""
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         super().setup(trainer)

@@ -14,16 +14,16 @@ class SingleOptions(StrategyOptions):
 
     _target_: str = "trainwright.strategies.data.single.SingleDeviceStrategy"
 
-    # There is one replica, which the checks of `compression` refuse.
+    # The checks of `compression` refuse a single replica.
     averages_gradients = True
     takes_mps = True
 
     def layout(self) -> Layout:
-        """One rank."""
+        """Return the layout of one rank."""
         return Layout()
 
     def closed_layout(self, world_size: int) -> Layout:
-        """One rank.
+        """Return the layout of one rank.
 
         Raises:
             ValueError: if there are more.
@@ -44,7 +44,7 @@ class SingleOptions(StrategyOptions):
 
 
 def too_many_devices(number: int) -> str:
-    """The problem of so many devices."""
+    """Return the error of several devices."""
     return (
         f"strategy=single trains on one device, but this run has {number} (devices x nodes); type devices=1, or "
         "strategy=ddp (or zero1, zero2, zero3)"

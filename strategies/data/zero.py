@@ -1,4 +1,4 @@
-"""ZeRO: optimizer state, gradients and parameters split across data ranks (arXiv:1910.02054)."""
+"""ZeRO: optimizer state, gradients and parameters sharded over data-parallel ranks (arXiv:1910.02054)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _optimizers_to_device
-from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
+from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
@@ -34,9 +34,9 @@ from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.shared import SharedOptimizers
 from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
-from trainwright.strategies.data.sharding.gathering import fastest_depth, gather_ahead, let_go_of_gathered
+from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
-from trainwright.strategies.data.sharding.ordinary_states import load_states, with_whole_states
+from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
 from trainwright.strategies.data.zero_options import ZeroOptions
@@ -45,35 +45,33 @@ from trainwright.strategies.state.wholes import gather_tree
 
 
 class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
-    """Data parallelism whose ranks share one copy of the training state instead of holding one each.
+    """Data parallelism whose ranks share one copy of the training state.
 
-    Bytes per rank of a model of P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in
-    parameters sent:
+    Bytes per rank for P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in parameters:
 
     ===== ============================= =============== =======
-    stage split                         bytes           traffic
+    stage sharded                       bytes           traffic
     ===== ============================= =============== =======
     1     optimizer state               8P + 8P/N       2P
     2     and gradients                 4P + 12P/N      2P
     3     and parameters                16P/N           3P
     ===== ============================= =============== =======
 
-    Stages 1 and 2 keep the module as it is and let the optimizer step this rank's rows of every parameter; stage 3 is
-    torch's ``fully_shard`` (FSDP2). With accumulation, stage 1 sends once a step; stages 2 and 3 reduce every
-    micro-batch, since holding whole gradients between them is what they are to avoid (see ``no_sync_accumulation``).
+    Stages 1 and 2 keep the module whole and step this rank's rows of every parameter; stage 3 is torch's
+    ``fully_shard`` (FSDP2). With accumulation, stage 1 communicates once per step; stages 2 and 3 reduce every
+    micro-batch, so that no whole gradients are held (see ``no_sync_accumulation``).
 
     Args:
         stage: 1, 2 or 3.
-        **kwargs: options, see ``ZeroOptions``; ``process_group_backend``,
-            ``timeout``, ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
+        **kwargs: options, see ``ZeroOptions``; ``process_group_backend``, ``timeout``, ``parallel_devices``,
+            ``cluster_environment`` as in Lightning's ``DDPStrategy``.
 
     Raises:
         ValueError: if the options contradict each other.
     """
 
     strategy_name = "zero"
-    # Whether all ranks run user code alike; not where replicas differ.
-    _ranks_agree = True
+    _ranks_agree = True  # all ranks run the same user code; not where replicas differ
 
     options_class = ZeroOptions
     options: ZeroOptions
@@ -88,7 +86,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.certified: Certified = CertifiedShards(self)
         self.tables = Tables()
         self._wholes = Wholes(self)
-        self._accumulates_gradients = False  # within micro-batches before the last of a step
+        self._accumulates_gradients = False  # in micro-batches before the last of a step
         self.stage = options.stage
         self._open_layout = options.layout()
         self._holds_whole_gradients = options.stage == 1 or options.no_sync_accumulation
@@ -103,26 +101,26 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._splitter = Splitter(self)
         self._sharing = SharedOptimizers(self)
 
-    # ---- what others may read -------------------------------------------------------------------------------------
+    # ---- read by others -------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
-        """All axes, closed for this world size."""
+        """The layout, closed for this world size."""
         return self._open_layout.resolve(self.world_size)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Device mesh of this run: axes ``(replicate, shard)``, or ``(shard,)`` if nothing is replicated.
+        """Device mesh with axes ``(replicate, shard)``, or ``(shard,)`` without replicas.
 
         Raises:
-            RuntimeError: before the processes have met.
+            RuntimeError: before processes are set up.
         """
         if self._mesh is None:
             raise RuntimeError("The device mesh exists once trainer.fit (or another verb) has set up the processes.")
         return self._mesh
 
     def trained_boxes(self) -> dict[str, TensorParts]:
-        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.trained_boxes`; without what servers hold."""
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.trained_boxes`; without tables on servers."""
         return {key: boxes for key, boxes in super().trained_boxes().items() if key not in self.tables.served_keys}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -132,7 +130,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             yield name, wholes[name].cpu() if name in wholes else value
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and averaged gradient, a DTensor, of each parameter that has one."""
+        """Yield name and averaged gradient (a DTensor) of each parameter that has one."""
         for name, parameter in self._exchanges.named.items():
             gradient = self._exchanges.optimized(parameter).grad
             if gradient is not None:
@@ -141,7 +139,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     # ---- setup ----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Let the processes meet and lay out the mesh."""
+        """Initialize the process group and the device mesh."""
         super().setup_environment()
         self._mesh = self._make_mesh()
 
@@ -154,11 +152,11 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
-        """The mesh of the ranks that train ``parameter`` on different samples."""
+        """Return the mesh of ranks that train ``parameter`` on different samples."""
         return self.mesh
 
     def setup(self, trainer: Trainer) -> None:
-        """Split the model, then build the optimizers upon what this rank holds."""
+        """Shard the model, then build optimizers on this rank's part."""
         assert self.accelerator is not None
         refuse(self.options.precision_problems(str(self.precision_plugin.precision)))
         self.accelerator.setup(trainer)
@@ -171,10 +169,10 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._exchanges.release()
         self._refuse_different_models()
         if fitting:
-            stage, words = self.stage, self._sharing.in_words
-            refuse(gradient_problems(self.lightning_module, self._splits_gradient, stage, words))
-            refuse_accumulation_hooks(self.lightning_module)
-            self.averaging.know_nodes()
+            module, typed = self.lightning_module, self._sharing.typed_layout
+            refuse(gradient_problems(module, self._splits_gradient, self.stage, typed))
+            refuse_accumulation_hooks(module)
+            self.averaging.check_nodes()
             self._choose_way()
         self._cut_module()
         if self._splits_parameters:
@@ -188,9 +186,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self.setup_optimizers(trainer)
             self.tables.take(self.optimizers)
         self.setup_precision_plugin()
-        if fitting and self.options.offload == "none":
-            _optimizers_to_device(self.optimizers, self.root_device)
         if fitting:
+            if self.options.offload == "none":
+                _optimizers_to_device(self.optimizers, self.root_device)
             self.averaging.set_up(plain_after_backward=True)
             self._record_frozen()
         self.certificate.set_up(self)
@@ -198,7 +196,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._wholes.show_in_hooks(trainer)
 
     def setup_precision_plugin(self) -> None:
-        """As in Lightning; clipping and overflows are decided on all that is trained."""
+        """Set up the precision plugin as Lightning does, with clipping and overflow checks over all trained
+        parameters.
+        """
         super().setup_precision_plugin()
         self.tables.attach(self.precision_plugin)
 
@@ -207,14 +207,14 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         return self.stage == 3
 
     def _choose_way(self) -> None:
-        """With ``communication="auto"`` take the fastest way to average replicas."""
+        """Choose the fastest way to average replicas with ``communication="auto"``."""
         averaging = self.averaging
-        is_free = averaging.asked is None and averaging.compression is None and averaging.has_copies
+        is_free = averaging.asked is None and averaging.compression is None and averaging.has_replicas
         if averaging.communication == "auto" and is_free and not self._splits_parameters:
             averaging.choose_fastest(4.0 * self.num_parameters / (self.world_size // self.layout.replicate))
 
     def _choose_prefetch(self, links: list[MeasuredLink], compute: float, accumulation: int) -> str:
-        """With ``communication="auto"`` gather as far ahead as waits least."""
+        """Choose the prefetch depth with ``communication="auto"``."""
         link = next((link for link in links if link.axis == "shard"), None)
         if self._prefetch is not None or self._step is None or self.traits.backward_in_step or link is None:
             return ""
@@ -223,14 +223,14 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         return chosen
 
     def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
-        """Whether no other rank trains ``parameter``, so that it can be optimized as it is."""
+        """Return whether no other rank trains ``parameter``, so that it is optimized in place."""
         return False
 
     def _splits_gradient(self, parameter: nn.Parameter) -> bool:
         return not self.tables.has(parameter) and not self._is_trained_alone(parameter)
 
     def _cut_module(self) -> None:
-        """Give away what other ranks hold along axes other than replicate and shard: nothing, in plain ZeRO."""
+        """Partition the module along other axes than replicate and shard: none in plain ZeRO."""
 
     def _replicate_parameters(self) -> None:
         module = self.lightning_module
@@ -244,7 +244,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._step = self._splitter.split(trainer)
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
-        """Ranks may have built the module from different seeds: the weights of rank 0 count."""
+        """Broadcast the weights of rank 0, since ranks may have built the module from different seeds."""
         broadcast_from_first(t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor))
 
     def model_to_device(self) -> None:
@@ -252,7 +252,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.lightning_module.to(self.root_device)
 
     def _choose_shards(self) -> None:
-        """Decide which parameters the optimizers will see through a :class:`ParameterShard`."""
+        """Choose the parameters that optimizers see through a :class:`ParameterShard`."""
         offload = self.options.offload == "optimizer"
         named = {name: p for name, p in self.lightning_module.named_parameters() if not self.tables.has(p)}
         chosen = [p for p in named.values() if not self._splits_parameters or offload or p.dim() == 0]
@@ -261,7 +261,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._make_exchanges()
 
     def _make_exchanges(self) -> None:
-        """Have gradients averaged of what is trained now, and what was stepped given to all ranks."""
+        """Create reducers and publishers of the trainable parameters."""
         self._exchanges.make(averages=not self.averaging.after_backward)
 
     def _include(self, thawed: Sequence[nn.Parameter]) -> None:
@@ -272,17 +272,17 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._sharing.divide_anew()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Build the user's optimizers and give them this rank's rows, or whole parameters where they need those."""
+        """Build the user's optimizers on this rank's rows, or on whole parameters where needed."""
         self._sharing.set_up(trainer, partial(super().setup_optimizers, trainer))
 
     def teardown(self) -> None:
-        """Detach from the module; its weights stay usable, and are shown whole."""
+        """Detach from the module; its weights stay usable and appear whole."""
         self._stop_parts()
         self._sharing.hide_parameters()
-        self._let_go_of_module()
+        self._release_module()
         self._wholes.show_after_run()
 
-    def _let_go_of_module(self) -> None:
+    def _release_module(self) -> None:
         self._exchanges.detach()
         if self._step is None:
             super().teardown()
@@ -290,7 +290,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._step.leave(self.root_device, self._failed)
         module, self._lightning_module = self._lightning_module, None
         try:
-            super().teardown()  # without the module, which it would move past FSDP2
+            super().teardown()  # without the module, whose move would bypass FSDP2
         finally:
             self._lightning_module = module
 
@@ -299,13 +299,13 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _replica_parts(self) -> Iterator[ReplicaPart]:
         for name, parameter in self._exchanges.named.items():
             mesh = self._mesh_of(parameter)
-            # Every rank of the shard axis holds a scalar, beside other rows of the rest.
-            kin = self._kin_of(name) + ("" if parameter.dim() else " scalar")
+            # Scalars are on every rank of the shard axis, beside different rows of the rest.
+            tag = self._bucket_tag(name) + ("" if parameter.dim() else " scalar")
             if mesh.ndim > 1:
-                yield ReplicaPart(name, self._as_optimized(parameter), mesh.get_group(0), kin)
+                yield ReplicaPart(name, self._as_optimized(parameter), mesh.get_group(0), tag)
 
-    def _kin_of(self, name: str) -> str:
-        """What else this rank's part of a parameter must share buckets with, see ``ReplicaPart``."""
+    def _bucket_tag(self, name: str) -> str:
+        """Return the tag of a parameter's buckets, see ``ReplicaPart``."""
         return ""
 
     def _complete_gradients(self) -> None:
@@ -314,7 +314,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``training_step``, parameters gathered as it goes (stage 3)."""
+        """Run the user's ``training_step``; stage 3 gathers parameters on the way."""
         if self._step is None:
             return super().training_step(*args, **kwargs)
         self._in_training_step = True
@@ -328,15 +328,15 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
                 self._step.reshard()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``validation_step``."""
+        """Run the user's ``validation_step``."""
         return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``test_step``."""
+        """Run the user's ``test_step``."""
         return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``predict_step``."""
+        """Run the user's ``predict_step``."""
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
 
     def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -346,13 +346,13 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             try:
                 return self._step(method, *args, **kwargs)
             finally:
-                # No backward follows that would give the root's whole parameters back.
+                # No backward follows that would reshard the root.
                 self._step.reshard()
-                self._let_go_of_gathered()
+                self._drop_prefetched()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Micro-batches inside do not finish the averaging of gradients."""
+        """Skip averaging inside: more micro-batches of the optimizer step follow."""
         step, whole = self._step, self._holds_whole_gradients
         before, self._accumulates_gradients = self._accumulates_gradients, True
         with ExitStack() as stack:
@@ -375,12 +375,12 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Set aside the gradients of toggled-off optimizers."""
         if self._steps_within():
             assert self._step is not None
-            # FSDP2 took note of requires_grad when it gathered the root, before the optimizer was toggled.
+            # FSDP2 recorded requires_grad when it gathered the root, before the optimizer was toggled.
             self._set_aside = {p: p.grad for p in self._optimized_parameters() if not p.requires_grad}
             self._step.begin_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Hand gradients of split parameters to the offloaded optimizer; gather the root anew for manual steps."""
+        """Move gradients of split parameters to offloaded shards; gather the root again in manual optimization."""
         self._hand_over_gradients()
         if self._steps_within():
             for toggled_off, gradient in self._set_aside.items():
@@ -395,7 +395,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
                 parameter.grad = None
 
     def _steps_within(self) -> bool:
-        """Whether the user's ``training_step`` itself runs backward and steps, around parameters gathered for it."""
+        """Return whether ``training_step`` runs backward and optimizer steps itself, on gathered parameters."""
         module = self.lightning_module
         return (
             self._step is not None
@@ -411,11 +411,11 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step this rank's rows, then give every rank the others'."""
+        """Step this rank's rows, then all-gather them."""
         if self._steps_within():
             self._step.writes.keep()  # type: ignore[union-attr]
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._let_go_of_gathered()
+        self._drop_prefetched()
         self._publish(optimizer)
         if self._steps_within():
             self._step.reshard()  # type: ignore[union-attr]
@@ -423,14 +423,14 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         return output
 
     def _publish(self, optimizer: Optimizer) -> None:
-        """Give every rank the rows that others hold, as they are now."""
+        """Broadcast every rank's current rows."""
         for publisher in self._exchanges.publishers:
             publisher.publish(optimizer)
         for shard in self._exchanges.split.values():
             shard.publish()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say what to do when a split parameter was used where it is not gathered."""
+        """Add notes to errors caused by sharded parameters."""
         self._stop_parts()
         self._failed = True
         self._sharing.restore()
@@ -455,7 +455,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         super()._save_plain(whole, filepath, storage_options)
 
     def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Give every rank, for an ordinary file, the optimizer states that others own. A collective."""
+        """Add optimizer states of other owners for a plain checkpoint. A collective."""
         return with_whole_states(checkpoint, self.optimizers, self._name_of(), self._state_owners)
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
@@ -466,28 +466,28 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         super()._weights_changed()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a checkpoint; tables into this rank's memory, from which servers take them."""
+        """Load the weights of a checkpoint; tables into this rank's memory, for upload to servers."""
         self.tables.bring_back()
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Weights of all that this rank has a part of, and tables that servers hold."""
+        """Return this rank's weights and the tables on servers."""
         return self.tables.joined(super().lightning_module_state_dict())
 
     def _parameters_written(self) -> None:
-        self._let_go_of_gathered()
+        self._drop_prefetched()
         self._exchanges.reload()
 
     def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
         return self._exchanges.shards.get(parameter)
 
     def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Names of the parameters of each group, on all stages; a collective."""
+        """Return parameter names by group, over all stages; a collective."""
         name_of = self._name_of()
         return [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _module_parts(self) -> ModuleParts | None:
-        """What this rank holds of the module; ``None``: there is one rank."""
+        """Return this rank's part of the module; ``None``: there is one rank."""
         return None if self.world_size == 1 else ModuleParts(self._shares(), None, {}, self.root_device)
 
     def _shares(self) -> dict[str, Share]:
@@ -495,6 +495,6 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         slots, named = find_slots(module), module.named_parameters()
         return {name: Share(slots[id(p)], p.shape, p) for name, p in named if not self.tables.has(p)}
 
-    def _let_go_of_gathered(self) -> None:
+    def _drop_prefetched(self) -> None:
         if self._step is not None and self._prefetch:
-            let_go_of_gathered(self._step)
+            drop_prefetched(self._step)

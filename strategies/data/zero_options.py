@@ -27,23 +27,22 @@ class ZeroOptions(AveragedOptions):
     replicate: int = number(1, least=-1)
     # Number of ranks that share one copy; -1 = the rest, 1 = nothing is sharded.
     shard: int = number(-1, least=-1)
-    # What lives in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
+    # State kept in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
     offload: str = "none"
     # Keep whole gradients while accumulating, so that only the last micro-batch communicates (stages 2 and 3; faster,
     # more memory); false = off.
     no_sync_accumulation: bool = False
-    # Accept parameters that a step leaves out (stages 1 and 2); false = off, such a parameter is an error.
+    # Accept parameters unused in a step (stages 1 and 2); false = off, such a parameter is an error.
     find_unused_parameters: bool = False
-    # Largest bucket of gradients that is sent at once (stages 1 and 2), in MiB; small models take smaller ones.
+    # Largest bucket of gradients sent at once (stages 1 and 2), in MiB; small models use smaller ones.
     bucket_mib: float | None = 25.0
-    # Blocks whose parameters are gathered ahead of the one that computes (stage 3), each in memory of its own; 0 =
-    # none, null = as FSDP2 does (1 on CUDA, 0 on the CPU), or what communication=auto finds.
+    # Blocks gathered ahead of the one that computes (stage 3), each using memory; 0 = none, null = FSDP2's default (1
+    # on CUDA, 0 on the CPU), or the choice of communication=auto.
     prefetch: int | None = None
-    # What stage 3 gathers matrices of blocks in with precision=bf16-mixed or 16-mixed: fp32, or its bf16 or fp16; null
-    # = that for matrices which autocast rounds anyway, so that results stay the same.
+    # Dtype of all-gathers of block matrices in stage 3 with precision=bf16-mixed or 16-mixed: fp32, or its bf16 or
+    # fp16; null = 16 bit for matrices that autocast rounds anyway, so results stay the same.
     param_dtype: str | None = None
-    # What gradients are added up in along the shard axis (and over replicas by stage 3): fp32, bf16 or fp16; null = as
-    # they are stored.
+    # Dtype of gradient sums along the shard axis (and over replicas in stage 3): fp32, bf16 or fp16; null = as stored.
     reduce_dtype: str | None = None
 
     @property
@@ -82,7 +81,7 @@ class ZeroOptions(AveragedOptions):
             )
 
     def precision_problems(self, precision: str) -> Iterator[str]:
-        """What is wrong with the values under a precision of the group of that name."""
+        """Yield the problems of the options with a ``precision``."""
         computed = _AUTOCAST.get(precision)
         if self.param_dtype not in (None, "fp32", computed):
             allowed = f"fp32 or {computed}" if computed else "fp32"

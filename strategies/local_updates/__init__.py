@@ -1,1 +1,1 @@
-"""Replicas that train by themselves for many steps and are brought together now and then: local SGD and DiLoCo."""
+"""Local SGD and DiLoCo: replicas with local optimizer steps that synchronize every H steps."""

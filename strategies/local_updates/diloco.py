@@ -1,4 +1,4 @@
-"""DiLoCo: replicas step by themselves, and an outer optimizer moves what they have in common."""
+"""DiLoCo: replicas with local optimizer steps, synchronized by an outer optimizer."""
 
 from __future__ import annotations
 
@@ -20,31 +20,29 @@ from trainwright.strategies.averaging.background import Background
 from trainwright.strategies.averaging.compression.names import choose_compression, make_compressor
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.groups import new_subgroup
-from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.options import DiLoCoOptions, fragment_problem
 from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
-from trainwright.strategies.local_updates.replicas import LocalReplicas, keep_apart
-from trainwright.strategies.local_updates.schedule import UpdateSchedule
+from trainwright.strategies.local_updates.replicas import LocalReplicas, attach_replicas
+from trainwright.strategies.local_updates.schedule import UpdateSchedule, fragment_of
 from trainwright.strategies.local_updates.state import outer_boxes, read_outer
 
 _COMPRESSION = "compression/"
 
 
 class DiLoCoStrategy(HybridStrategy):
-    """Replicas step by themselves; how far they have gone together is the gradient of an outer optimizer.
+    """Local optimizer steps per replica, synchronized every ``sync_every`` steps by an outer optimizer.
 
-    DiLoCo (arXiv:2311.08105): every ``sync_every`` steps the difference between the common parameters and those of each
-    replica (the outer gradient) is averaged, SGD with Nesterov momentum steps the common parameters by it, and every
-    replica goes on from these. With ``outer_lr=1`` and ``outer_momentum=0`` it is local SGD. What the replicas'
-    optimizers remember stays theirs.
+    DiLoCo (arXiv:2311.08105): the difference between the common parameters and those of each replica (the outer
+    gradient) is averaged, SGD with Nesterov momentum steps the common parameters by it, and every replica continues
+    from them. With ``outer_lr=1`` and ``outer_momentum=0`` it is local SGD. States of the inner optimizers stay local.
 
-    Streaming (arXiv:2501.18512): with ``fragments`` the repeated blocks of the model are synchronised in turn, each
-    every ``sync_every`` steps; with ``overlap_steps`` an average goes on while training does, and its result is mixed
-    with what the replica holds by then.
+    Streaming (arXiv:2501.18512): with ``fragments`` the repeated blocks of the model are synchronized in turn, each
+    every ``sync_every`` steps; with ``overlap_steps`` an average overlaps with training and is then mixed with the
+    replica's parameters.
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.local_updates.options.DiLoCoOptions`. ``mixing`` is alpha
-            of the paper; without overlap there is nothing to mix.
+        **kwargs: options, see :class:`~trainwright.strategies.local_updates.options.DiLoCoOptions`. ``mixing`` is the
+            paper's alpha; unused without overlap.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -56,11 +54,11 @@ class DiLoCoStrategy(HybridStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        keep_apart(self, OuterReplicas(self, self.options))
+        attach_replicas(self, OuterReplicas(self, self.options))
 
 
 class OuterReplicas(LocalReplicas):
-    """Replicas whose common parameters an outer optimizer moves.
+    """Replicas whose common parameters are stepped by an outer optimizer.
 
     Args:
         strategy: of this replica.
@@ -76,7 +74,7 @@ class OuterReplicas(LocalReplicas):
         self._outer: OuterParameters | None = None
         self._background: Background | None = None
         self._background_group: dist.ProcessGroup | None = None
-        self._launched: dict[int, int] = {}  # fragment -> step of what has not been merged yet
+        self._launched: dict[int, int] = {}  # fragment -> step of its unmerged average
         self._fragment_names: dict[str, int] = {}
 
     # ---- setup ----------------------------------------------------------------------------------------------------
@@ -86,13 +84,13 @@ class OuterReplicas(LocalReplicas):
         super().set_up(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._deal_fragments()
+        self._assign_fragments()
         if self._overlap and self._means.group is not None:
-            # A group of its own: messages of two threads on one would mix.
+            # A separate group: messages of two threads must not interleave.
             self._background_group = new_subgroup(self._strategy.layout.groups("replicate"))
             self._background = Background(self._strategy.root_device)
 
-    def _deal_fragments(self) -> None:
+    def _assign_fragments(self) -> None:
         if self._strategy._engines.is_cut:
             blocks, order = list(self._strategy._engines.plan.blocks), list(self._strategy._assembly.names)
         else:
@@ -101,14 +99,14 @@ class OuterReplicas(LocalReplicas):
         refuse(fragment_problem(self._schedule.fragments, len(blocks)))
         self._fragment_names = {name: fragment_of(name, blocks, order, self._schedule.fragments) for name in order}
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release(self) -> None:
+        super()._release()
         self._launched = {}
         self._outer = None
         self._background_group = None
 
     def end(self) -> None:
-        """See the base class; averages that are on their way are waited for."""
+        """See the base class; waits for averages in flight."""
         super().end()
         if self._outer is not None:
             self._outer.land()
@@ -138,20 +136,20 @@ class OuterReplicas(LocalReplicas):
 
     @property
     def outer(self) -> OuterParameters:
-        """The common parameters; while training."""
+        """Outer optimizer and common parameters, while training."""
         assert self._outer is not None
         return self._outer
 
     @property
     def held(self) -> tuple[int, int]:  # type: ignore[override]
-        """The outer optimizer's bytes count as an optimizer's."""
+        """Bytes of parameters and optimizer; the outer optimizer counts as the latter."""
         return 0, 0 if self._outer is None else self._outer.num_bytes()
 
     def boxes(self, boxes: dict[str, TensorParts]) -> dict[str, TensorParts]:
-        """See the base class; with the common parameters and their momentum, which all replicas hold alike."""
+        """See the base class; with common parameters and momentum, which are equal on all replicas."""
         boxes = super().boxes(boxes)
         if self._outer is not None:
-            # Named as an optimizer's: <index>/<parameter>/<value>.
+            # Keys like an optimizer's: <index>/<parameter>/<value>.
             for key, parts in self._common_boxes().items():
                 boxes[f"optimizer/{key}"] = parts
         return {key: parts for key, parts in boxes.items() if parts.parts}
@@ -160,8 +158,8 @@ class OuterReplicas(LocalReplicas):
 
     def _stepped(self, step: int) -> None:
         if step == self._schedule.warmup_steps:
-            self.outer.begin_at(self._trained_parts())  # what replicas have in common by now
-        changed = self._merge_what_has_come(step)
+            self.outer.reset_common(self._trained_parts())  # equal on all replicas by now
+        changed = self._merge_due(step)
         fragment = self._schedule.due(step)
         if fragment is not None:
             self.outer.launch(fragment, self._trained_parts())
@@ -173,9 +171,9 @@ class OuterReplicas(LocalReplicas):
                 self._average_buffers()
         if changed:
             self._publish_all()
-        self._is_alike = fragment is not None and not self._overlap and self._schedule.fragments == 1
+        self._is_synced = fragment is not None and not self._overlap and self._schedule.fragments == 1
 
-    def _merge_what_has_come(self, step: int) -> bool:
+    def _merge_due(self, step: int) -> bool:
         due = [fragment for fragment, begun in self._launched.items() if begun + self._overlap <= step]
         for fragment in sorted(due):
             self._merge(fragment, self._outer_options.mixing)
@@ -189,7 +187,7 @@ class OuterReplicas(LocalReplicas):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def content(self, checkpoint: Mapping[str, Any], complete: bool, make: Callable[..., Content]) -> Content:
-        """See the base class; averages that are on their way are waited for."""
+        """See the base class; waits for averages in flight."""
         if self._outer is None:
             self._begin()
         self.outer.land()
@@ -201,40 +199,44 @@ class OuterReplicas(LocalReplicas):
     def _common_boxes(self) -> dict[str, TensorParts]:
         return outer_boxes(self.outer, self._strategy.placement, self._optimized())
 
-    def _told(self) -> dict[str, Any]:
-        return {"has_outer": True, "launched": {str(k): v for k, v in self._launched.items()}, "options": self._form()}
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "has_outer": True,
+            "launched": {str(k): v for k, v in self._launched.items()},
+            "options": self._signature(),
+        }
 
-    def _form(self) -> dict[str, Any]:
-        """What must be the same for averages that are on their way, and residuals, to have a meaning."""
+    def _signature(self) -> dict[str, Any]:
+        """Return the settings that must not change for averages in flight and residuals to stay valid."""
         choice = None if self._choice is None else asdict(self._choice)
         return {"sync_every": self._schedule.sync_every, "fragments": self._schedule.fragments, "compression": choice}
 
-    def _left_behind(self) -> str:
+    def _dropped_text(self) -> str:
         return (
-            "the weights and optimizer states of its replicas were averaged, and the outer optimizer's state and what "
-            "each replica had of its own are left out"
+            "the weights and optimizer states of its replicas were averaged, and the outer optimizer's state and the "
+            "state of individual replicas are dropped"
         )
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         if self._outer is not None:
-            self._outer.forget_flights()
+            self._outer.discard_flights()
             self._outer = None
         self._launched = {}
         self._begin()
 
-    def _restore_common(self, source: RunState | SnapshotReader, told: Mapping[str, Any]) -> list[str]:
-        if not told.get("has_outer"):
+    def _restore_common(self, source: RunState | SnapshotReader, saved: Mapping[str, Any]) -> list[str]:
+        if not saved.get("has_outer"):
             return []
         lost = []
         if not read_outer(source, self.outer, self._strategy.placement, self._optimized()):
-            lost.append("its outer optimizer knows other parameters, so its state is left out")
-        elif told["options"] == self._form():
-            self._launched = {int(fragment): step for fragment, step in told["launched"].items()}
-        elif told["launched"]:
-            lost.append("averages that were on their way are left out, since it was synchronised otherwise")
+            lost.append("its outer optimizer has other parameters, so its state is dropped")
+        elif saved["options"] == self._signature():
+            self._launched = {int(fragment): step for fragment, step in saved["launched"].items()}
+        elif saved["launched"]:
+            lost.append("averages in flight are dropped, since its synchronization settings were different")
         return lost
 
-    def _begin_from_common(self) -> None:
+    def _start_from_common(self) -> None:
         for name, part in self._trained_parts().items():
             common = self.outer.common().get(name)
             if common is not None:

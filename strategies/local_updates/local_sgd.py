@@ -1,4 +1,4 @@
-"""Local SGD: replicas step by themselves, and their parameters are averaged every so many steps."""
+"""Local SGD: replicas with local optimizer steps, whose parameters are averaged every H steps."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.local_updates.options import LocalSGDOptions
-from trainwright.strategies.local_updates.replicas import LocalReplicas, keep_apart
+from trainwright.strategies.local_updates.replicas import LocalReplicas, attach_replicas
 from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.strategies.local_updates.state import averages, optimizer_tensors
 
 
 class LocalSGDStrategy(HybridStrategy):
-    """Replicas step by themselves; every ``sync_every`` steps their parameters are averaged (arXiv:1805.09767).
+    """Local optimizer steps per replica; parameters are averaged every ``sync_every`` steps (arXiv:1805.09767).
 
-    With one step between two averages and SGD, momentum included, it computes what DDP computes.
+    With ``sync_every=1`` and SGD, momentum included, it is equivalent to DDP.
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.local_updates.options.LocalSGDOptions`; with
-            ``average_optimizer`` the average of momentum and second moments multiplies what is sent.
+        **kwargs: options, see :class:`~trainwright.strategies.local_updates.options.LocalSGDOptions`;
+            ``average_optimizer`` multiplies the traffic by the optimizer's states.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -30,15 +30,15 @@ class LocalSGDStrategy(HybridStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        keep_apart(self, AveragedReplicas(self, self.options))
+        attach_replicas(self, AveragedReplicas(self, self.options))
 
 
 class AveragedReplicas(LocalReplicas):
-    """Replicas whose parameters are averaged every so many steps.
+    """Replicas whose parameters are averaged every H steps.
 
     Args:
         strategy: of this replica.
-        options: when, and whether optimizer states are averaged, too.
+        options: of the strategy.
     """
 
     def __init__(self, strategy: HybridStrategy, options: LocalSGDOptions) -> None:
@@ -48,14 +48,15 @@ class AveragedReplicas(LocalReplicas):
     def _stepped(self, step: int) -> None:
         if self._schedule.due(step) is None:
             return
-        self._means.take(self._own())
+        self._means.average(self._own())
         if self._averages_optimizer:
             states = averages(optimizer_tensors(self._strategy.optimizers, self._strategy._name_of()))
-            self._means.take({key: states[key] for key in self._means.common(list(states))})
+            self._means.average({key: states[key] for key in self._means.common(list(states))})
         self._publish_all()
-        self._is_alike = True
+        self._is_synced = True
 
-    def _left_behind(self) -> str:
+    def _dropped_text(self) -> str:
         return (
-            "the weights and optimizer states of its replicas were averaged, and what each had of its own is left out"
+            "the weights and optimizer states of its replicas were averaged, and the state of individual replicas is "
+            "dropped"
         )

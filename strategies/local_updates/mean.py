@@ -1,4 +1,4 @@
-"""Means over replicas of tensors by name, bucket by bucket."""
+"""Means of named tensors over replicas, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values
+from trainwright.strategies.averaging.compression.buckets import bucketed
 
-Alike = Callable[[str], str]
-"""From a name to what says with which others it may share a bucket.
+TagOf = Callable[[str], str]
+"""Returns the tag of a name; tensors with different tags do not share a bucket.
 
 Ranks of one replica may hold copies of a parameter (tied weights on two stages, norms on tensor ranks). Their means
-must have the same bits, and bits depend on the place in a bucket: so copies are averaged in buckets that are alike.
+must be bit-identical, and bits depend on the position in a bucket, so copies need buckets with the same content.
 """
 
 
@@ -24,9 +25,9 @@ class Bucket:
     """Tensors that are sent as one.
 
     Args:
-        names: theirs, in order.
-        shapes: theirs, of what this rank holds.
-        dtype: in which they are averaged: float32, float64 for tensors that have it.
+        names: of the tensors, in order.
+        shapes: of the local tensors.
+        dtype: of the average: float32, or float64 if a tensor has it.
     """
 
     names: tuple[str, ...]
@@ -34,76 +35,51 @@ class Bucket:
     dtype: torch.dtype
 
     def join(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """One flat copy of the tensors, on ``device``."""
+        """Return a flat copy of the tensors on ``device``."""
         return torch.cat([tensors[name].detach().reshape(-1).to(device, self.dtype) for name in self.names])
 
     def split(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Name and view of each in ``flat``."""
+        """Yield name and view of each tensor in ``flat``."""
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
         for name, shape, piece in zip(self.names, self.shapes, flat.split(sizes), strict=True):
             yield name, piece.view(shape)
 
 
-def make_buckets(tensors: Mapping[str, Tensor], alike: Alike, bucket_bytes: int) -> list[Bucket]:
-    """Buckets of at most ``bucket_bytes`` (one tensor at least), in the order of ``tensors``; empty ones left out.
-
-    Args:
-        tensors: what this rank holds, by name.
-        alike: see :data:`Alike`.
-        bucket_bytes: as they are sent.
-    """
-    open_buckets: dict[tuple[str, torch.dtype], list[str]] = {}
-    filled: dict[tuple[str, torch.dtype], int] = {}
-    closed: list[Bucket] = []
-
-    def close(kind: tuple[str, torch.dtype]) -> None:
-        names = open_buckets.pop(kind)
-        closed.append(Bucket(tuple(names), tuple(tuple(tensors[name].shape) for name in names), kind[1]))
-
-    for name, tensor in tensors.items():
-        if not tensor.numel():
-            continue
-        kind = alike(name), torch.promote_types(tensor.dtype, torch.float32)
-        size = tensor.numel() * kind[1].itemsize
-        if kind in open_buckets and filled[kind] + size > bucket_bytes:
-            close(kind)
-        if kind not in open_buckets:
-            open_buckets[kind], filled[kind] = [], 0
-        open_buckets[kind].append(name)
-        filled[kind] += size
-    for kind in list(open_buckets):
-        close(kind)
-    return closed
-
-
 class ReplicaMean:
-    """Exact means over the ranks that hold the same parts in other replicas, with the same bits on each of them.
+    """Exact means over the ranks that hold the same parts in other replicas, bit-identical on each.
 
     Args:
-        group: these ranks; ``None``: there is one replica, whose tensors are their own means.
-        device: where collectives run.
-        alike: see :data:`Alike`.
-        bucket_bytes: how much is sent at once.
+        group: these ranks; ``None``: a single replica.
+        device: of collectives.
+        tag_of: see :data:`TagOf`.
+        bucket_bytes: of a message.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, alike: Alike, bucket_bytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, tag_of: TagOf, bucket_bytes: int) -> None:
         self.group = group
         self.device = device
-        self._alike = alike
+        self._tag_of = tag_of
         self._bucket_bytes = bucket_bytes
 
     def buckets(self, tensors: Mapping[str, Tensor]) -> list[Bucket]:
-        """How tensors are sent."""
-        return make_buckets(tensors, self._alike, self._bucket_bytes)
+        """Return the buckets in which tensors are sent."""
+        dtypes = {n: torch.promote_types(t.dtype, torch.float32) for n, t in tensors.items() if t.numel()}
+        groups = bucketed(
+            dtypes,
+            lambda name: (self._tag_of(name), dtypes[name]),
+            lambda name: tensors[name].numel() * dtypes[name].itemsize,
+            self._bucket_bytes,
+        )
+        return [Bucket(tuple(g), tuple(tuple(tensors[name].shape) for name in g), dtypes[g[0]]) for g in groups]
 
     @torch.no_grad()
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """New tensors, the means of ``tensors``, like them in shape, dtype and device. A collective."""
+        """Return the means of ``tensors`` as new tensors of the same shapes, dtypes and devices. A collective."""
         found = {name: tensor for name, tensor in tensors.items() if not tensor.numel()}
         for bucket in self.buckets(tensors):
             flat = bucket.join(tensors, self.device)
             self._average(flat)
-            # Each its own memory: one that outlives the others must not keep them all.
+            # Copies: a tensor that outlives the others must not keep the whole bucket alive.
             found.update(
                 (name, piece.to(tensors[name].device, tensors[name].dtype, copy=True))
                 for name, piece in bucket.split(flat)
@@ -111,8 +87,8 @@ class ReplicaMean:
         return {name: found[name] for name in tensors}
 
     @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace tensors by their means, in place. A collective."""
+    def average(self, tensors: Mapping[str, Tensor]) -> None:
+        """Average tensors in place. A collective."""
         if self.group is None:
             return
         for bucket in self.buckets(tensors):
@@ -122,7 +98,7 @@ class ReplicaMean:
                 tensors[name].copy_(piece)
 
     def common(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` that every replica has, in order. A collective."""
+        """Return those of ``names`` that every replica has, in order. A collective."""
         if self.group is None:
             return list(names)
         everyone: list[list[str]] = all_gather_values(list(names), self.group, self.device)

@@ -14,45 +14,44 @@ from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun, as_typed, number
 
 MANUAL_OPTIMIZATION = (
-    "local updates count the optimizer steps that the Trainer makes, and this module makes its own "
-    "(automatic_optimization = False), maybe of several optimizers in turn. Use strategy=ddp (or zero1, zero2) with "
-    "it, or let the Trainer step"
+    "local updates count the optimizer steps of the Trainer, but this module makes its own (automatic_optimization = "
+    "False), possibly of several optimizers. Use strategy=ddp (or zero1, zero2) with it, or automatic optimization"
 )
-"""Why a module with manual optimization is refused."""
+"""Error for modules with manual optimization."""
 SYNC_BATCHNORM = (
-    "sync_batchnorm=true makes all ranks wait for each other in every BatchNorm of every step, which local updates are "
-    "to avoid. Leave it out: running statistics are averaged whenever replicas are synchronised"
+    "sync_batchnorm=true makes all ranks wait for each other in every BatchNorm of every step, which local updates "
+    "avoid. Leave it out: running statistics are averaged whenever replicas are synchronized"
 )
-"""Why BatchNorm statistics over all ranks cannot be had."""
+"""Error for synchronized BatchNorm."""
 _COUNTS = (
-    ("sync_every", 1, "optimizer steps from one synchronisation to the next"),
-    ("warmup_steps", 0, "optimizer steps with averaged gradients at the beginning, 0 is off"),
-    ("fragments", 1, "parts of the model that are synchronised in turn, 1 is the whole at once"),
-    ("overlap_steps", 0, "optimizer steps that an average may take while training goes on, 0 is off"),
+    ("sync_every", 1, "optimizer steps between synchronizations"),
+    ("warmup_steps", 0, "first optimizer steps, with averaged gradients, 0 is off"),
+    ("fragments", 1, "parts of the model that are synchronized in turn, 1 is the whole model"),
+    ("overlap_steps", 0, "optimizer steps that an average may overlap with, 0 is off"),
 )
 
 
 @dataclass
 class LocalUpdateOptions(HybridOptions):
-    """Replicas that are brought together now and then only."""
+    """Options of replicas that synchronize every H steps."""
 
     # Number of replicas; -1 = the rest.
     replicate: int = number(-1, least=-1)
     # Ranks that share the state of one replica; -1 = the rest, 1 = nothing is sharded.
     shard: int = number(1, least=-1)
-    # Optimizer steps from one synchronisation of the replicas to the next.
+    # Optimizer steps between synchronizations of the replicas.
     sync_every: int = 10
-    # Optimizer steps at the beginning in which gradients are averaged over all replicas; 0 = off.
+    # First optimizer steps, in which gradients are averaged over all replicas; 0 = off.
     warmup_steps: int = 0
 
     averages_gradients = False
-    # Options with which each step is that of one process.
+    # Options that make each step that of one process.
     as_one_process: ClassVar[Mapping[str, Any]] = {"sync_every": 1}
     name: ClassVar[str]
 
     @property
     def planned_as(self) -> None:
-        """Replicas that step by themselves are not planned."""
+        """``None``: local updates are not planned."""
         return
 
     @property
@@ -67,8 +66,8 @@ class LocalUpdateOptions(HybridOptions):
             return None
         typed = " ".join(f"strategy.{key}={as_typed(value)}" for key, value in self.as_one_process.items())
         return (
-            f"strategy={self.name} with strategy.sync_every={self.sync_every}: replicas that step by themselves do not "
-            f"train as one process does. What can be compared is {typed} with an SGD, or steps with averaged gradients:"
+            f"strategy={self.name} with strategy.sync_every={self.sync_every}: replicas with local steps do not train "
+            f"as one process does. To compare, type {typed} with an SGD, or use steps with averaged gradients:"
             f" strategy.warmup_steps={steps} (or more)"
         )
 
@@ -83,7 +82,7 @@ class LocalUpdateOptions(HybridOptions):
         if self.communication != OFF:
             yield (
                 f"strategy.communication={self.communication} with local updates: it compares ways to average "
-                "gradients at every step, and these replicas do not; leave it out, or measure with strategy=ddp (or "
+                "gradients at every step, but these replicas do not; leave it out, or measure with strategy=ddp (or "
                 "zero1, zero2, zero3, hybrid)"
             )
         if self.average_by:
@@ -93,8 +92,8 @@ class LocalUpdateOptions(HybridOptions):
             )
         if self.placement:
             yield (
-                "strategy.placement with local updates: servers step tables together with all ranks, and replicas step "
-                "by themselves; leave it out, or type strategy=hybrid"
+                "strategy.placement with local updates: servers step tables with all ranks together, but replicas step "
+                "locally; leave it out, or type strategy=hybrid"
             )
 
     def run_problems(self, run: PlannedRun) -> Iterator[str]:
@@ -106,8 +105,8 @@ class LocalUpdateOptions(HybridOptions):
         if layout is not None and layout.replicate == 1:
             others = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one rank"
             yield (
-                f"strategy.replicate=1 of {layout.world_size} rank(s) ({others}): there are no replicas to bring "
-                "together; type devices=2 or more (with strategy.replicate=-1), or strategy=ddp (or hybrid) without "
+                f"strategy.replicate=1 of {layout.world_size} rank(s) ({others}): there are no replicas to "
+                "synchronize; type devices=2 or more (with strategy.replicate=-1), or strategy=ddp (or hybrid) without "
                 "local updates"
             )
         for key, _, callback in run.parts("callbacks", "monitor"):
@@ -131,16 +130,16 @@ class LocalUpdateOptions(HybridOptions):
             try:
                 blocks = len(find_blocks(module, self.blocks))
             except ValueError:
-                return  # said of the patterns elsewhere
+                return  # reported elsewhere
             yield from fragment_problem(fragments, blocks)
 
 
 @dataclass
 class LocalSGDOptions(LocalUpdateOptions):
-    """`strategy=local_sgd`: replicas step by themselves; now and then their parameters are averaged."""
+    """`strategy=local_sgd`: replicas step locally; their parameters are averaged every H steps."""
 
     _target_: str = "trainwright.strategies.local_updates.strategy.LocalSGDStrategy"
-    # Average what optimizers remember, too; false = each replica keeps its own.
+    # Average optimizer states, too; false = each replica keeps its own.
     average_optimizer: bool = False
 
     name = "local_sgd"
@@ -156,9 +155,8 @@ class LocalSGDOptions(LocalUpdateOptions):
         yield from _compressed_parameters("compression", run.cfg.compression.name)
         if run.layout is not None and run.layout.replicate == run.layout.world_size:
             yield from (
-                f"{key}: ReplicaCheck compares what ranks hold alike, and replicas of local_sgd that are one rank each "
-                "hold nothing alike between two averages; type monitor=default, or strategy=diloco, whose common "
-                "parameters it compares"
+                f"{key}: ReplicaCheck compares replicas, but those of local_sgd on one rank each differ between two "
+                "averages; type monitor=default, or strategy=diloco, whose common parameters it compares"
                 for key, _, callback in run.parts("callbacks", "monitor")
                 if callback == "ReplicaCheck"
             )
@@ -166,27 +164,27 @@ class LocalSGDOptions(LocalUpdateOptions):
 
 @dataclass
 class DiLoCoOptions(LocalUpdateOptions):
-    """`strategy=diloco`: replicas step by themselves; how far they have gone is the gradient of an outer optimizer."""
+    """`strategy=diloco`: replicas step locally; their progress is the gradient of an outer optimizer."""
 
     _target_: str = "trainwright.strategies.local_updates.strategy.DiLoCoStrategy"
-    # Optimizer steps from one synchronisation (of a fragment) to the next.
+    # Optimizer steps between synchronizations (of a fragment).
     sync_every: int = 50
     # Learning rate of the outer SGD; 1 with outer_momentum 0 = the plain average.
     outer_lr: float = 0.7
     # Momentum of the outer SGD; 0 = off.
     outer_momentum: float = 0.9
-    # Take Nesterov's momentum; false = the classical one.
+    # Nesterov momentum; false = classical momentum.
     outer_nesterov: bool = True
-    # Parts of the model that are synchronised in turn; 1 = the whole at once.
+    # Parts of the model that are synchronized in turn; 1 = the whole model.
     fragments: int = 1
-    # Optimizer steps that an average may take while training goes on; 0 = training waits for it.
+    # Optimizer steps that an average may overlap with; 0 = training waits for it.
     overlap_steps: int = 0
-    # Part of a replica's own parameters that is kept when such an average is merged; 0 = nothing.
+    # Fraction of a replica's own parameters kept when an overlapped average is merged; 0 = none.
     mixing: float = 0.5
-    # How outer gradients are sent: a compressor (fp16, bf16, int8, topk, ...) or its name and options, like
-    # {name: topk, ratio: 0.01}; null = as the group compression says.
+    # Compressor of outer gradients: a name (fp16, bf16, int8, topk, ...) or its name and options, like {name: topk,
+    # ratio: 0.01}; null = as set by the group compression.
     compression: Any = None
-    # Keep the common parameters and the outer momentum in host memory; false = on the device.
+    # Keep common parameters and outer momentum in host memory; false = on the device.
     offload_outer: bool = False
 
     name = "diloco"
@@ -209,19 +207,18 @@ class DiLoCoOptions(LocalUpdateOptions):
         every, fragments, overlap = self.sync_every, self.fragments, self.overlap_steps
         if fragments > every:
             yield (
-                f"strategy.fragments={fragments} with strategy.sync_every={every}: fragments take turns within "
-                f"sync_every steps, one at a step at most; type strategy.fragments={every} or less, or a larger "
-                "strategy.sync_every"
+                f"strategy.fragments={fragments} with strategy.sync_every={every}: each fragment needs a step of its "
+                f"own within sync_every steps; type strategy.fragments={every} or less, or a larger strategy.sync_every"
             )
         if overlap >= every:
             yield (
-                f"strategy.overlap_steps={overlap} with strategy.sync_every={every}: an average must have been merged "
-                f"before the next one of the same parameters begins; type strategy.overlap_steps={every - 1} or less"
+                f"strategy.overlap_steps={overlap} with strategy.sync_every={every}: an average must be merged before "
+                f"the next one of the same parameters begins; type strategy.overlap_steps={every - 1} or less"
             )
         if not is_number(self.mixing) or not 0 <= self.mixing < 1:
             yield (
-                f"strategy.mixing={self.mixing!r} (allowed: 0, which takes the merged parameters as they are, or more, "
-                "and less than 1, which would keep a replica's own)"
+                f"strategy.mixing={self.mixing!r} (allowed: 0, which takes the merged parameters only, or more, and "
+                "less than 1, which would keep a replica's own)"
             )
 
     def _outer_problems(self) -> Iterator[str]:
@@ -232,7 +229,7 @@ class DiLoCoOptions(LocalUpdateOptions):
             yield f"strategy.outer_momentum={momentum!r} (allowed: 0, which is off, or more, and less than 1)"
         elif momentum == 0 and self.outer_nesterov:
             yield (
-                "strategy.outer_nesterov=true with strategy.outer_momentum=0: Nesterov's momentum needs one; type "
+                "strategy.outer_nesterov=true with strategy.outer_momentum=0: Nesterov momentum needs one; type "
                 "strategy.outer_nesterov=false, or strategy.outer_momentum=0.9"
             )
 
@@ -242,13 +239,13 @@ class DiLoCoOptions(LocalUpdateOptions):
             return
         if "sends" in self.compression:
             yield (
-                "strategy.compression.sends is for averages of gradients, and nothing reads it of an outer gradient; "
+                "strategy.compression.sends applies to averages of gradients, and has no effect on outer gradients; "
                 "leave it out"
             )
         if "warmup_steps" in self.compression:
             yield (
-                "strategy.compression.warmup_steps is for a compressed optimizer and nothing reads it of an outer "
-                "gradient; leave it out, or type strategy.warmup_steps=... for steps with averaged gradients"
+                "strategy.compression.warmup_steps applies to a compressed optimizer and has no effect on outer "
+                "gradients; leave it out, or type strategy.warmup_steps=... for steps with averaged gradients"
             )
 
     def run_problems(self, run: PlannedRun) -> Iterator[str]:
@@ -258,14 +255,13 @@ class DiLoCoOptions(LocalUpdateOptions):
         if run.verb == "fit" and self.compression is None and group.name == "onebit":
             yield (
                 f"compression=onebit with strategy=diloco: its {group.warmup_steps} warmup_steps are for Adam's "
-                "momentum, and nothing reads them of an outer gradient; type strategy.compression=onebit, which sends "
-                "signs without a warm-up, and strategy.warmup_steps=... for steps with averaged gradients at the "
-                "beginning"
+                "momentum and have no effect on outer gradients; type strategy.compression=onebit, which sends signs "
+                "without a warm-up, and strategy.warmup_steps=... for first steps with averaged gradients"
             )
 
 
 def fragment_problem(fragments: int, blocks: int) -> list[str]:
-    """What is wrong with so many fragments of a model with so many repeated blocks; empty if nothing is."""
+    """Return why a model with ``blocks`` repeated blocks cannot be split into ``fragments``."""
     if fragments <= max(blocks, 1):
         return []
     if blocks == 0:
@@ -280,18 +276,17 @@ def fragment_problem(fragments: int, blocks: int) -> list[str]:
 
 
 def averaging_callback_problem(callback: str) -> str:
-    """Why an averaging callback of Lightning, given by its class, cannot be used."""
+    """Return the error for a Lightning averaging callback, given its class name."""
     return (
-        f"{callback} averages over the steps of each replica by itself, and replicas differ between two "
-        "synchronisations, so that ranks would evaluate and save different averages. Leave it out, or use strategy=ddp "
-        "(or hybrid)"
+        f"{callback} averages over the steps of one replica, and replicas differ between two synchronizations, so "
+        "ranks would evaluate and save different averages. Leave it out, or use strategy=ddp (or hybrid)"
     )
 
 
 def _compressed_parameters(typed: str, compressor: str | None) -> Iterator[str]:
     if compressor not in (None, UNCOMPRESSED):
         yield (
-            f"{typed}={compressor} with local_sgd, which averages the parameters themselves: what is lost of those is "
-            "lost for good. Use strategy=diloco strategy.outer_lr=1 strategy.outer_momentum=0 "
-            "strategy.outer_nesterov=false, which is local SGD by differences, and compresses these"
+            f"{typed}={compressor} with local_sgd, which averages parameters, whose compression errors would be "
+            "permanent. Use strategy=diloco strategy.outer_lr=1 strategy.outer_momentum=0 "
+            "strategy.outer_nesterov=false, which is local SGD on differences, and compresses these"
         )

@@ -1,4 +1,4 @@
-"""The parameters that replicas have in common, and the optimizer that moves them (DiLoCo, arXiv:2311.08105)."""
+"""Common parameters of replicas, stepped by an outer optimizer (DiLoCo, arXiv:2311.08105)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainwright.strategies.local_updates.mean import Bucket, ReplicaMean
 
 @dataclass(frozen=True)
 class OuterOptions:
-    """How the common parameters are moved; see :class:`~trainwright.strategies.local_updates.diloco.DiLoCoStrategy`.
+    """Options of the outer optimizer; see :class:`~trainwright.strategies.local_updates.diloco.DiLoCoStrategy`.
 
     Args:
         lr: of the outer SGD.
         momentum: of the outer SGD; 0 is off.
-        nesterov: take Nesterov's momentum.
-        mixing: part of a replica's own parameters that is kept when an average comes in late.
+        nesterov: use Nesterov momentum.
+        mixing: fraction of a replica's own parameters kept when an overlapped average is merged.
         offload: keep common parameters and momentum in host memory.
     """
 
@@ -45,7 +45,7 @@ class _Fragment:
 
 @dataclass
 class _Flight:
-    """Outer gradients on their way, one per bucket as the fragment had them when it was launched."""
+    """Outer gradients in flight, one per bucket of the fragment at its launch."""
 
     buckets: list[Bucket]
     gradients: list[Tensor]
@@ -53,19 +53,19 @@ class _Flight:
 
 
 class OuterParameters:
-    """Common parameters of all replicas, as far as this rank holds them, in fragments.
+    """Common parameters of all replicas, this rank's part, in fragments.
 
-    A round of a fragment has three parts: :meth:`launch` averages how far replicas have gone from the common parameters
-    (the outer gradient), :meth:`land` lets the outer optimizer step, :meth:`merge` gives the result to the replica.
+    A round of a fragment: :meth:`launch` averages the differences from the common parameters (the outer gradient),
+    :meth:`land` runs the outer optimizer, :meth:`merge` writes the result to the replica.
 
     Args:
-        parts: this rank's part of each parameter, by name; the same on all replicas now.
+        parts: this rank's part of each parameter, by name; equal on all replicas.
         fragment_of: name -> index of its fragment.
         mean: over replicas.
         options: of the outer optimizer.
-        compressor: averages outer gradients; ``None``: they are averaged exactly.
-        background: where averages go on while training does; ``None``: training waits.
-        group: for ``background``, of the same ranks as ``mean``'s, used by nobody else.
+        compressor: of outer gradients; ``None``: exact averages.
+        background: runs averages during training; ``None``: training waits.
+        group: exclusive group of ``background``, of the same ranks as ``mean``'s.
     """
 
     def __init__(
@@ -93,18 +93,18 @@ class OuterParameters:
 
     @torch.no_grad()
     def launch(self, fragment: int, parts: Mapping[str, Tensor]) -> None:
-        """Begin to average how far the replicas have gone. A collective, maybe one that goes on later.
+        """Start averaging the outer gradient. A collective, possibly in the background.
 
         Args:
             fragment: its index.
-            parts: this rank's part of each trained parameter. One that is new (it has been frozen before) has no common
-                value yet and gets the plain mean.
+            parts: this rank's part of each trainable parameter. A newly trainable one has no common value yet and gets
+                the plain mean.
         """
-        self._take_up(parts)
+        self._add_new(parts)
         it = self._fragments.get(fragment)
         if it is None:
-            return  # this rank holds nothing of it
-        # Parameters that begin to be trained while it flies make further buckets.
+            return  # no parameters of this rank
+        # Copies: parameters that become trainable during the flight add buckets.
         buckets, states = list(it.buckets), list(it.states)
         gradients = [self._outer_gradient(bucket, parts) for bucket in buckets]
 
@@ -121,10 +121,10 @@ class OuterParameters:
 
     @torch.no_grad()
     def land(self, fragment: int | None = None) -> None:
-        """Wait for averages that are on their way, and let the outer optimizer step by them.
+        """Wait for averages in flight and step the outer optimizer.
 
         Args:
-            fragment: of this one; ``None``: of all. Does nothing if none is on its way.
+            fragment: its index; ``None``: all. Does nothing without a flight.
         """
         for index in sorted(self._flights) if fragment is None else [fragment]:
             flight = self._flights.pop(index, None)
@@ -136,39 +136,40 @@ class OuterParameters:
 
     @torch.no_grad()
     def merge(self, fragment: int, parts: Mapping[str, Tensor], mixing: float = 0.0) -> None:
-        """Give the common parameters of a fragment to this replica.
+        """Write the common parameters of a fragment to this replica.
 
         Args:
             fragment: its index.
-            parts: this rank's part of each trained parameter; changed in place.
-            mixing: part of its own that the replica keeps.
+            parts: this rank's part of each trainable parameter; changed in place.
+            mixing: fraction of its own that the replica keeps.
         """
         for name in self._names(fragment):
             own, common = parts[name], self._common[name].detach()
             common = common.to(own.device)
             own.copy_(common if mixing == 0 else mixing * own.to(common.dtype) + (1 - mixing) * common)
 
-    def forget_flights(self) -> None:
-        """Let averages that are on their way come to nothing."""
+    def discard_flights(self) -> None:
+        """Discard averages in flight."""
         for flight in self._flights.values():
             if flight.done is not None:
                 flight.done.result()
         self._flights.clear()
 
     @torch.no_grad()
-    def begin_at(self, parts: Mapping[str, Tensor]) -> None:
-        """Take the parameters of this replica, which are those of all replicas now, for the common ones."""
+    def reset_common(self, parts: Mapping[str, Tensor]) -> None:
+        """Set the common parameters to this replica's, which equal those of all replicas."""
         for name, common in self._common.items():
             common.copy_(parts[name])
 
-    # ---- what is remembered -----------------------------------------------------------------------------------------
+    # ---- state
+    # --------------------------------------------------------------------------------------------------------
 
     def common(self) -> dict[str, Tensor]:
-        """Common parameters by name, as far as this rank holds them; their own memory, not copies."""
+        """Return this rank's common parameters by name; no copies."""
         return {name: parameter.detach() for name, parameter in self._common.items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        """Momentum of those common parameters that have one, likewise."""
+        """Return momentum buffers by parameter name, where present; no copies."""
         return {
             name: buffer
             for name, parameter in self._common.items()
@@ -176,19 +177,19 @@ class OuterParameters:
         }
 
     def make_momentum(self, name: str) -> Tensor:
-        """Memory for the momentum of a common parameter, to be filled."""
+        """Return a new momentum buffer of a common parameter."""
         parameter = self._common[name]
         state = self._optimizer_of(name).state[parameter]
         state["momentum_buffer"] = torch.zeros_like(parameter)
         return state["momentum_buffer"]  # type: ignore[no-any-return]
 
     def forget_momentum(self) -> None:
-        """Begin without momentum."""
+        """Clear momentum."""
         for fragment in self._fragments.values():
             fragment.optimizer.state.clear()
 
     def compression(self) -> dict[str, Tensor]:
-        """What this rank's compressor remembers, by fragment, bucket and key; its own memory, not copies."""
+        """Return this rank's compressor state by fragment, bucket and key; no copies."""
         return {
             f"{index}/{number}/{key}": value
             for index, fragment in sorted(self._fragments.items())
@@ -197,11 +198,12 @@ class OuterParameters:
         }
 
     def num_bytes(self) -> int:
-        """Bytes of common parameters, momentum and what compressors remember."""
+        """Return the bytes of common parameters, momentum and compressor state."""
         tensors = (*self._common.values(), *self.momentum().values(), *self.compression().values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    # ---- within -----------------------------------------------------------------------------------------------------
+    # ---- internals
+    # ----------------------------------------------------------------------------------------------------
 
     def _add(self, parts: Mapping[str, Tensor]) -> None:
         by_fragment: dict[int, dict[str, Tensor]] = {}
@@ -228,10 +230,10 @@ class OuterParameters:
             return {}
         return self._compressor.new_state(bucket.shapes, dist.get_world_size(self._group), self._mean.device)
 
-    def _take_up(self, parts: Mapping[str, Tensor]) -> None:
+    def _add_new(self, parts: Mapping[str, Tensor]) -> None:
         new = {name: part for name, part in parts.items() if name not in self._common}
         if new:
-            self._mean.take(new)
+            self._mean.average(new)
             self._add(new)
 
     def _outer_gradient(self, bucket: Bucket, parts: Mapping[str, Tensor]) -> Tensor:
@@ -243,7 +245,7 @@ class OuterParameters:
         if self._compressor is None:
             dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group)
             return
-        exact = flat.float()  # the same memory where it is float32
+        exact = flat.float()  # shares memory if float32
         self._compressor.average(exact, bucket.shapes, self._group, state)
         if exact is not flat:
             flat.copy_(exact)

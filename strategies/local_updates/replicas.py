@@ -1,4 +1,4 @@
-"""Replicas that step by themselves: how they are kept apart, shown as one and saved, whatever brings them together."""
+"""Replicas with local optimizer steps: gradient averaging within a replica, evaluation on means, checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from trainwright.strategies.local_updates.state import (
 from trainwright.strategies.state.checkpointing import OF_RUN
 from trainwright.strategies.state.run_state import OPTIMIZERS
 
-# What a run state says of this module's own part of it.
+# Key of local updates in run states.
 _OWN = "local_updates"
 _BUFFER = "buffers/"
 _WEIGHT = "weights/"
@@ -55,22 +55,21 @@ _SCALER = "scaler"
 
 
 class LocalReplicas(Replicas):
-    """Gradients are averaged within a replica alone; replicas are brought together every ``sync_every`` steps.
+    """Replicas that average gradients internally and synchronize every ``sync_every`` steps.
 
-    A replica is whatever the layout makes of it: one rank, ranks that share its state by ZeRO, tensor, context or
-    expert ranks, a pipeline. Between two synchronisations replicas differ, in parameters, running statistics and
-    optimizer states. What others see of the run is the mean over the replicas: before a validation, and when training
-    has ended, every replica shows the mean of the parameters and float buffers; after a validation each goes on from
-    its own. The mean is what checkpoints hold under the names of the parameters; beside it they hold what each rank
-    needs to go on from its own. So neither validations nor checkpoints change how a run goes on.
+    A replica is one rank, or ranks that share its state by ZeRO, tensor, context or expert ranks, or a pipeline.
+    Between synchronizations replicas differ in parameters, running statistics and optimizer states. Before a
+    validation, and when training has ended, every replica switches to the mean of parameters and float buffers; after
+    a validation each switches back. Checkpoints hold the mean under the parameter names, and each rank's own state
+    beside it. So neither validations nor checkpoints affect training.
 
-    Norms, clipping and the scale of ``16-mixed`` losses are those of a replica: a step that overflows is skipped by its
-    replica alone.
+    Norms, clipping and the loss scale of ``16-mixed`` are those of a replica: a step that overflows is skipped by its
+    replica only.
 
     Args:
         strategy: of this replica.
-        schedule: when replicas are brought together; with ``warmup_steps`` gradients are averaged at the beginning as
-            in DDP (post-local SGD, arXiv:1808.07217).
+        schedule: of synchronizations; during ``warmup_steps`` gradients are averaged as in DDP (post-local SGD,
+            arXiv:1808.07217).
     """
 
     are_independent = True
@@ -79,12 +78,12 @@ class LocalReplicas(Replicas):
     def __init__(self, strategy: HybridStrategy, schedule: UpdateSchedule) -> None:
         self._strategy, self._schedule = strategy, schedule
         self._mean: ReplicaMean | None = None
-        self._is_alike = True
-        self._aside: dict[str, Tensor] | None = None
+        self._is_synced = True
+        self._own_state: dict[str, Tensor] | None = None
         self._source: RunState | SnapshotReader | None = None
 
     def boxes(self, boxes: dict[str, TensorParts]) -> dict[str, TensorParts]:
-        """See the base class; keys tell the replica, for only its ranks hold the same between two synchronisations."""
+        """See the base class; keys contain the replica, since replicas differ between synchronizations."""
         place = self._strategy.layout.coordinates(self._strategy.global_rank)["replicate"]
         return {f"{key} [replica {place}]": parts for key, parts in boxes.items()}
 
@@ -93,26 +92,26 @@ class LocalReplicas(Replicas):
     def prepare(self, trainer: Trainer) -> None:
         """See the base class."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_beside(self._strategy.lightning_module, trainer)
-            self._let_go()
+            self._check_companions(self._strategy.lightning_module, trainer)
+            self._release()
 
     def set_up(self, trainer: Trainer) -> None:
         """See the base class."""
         strategy, groups = self._strategy, self._strategy._groups
         assert groups is not None
-        self._mean = ReplicaMean(groups.along("replicate"), strategy.root_device, self._alike, strategy._bucket_bytes)
+        self._mean = ReplicaMean(groups.along("replicate"), strategy.root_device, self._tag_of, strategy._bucket_bytes)
         scaler = self._scaler()
-        if isinstance(scaler, AgreedGradScaler):  # a replica decides by itself whether its step has overflown
+        if isinstance(scaler, AgreedGradScaler):  # each replica decides whether its step overflowed
             scaler.agree = partial(_any_of, groups.along("pipeline", "shard", "context", "tensor"))
         varying = varying_buffers(strategy.lightning_module)
         if varying and trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(
-                f"Statistics such as {varying[0]} differ from replica to replica while training; they are averaged "
-                "whenever replicas are synchronised, for a validation, for a save and at the end."
+                f"Statistics such as {varying[0]} differ between replicas during training; they are averaged at "
+                "synchronizations, validations, saves and at the end."
             )
 
-    def _refuse_beside(self, module: LightningModule, trainer: Trainer) -> None:
-        """Refuse what cannot work while replicas differ."""
+    def _check_companions(self, module: LightningModule, trainer: Trainer) -> None:
+        """Raise if the module or callbacks do not support replicas that differ."""
         problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
         problems += [SYNC_BATCHNORM] if self._strategy._layer_sync else []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -120,29 +119,29 @@ class LocalReplicas(Replicas):
                 problems.append(averaging_callback_problem(type(callback).__name__))
         refuse(problems)
 
-    def _alike(self, name: str) -> str:
-        """See :data:`~trainwright.strategies.local_updates.mean.Alike`."""
+    def _tag_of(self, name: str) -> str:
+        """See :data:`~trainwright.strategies.local_updates.mean.TagOf`."""
         parameter = self._strategy._exchanges.named.get(name)
-        # Every rank of the shard axis holds a scalar, beside other rows of the rest.
-        return self._strategy._kin_of(name) + (" scalar" if parameter is not None and parameter.dim() == 0 else "")
+        # Scalars are on every rank of the shard axis, beside different rows of the rest.
+        return self._strategy._bucket_tag(name) + (" scalar" if parameter is not None and parameter.dim() == 0 else "")
 
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self._strategy.precision_plugin, "scaler", None)
 
-    def _let_go(self) -> None:
-        self._mean, self._aside = None, None
-        self._is_alike = True
+    def _release(self) -> None:
+        self._mean, self._own_state = None, None
+        self._is_synced = True
 
     def close(self) -> None:
-        """See the base class; each replica keeps the weights that it shows, and a state can still be saved."""
-        if self._aside is not None:
-            self._aside, self._is_alike = None, True
+        """See the base class; each replica keeps its current weights, and a state can still be saved."""
+        if self._own_state is not None:
+            self._own_state, self._is_synced = None, True
         self._source = None
 
-    # ---- what replicas have of their own ----------------------------------------------------------------------------
+    # ---- state of a replica -----------------------------------------------------------------------------------------
 
     def _optimized(self) -> dict[str, Tensor]:
-        """What optimizers hold in place of the parameters that they step, by name."""
+        """Return what optimizers hold in place of each stepped parameter, by name."""
         stepped = {id(parameter) for parameter in self._strategy._optimized_parameters()}
         found = {
             name: self._strategy._as_optimized(p)
@@ -152,11 +151,11 @@ class LocalReplicas(Replicas):
         return {name: held for name, held in found.items() if id(held) in stepped}
 
     def _trained_parts(self) -> dict[str, Tensor]:
-        """This rank's part of each of these; changed in place, they have to be published."""
+        """Return this rank's part of each stepped parameter; must be published after in-place changes."""
         return {name: local_tensor(held).detach() for name, held in self._optimized().items()}
 
     def _own(self) -> dict[str, Tensor]:
-        """Parts of parameters, and float buffers, by name."""
+        """Return parts of parameters, and float buffers, by name."""
         return {**self._trained_parts(), **float_buffers(self._strategy.lightning_module)}
 
     def _publish_all(self) -> None:
@@ -171,20 +170,20 @@ class LocalReplicas(Replicas):
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin from what is loaded by now."""
+        """Start from the loaded state."""
         self._begin()
 
     def _begin(self) -> None:
-        """Take the parameters as they are for those that all replicas have in common, if there is need of such."""
+        """Set the common parameters, if there are any, from the current ones."""
 
     def average_gradients(self) -> None:
-        """See the base class; while it warms up."""
+        """See the base class; during the warm-up."""
         if self._warms_up:
             self._average_over_replicas()
 
     @property
     def _warms_up(self) -> bool:
-        """Whether this is a step with averaged gradients."""
+        """True if gradients are averaged in this step."""
         return int(self._strategy.lightning_module.trainer.global_step) < self._schedule.warmup_steps
 
     def _average_over_replicas(self) -> None:
@@ -197,59 +196,60 @@ class LocalReplicas(Replicas):
         gradients = {}
         for (name, each), flag in zip(held.items(), flags.tolist(), strict=True):
             if flag and each.grad is None:
-                each.grad = torch.zeros_like(each)  # another replica has one
+                each.grad = torch.zeros_like(each)  # another replica has a gradient
             if flag:
                 gradients[name] = local_tensor(each.grad)  # type: ignore[arg-type]
-        self._means.take(gradients)
+        self._means.average(gradients)
 
     def stepped(self) -> None:
         """See the base class."""
-        self._is_alike = False
-        # Not counted yet; one that a callback drops never comes here and is not counted either.
+        self._is_synced = False
+        # The current step is not counted yet; skipped steps do not get here.
         self._stepped(int(self._strategy.lightning_module.trainer.global_step) + 1)
 
     @abstractmethod
     def _stepped(self, step: int) -> None:
-        """Do what is due when ``step`` optimizer steps are done. A collective of all ranks."""
+        """Do what is due after ``step`` optimizer steps. A collective of all ranks."""
 
     def _average_buffers(self) -> None:
-        self._means.take(float_buffers(self._strategy.lightning_module))
+        self._means.average(float_buffers(self._strategy.lightning_module))
 
-    # ---- what others see --------------------------------------------------------------------------------------------
+    # ---- evaluation
+    # ---------------------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Let every replica hold the means, and keep what it has of its own aside. A collective."""
+        """Switch to the means over replicas, saving this replica's own state. A collective."""
         fits = self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if not fits or self._is_alike or self._aside is not None or self._means.group is None:
+        if not fits or self._is_synced or self._own_state is not None or self._means.group is None:
             return
         own = self._own()
-        self._aside = {name: tensor.clone() for name, tensor in own.items()}
-        self._means.take(own)
+        self._own_state = {name: tensor.clone() for name, tensor in own.items()}
+        self._means.average(own)
         self._publish_all()
 
     def take_back(self) -> None:
-        """Let this replica go on from its own."""
-        if self._aside is None:
+        """Switch back to this replica's own state."""
+        if self._own_state is None:
             return
-        aside, self._aside = self._aside, None
+        saved, self._own_state = self._own_state, None
         for name, tensor in self._own().items():
-            tensor.copy_(aside[name])
+            tensor.copy_(saved[name])
         self._publish_all()
 
     def conclude(self) -> None:
-        """Show the means over the replicas for good; what each has of its own is kept until the last state is saved."""
+        """Switch to the means for good; the own state is kept until the last checkpoint."""
         self.show()
 
     def end(self) -> None:
         """Keep the means."""
-        self.show()  # under Lightning's own Trainer
-        self._aside = None
-        self._is_alike = True
+        self.show()  # for Lightning's own Trainer
+        self._own_state = None
+        self._is_synced = True
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def content(self, checkpoint: Mapping[str, Any], complete: bool, make: Callable[..., Content]) -> Content:
-        """See the base class: means under the names of parameters, and what each rank has of its own beside them."""
+        """See the base class: means under parameter names, and each rank's own state beside them."""
         with_own = OPTIMIZERS in checkpoint
         if complete:
             self.take_back()
@@ -257,18 +257,19 @@ class LocalReplicas(Replicas):
             own = self._remembered()
         else:
             content = make(self.averaged(checkpoint))
-            own = {**self._of_this_rank(), **self._remembered()} if with_own else {}
+            own = self._own() if self._own_state is None else self._own_state
+            own = {**self._of_this_rank(own), **self._remembered()} if with_own else {}
         if not with_own:
             return content
         tensors = {**content.tensors, **self._common_boxes(), **inner_boxes(self._strategy.global_rank, own)}
-        content.tree[OF_RUN][_OWN] = {"strategy": self._strategy.strategy_name, **self._told()}
-        content.tree[OF_RUN]["left_behind"] = {"of": _OWN, "text": self._left_behind()}
+        content.tree[OF_RUN][_OWN] = {"strategy": self._strategy.strategy_name, **self._metadata()}
+        content.tree[OF_RUN]["left_behind"] = {"of": _OWN, "text": self._dropped_text()}
         return Content(content.tree, tensors, content.about)
 
     def averaged(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """A checkpoint of the means over the replicas. A collective."""
+        """Return a checkpoint of the means over replicas. A collective."""
         own = self._own()
-        means = self._means.of(own) if self._aside is None and not self._is_alike else own
+        means = self._means.of(own) if self._own_state is None and not self._is_synced else own
         canonical = self._canonical_names()
         averaged = with_means(checkpoint, means, self._optimized(), canonical)
         return with_mean_states(averaged, self._strategy.optimizers, self._strategy._name_of(), self._means)
@@ -278,16 +279,12 @@ class LocalReplicas(Replicas):
         first = {id(p): name for name, p in module.named_parameters()}
         return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
-    def _of_this_rank(self) -> dict[str, Tensor]:
-        """What a file must hold of this rank beside the means."""
-        own = self._own() if self._aside is None else self._aside
-        buffers = self._buffer_names()
+    def _of_this_rank(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's own state by key, given its parameters and buffers."""
+        buffers = float_buffers(self._strategy.lightning_module)
         weights = {f"{_BUFFER if name in buffers else _WEIGHT}{name}": tensor for name, tensor in own.items()}
         states = optimizer_tensors(self._strategy.optimizers, self._strategy._name_of())
         return {**weights, **{f"{_OPTIMIZER}{key}": value for key, value in states.items()}, **self._scale()}
-
-    def _buffer_names(self) -> set[str]:
-        return set(float_buffers(self._strategy.lightning_module))
 
     def _scale(self) -> dict[str, Tensor]:
         scaler = self._scaler()
@@ -297,24 +294,24 @@ class LocalReplicas(Replicas):
         return {_SCALER: torch.tensor([state["scale"], float(state["_growth_tracker"])], dtype=torch.float64)}
 
     def _remembered(self) -> dict[str, Tensor]:
-        """What this rank remembers of synchronisations alone."""
+        """Return the synchronization state of this rank only."""
         return {}
 
     def _common_boxes(self) -> dict[str, TensorParts]:
-        """What all replicas have in common besides."""
+        """Return boxes of the state common to all replicas."""
         return {}
 
-    def _told(self) -> dict[str, Any]:
-        """Plain values that a run that goes on must know."""
+    def _metadata(self) -> dict[str, Any]:
+        """Return metadata for resuming."""
         return {}
 
     @abstractmethod
-    def _left_behind(self) -> str:
-        """What is lost of a state under another strategy, as a sentence."""
+    def _dropped_text(self) -> str:
+        """Return what another strategy loses of a state, as a clause."""
 
     def own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See the base class; those with a mean are among what each rank has of its own."""
-        floats = {f"{_BUFFER}{name}" for name in self._buffer_names()}
+        """See the base class; float buffers are part of the own state."""
+        floats = {f"{_BUFFER}{name}" for name in float_buffers(self._strategy.lightning_module)}
         return {key: value for key, value in buffers.items() if key not in floats}
 
     def knows(self, of: str) -> bool:
@@ -328,35 +325,35 @@ class LocalReplicas(Replicas):
     def restore(self) -> None:
         """See the base class."""
         source, self._source = self._source, None
-        self._aside, self._is_alike = None, False
-        self._begin_anew()
+        self._own_state, self._is_synced = None, False
+        self._reset()
         if source is None:
             return
         of_run = source.tree.get(OF_RUN, {})
-        told = of_run.get(_OWN)
-        if told is None:
+        saved = of_run.get(_OWN)
+        if saved is None:
             return
-        lost = self._restore_common(source, told)
+        lost = self._restore_common(source, saved)
         lost += self._restore_own(source, Layout(**of_run["layout"]))
         if isinstance(source, SnapshotReader):
             if source.about.get(TRANSFERRED):
-                self._begin_from_common()
+                self._start_from_common()
         elif lost:
-            rank_zero_warn(f"{source.path} was written with strategy={told['strategy']}: {'; '.join(lost)}.")
+            rank_zero_warn(f"{source.path} was written with strategy={saved['strategy']}: {'; '.join(lost)}.")
         self._publish_all()
 
-    def _begin_anew(self) -> None:
-        """Forget what was remembered of synchronisations; the weights that are loaded are those of all replicas."""
+    def _reset(self) -> None:
+        """Reset synchronization state; loaded weights are those of all replicas."""
 
-    def _restore_common(self, source: RunState | SnapshotReader, told: Mapping[str, Any]) -> list[str]:
-        """Read what all replicas have in common; what of it is not taken, in words."""
-        return ["the state of its outer optimizer is left out"] if told.get("has_outer") else []
+    def _restore_common(self, source: RunState | SnapshotReader, saved: Mapping[str, Any]) -> list[str]:
+        """Restore the common state; returns what was dropped."""
+        return ["the state of its outer optimizer is left out"] if saved.get("has_outer") else []
 
-    def _begin_from_common(self) -> None:
-        """The state is that of another replica, which goes on from it: begin apart from it, where that is possible."""
+    def _start_from_common(self) -> None:
+        """Start a replica that joins from the common parameters, if there are any."""
 
     def _restore_own(self, source: RunState | SnapshotReader, saved: Layout) -> list[str]:
-        """Read what this rank had of its own; what of it is not taken, in words."""
+        """Restore this rank's own state; returns what was dropped."""
         if isinstance(source, SnapshotReader):
             if not source.about.get(TRANSFERRED):
                 read_inner(source, inner_keys(source, None), self._remembered())
@@ -364,31 +361,27 @@ class LocalReplicas(Replicas):
         strategy = self._strategy
         if saved != strategy.layout:
             return [
-                f"its layout was {saved}, not {strategy.layout}, so all replicas go on from the mean of their weights "
-                "and of their optimizer states"
+                f"its layout was {saved}, not {strategy.layout}, so all replicas resume from the mean of their weights "
+                "and optimizer states"
             ]
-        keys = inner_keys(source, strategy.global_rank)
-        states = {f"{_OPTIMIZER}{k}": v for k, v in optimizer_tensors(strategy.optimizers, strategy._name_of()).items()}
-        buffers = self._buffer_names()
-        own = {f"{_BUFFER if name in buffers else _WEIGHT}{name}": t for name, t in self._own().items()}
-        scale = self._scale()
-        read_inner(source, keys, {**own, **states, **scale, **self._remembered()})
+        own = self._of_this_rank(self._own())
+        read_inner(source, inner_keys(source, strategy.global_rank), {**own, **self._remembered()})
         scaler = self._scaler()
-        if scaler is not None and scale:
-            value, growth = scale[_SCALER].tolist()
+        if scaler is not None and _SCALER in own:
+            value, growth = own[_SCALER].tolist()
             scaler.load_state_dict({**scaler.state_dict(), "scale": value, "_growth_tracker": int(growth)})
         return []
 
 
-def keep_apart(strategy: HybridStrategy, replicas: LocalReplicas) -> None:
-    """Have a strategy hold ``replicas``."""
+def attach_replicas(strategy: HybridStrategy, replicas: LocalReplicas) -> None:
+    """Set the replicas of a strategy."""
     strategy.replicas = replicas
     strategy._parts.append(replicas)
     strategy._ranks_agree = False
 
 
 def _any_of(group: dist.ProcessGroup | None, flag: Tensor) -> Tensor:
-    """Whether a flag is set on any rank of ``group``; ``None``: there is no other rank."""
+    """Return whether a flag is set on any rank of ``group``; ``None``: no other ranks."""
     if group is not None:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return flag

@@ -1,15 +1,15 @@
-"""What a run state holds of replicas that differ, and how it is read back.
+"""Run states of replicas that differ.
 
-Under the names of the parameters there are the means over the replicas, which any strategy can go on from. Beside them:
+Under the parameter names there are the means over replicas, which any strategy can resume from. Beside them:
 
 ========================  ========================================================================================
 ``outer/<name>/common``   the common parameters, laid out as weights
 ``outer/<name>/momentum`` the momentum of the outer optimizer, likewise
-``inner/<rank>/...``      what one rank has of its own: its replica's weights, float buffers, optimizer states, the
-                          scale of its losses, what its compressor keeps back
+``inner/<rank>/...``      one rank's own state: its replica's weights, float buffers, optimizer states, loss scale
+                          and compression residual
 ========================  ========================================================================================
 
-The first are read under any layout, the second under the same one alone.
+``outer`` can be read under any layout, ``inner`` only under the same one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COMMON, _MOMENTUM = "common", "momentum"
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers of floating-point numbers that a ``state_dict`` holds (running statistics), by name."""
+    """Return persistent floating-point buffers (running statistics) by name."""
     found = {}
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
@@ -45,7 +45,7 @@ def float_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str]) -> dict[str, Tensor]:
-    """This rank's part of every tensor in the states of optimizers: ``<index>/<parameter>/<key>`` -> tensor."""
+    """Return this rank's part of optimizer state tensors: ``<index>/<parameter>/<key>`` -> tensor."""
     return {
         f"{index}/{name_of(parameter)}/{key}": local_tensor(value).detach()
         for index, optimizer in enumerate(optimizers)
@@ -57,11 +57,11 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], name_of: Callable[[Tensor
 
 
 def averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of the states of optimizers of which a mean has a meaning: floating-point tensors, not counts of steps."""
+    """Return the optimizer states that can be averaged: floating-point tensors, not step counts."""
     return {key: value for key, value in tensors.items() if value.is_floating_point() and value.dim() > 0}
 
 
-# ---- means in the place of what one replica holds --------------------------------------------------------------------
+# ---- means instead of one replica's state ----------------------------------------------------------------------------
 
 
 def with_means(
@@ -70,13 +70,13 @@ def with_means(
     optimized: Mapping[str, Tensor],
     canonical: Mapping[str, str],
 ) -> dict[str, Any]:
-    """A checkpoint with other values of the module's tensors.
+    """Return a checkpoint with other values of the module's tensors.
 
     Args:
-        checkpoint: Lightning's dict of a run.
+        checkpoint: Lightning's checkpoint dict.
         weights: this rank's part of parameters, and buffers, by name.
         optimized: what an optimizer holds in place of a parameter, by name.
-        canonical: every name of a parameter -> its first one, for tied ones.
+        canonical: every name of a parameter -> its first name, for tied ones.
     """
     if WEIGHTS not in checkpoint:
         return dict(checkpoint)
@@ -97,9 +97,9 @@ def with_mean_states(
     name_of: Callable[[Tensor], str],
     mean: ReplicaMean,
 ) -> dict[str, Any]:
-    """A checkpoint with the means over the replicas of what optimizers remember. A collective.
+    """Return a checkpoint with optimizer states averaged over replicas. A collective.
 
-    What not all replicas have yet (one has skipped the first step) is left out.
+    States missing on a replica (one has skipped the first step) are left out.
     """
     if OPTIMIZERS not in checkpoint:
         return dict(checkpoint)
@@ -119,7 +119,7 @@ def with_mean_states(
 
 
 def _mean_values(values: Mapping[str, Any], path: str, means: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-    """The values of one parameter; nothing if a replica lacks them."""
+    """Yield the values of one parameter; none if a replica lacks them."""
     expected = {key for key, value in values.items() if isinstance(value, Tensor) and _has_mean(value)}
     if any(f"{path}/{key}" not in means for key in expected):
         return
@@ -137,7 +137,7 @@ def _has_mean(value: Tensor) -> bool:
 def outer_boxes(
     outer: OuterParameters, placement: Placement, optimized: Mapping[str, Tensor]
 ) -> dict[str, TensorParts]:
-    """Boxes of common parameters and momentum, by key; views."""
+    """Return boxes of common parameters and momentum, by key; views."""
     kinds = ((_COMMON, outer.common()), (_MOMENTUM, outer.momentum()))
     return {
         f"{OUTER}{name}/{kind}": placement.boxes(name, spread_like(optimized[name], tensor))
@@ -147,7 +147,7 @@ def outer_boxes(
 
 
 def read_outer(source: Any, outer: OuterParameters, placement: Placement, optimized: Mapping[str, Tensor]) -> bool:
-    """Read them back, in place; whether there were any of all that this rank holds."""
+    """Read common parameters and momentum in place; returns whether all were found."""
     stored = source.keys()
     common = outer.common()
     if not all(f"{OUTER}{name}/{_COMMON}" in stored for name in common):
@@ -162,22 +162,22 @@ def read_outer(source: Any, outer: OuterParameters, placement: Placement, optimi
     return True
 
 
-# ---- what a rank has of its own --------------------------------------------------------------------------------------
+# ---- state of one rank -----------------------------------------------------------------------------------------------
 
 
 def inner_boxes(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, TensorParts]:
-    """Tensors of one rank alone, by key."""
+    """Return boxes of one rank's tensors, by key."""
     return {f"{INNER}{rank}/{name}": TensorParts.whole(tensor) for name, tensor in tensors.items() if tensor.numel()}
 
 
 def inner_keys(source: Any, rank: int | None) -> dict[str, str]:
-    """Name -> key of what ``rank`` had of its own; ``None``: of the one rank whose state it is."""
+    """Return name -> key of ``rank``'s own state; ``None``: of the only rank in the source."""
     prefix = INNER if rank is None else f"{INNER}{rank}/"
     return {key.removeprefix(INNER).partition("/")[2]: key for key in source.keys_under(prefix)}
 
 
 def read_inner(source: Any, keys: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Read what there is of ``tensors``, in place."""
+    """Read those of ``tensors`` that are in the source, in place."""
     wanted = {keys[name]: TensorParts.whole(t) for name, t in tensors.items() if name in keys and t.numel()}
     with torch.no_grad():
         source.fill(wanted)

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: replicas step by themselves and are brought together every so many steps."""
+"""Local SGD and DiLoCo strategies."""
 
 from __future__ import annotations
 

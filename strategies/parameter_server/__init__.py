@@ -1,1 +1,1 @@
-"""Parameter servers: parameters that workers push gradients to and pull from, in step, nearly in step or not at all."""
+"""Parameter servers that workers push gradients to and pull from: synchronous, bounded-staleness or asynchronous."""

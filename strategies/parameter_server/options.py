@@ -12,24 +12,24 @@ from trainwright.strategies.averaging.compression.options import (
     ONLY_OF_AVERAGES,
     choose_compression,
     compression_problems,
-    of_one_message,
+    message_options,
 )
 from trainwright.strategies.contract.options import PlannedRun, StrategyOptions, number, unknown_word
-from trainwright.strategies.parameter_server.refusals import needs_closure, needs_interface, rank_problems
+from trainwright.strategies.parameter_server.problems import needs_closure, needs_interface, rank_problems
 
 INCARNATION = "TRAINWRIGHT_INCARNATION"
-"""Variable of a rank: how often it was started before, where lost ranks are started anew while the others go on."""
+"""Environment variable: how often a rank was restarted, where lost ranks are restarted individually."""
 
 CONSISTENCIES = ("sync", "ssp", "async")
-# Steps that a worker may be ahead of the slowest with ssp, where nothing else is said.
+# Default of staleness with ssp.
 _STALENESS = 3
-# Compressors that can write one message alone.
+# Compressors with a codec for single messages.
 CODECS = ("fp16", "bf16", "int8", "topk", "onebit")
-# What becomes of the samples that a dead worker had leased; none: samples are dealt in equal shares.
+# Treatment of samples leased by a dead worker; none: samples are dealt in equal shares.
 LEASES = ("none", "at_least_once", "at_most_once")
-# Where servers are: beside workers, or on ranks that do nothing else.
+# Placement of servers: on ranks that train, or on dedicated ranks.
 BESIDE, OWN = "beside", "own"
-# Callbacks that run collectives as training goes, and what to type to be without.
+# Callbacks with collectives in every step, and what to type to disable them.
 _TIED = {"LossGuard": "guard=none", "ReplicaCheck": "monitor=default", "Stragglers": "monitor=default"}
 
 
@@ -38,37 +38,35 @@ class ParameterServerOptions(StrategyOptions):
     """`strategy=parameter_server`: servers hold parameters and optimizer, workers push gradients and pull."""
 
     _target_: str = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
-    # Who waits for whom: sync (all make each step together, what ddp computes), ssp (a worker may be some steps ahead
-    # of the slowest) or async (nobody waits but where an epoch ends, at a validation and a save).
+    # Synchronization of workers: sync (all make each step together, equal to ddp), ssp (a worker may be some steps
+    # ahead of the slowest) or async (workers wait only at the end of an epoch, a validation and a save).
     consistency: str = "sync"
-    # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); read with ssp only.
+    # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); unused otherwise.
     staleness: int | None = None
-    # Servers that the parameters are shared out to.
+    # Number of servers that share the parameters.
     servers: int = number(1, least=1)
-    # Where servers are: beside = each in a rank that trains, too (the first ones); own = on ranks that do nothing else
-    # (the last ones), so that devices - servers ranks train.
+    # Placement of servers: beside = in the first ranks, which also train; own = on the last ranks, which only serve, so
+    # that devices - servers ranks train.
     server_ranks: str = "beside"
-    # Correct late gradients for how far parameters have moved on (DC-ASGD), by this strength; 0 = off.
+    # Strength of the correction of late gradients (DC-ASGD); 0 = off.
     delay_compensation: float = 0.0
-    # Divide learning rates by how many steps a gradient is late; false = off.
+    # Divide learning rates by the staleness of a gradient; false = off.
     scale_by_staleness: bool = False
-    # How gradients are written on their way to a server: a name like topk, or a mapping of name and options; null = as
-    # the group compression says.
+    # Compressor of pushed gradients: a name like topk, or its name and options; null = as set by the group compression.
     compression: Any = None
-    # Network interface that servers listen at, like eth0; null = the loopback address, for one machine.
+    # Network interface of the servers, like eth0; null = the loopback address, for one machine.
     interface: str | None = None
-    # With consistency=async, let workers lease samples, so that a fast one reads more: at_least_once or at_most_once
+    # With consistency=async, let workers lease samples, so that fast ones read more: at_least_once or at_most_once
     # (those of a dead worker are read again, or lost); none = off, equal shares.
     leases: str = "none"
-    # Push gradients while the backward pass makes others, and pull parameters while the first layers compute; false =
-    # after and before it.
+    # Overlap pushes with backward, and pulls with the next forward; false = off.
     overlap: bool = True
 
     # ---- facts ----------------------------------------------------------------------------------------------------
 
     @property
     def bound(self) -> int | None:
-        """Steps that a worker may be ahead of the slowest; ``None``: not bounded by a number."""
+        """Steps that a worker may be ahead of the slowest; ``None``: unbounded."""
         return _STALENESS if self.consistency == "ssp" and self.staleness is None else self.staleness
 
     @property
@@ -87,9 +85,9 @@ class ParameterServerOptions(StrategyOptions):
         return self.consistency == "sync"
 
     def replaceable_ranks(self, devices: int) -> tuple[int, ...]:
-        """Ranks that hold nothing which is nowhere else.
+        """Return the ranks whose state is held elsewhere, too.
 
-        The first rank gives those that come the state of the run, beside a server or not.
+        The first rank provides the state of the run to replacements, beside a server or not.
         """
         own = self.serving_ranks
         return tuple(range(1, devices - own) if own else range(self.servers, devices))
@@ -116,14 +114,14 @@ class ParameterServerOptions(StrategyOptions):
         if self.consistency == "ssp" and not is_whole(self.bound, 1):
             hint = "; strategy.consistency=sync is a staleness of 0" if self.staleness == 0 else ""
             yield (
-                f"{given}: must be a whole number of steps from 1, by which a worker may be ahead of the slowest; type "
+                f"{given}: must be a whole number of steps from 1 that a worker may be ahead of the slowest; type "
                 f"strategy.staleness={_STALENESS}{hint}"
             )
         elif self.consistency in ("sync", "async") and self.staleness is not None:
-            yield f"{given}: it is read with strategy.consistency=ssp only; leave it out"
+            yield f"{given}: it applies to strategy.consistency=ssp only; leave it out"
 
     def _lateness_problems(self) -> Iterator[str]:
-        never_late = "with strategy.consistency=sync: gradients are never late there; leave it out"
+        never_late = "with strategy.consistency=sync: gradients are never late with it; leave it out"
         strength = self.delay_compensation
         if not is_number(strength) or strength < 0:
             yield f"strategy.delay_compensation={strength}: must be a number from 0 (off)"
@@ -136,10 +134,10 @@ class ParameterServerOptions(StrategyOptions):
         yield from unknown_word("leases", self.leases, LEASES)
         if self.leases not in LEASES[1:] or self.consistency not in ("sync", "ssp"):
             return
-        why = "all make each step together, so none can read more than another"
+        why = "all workers make each step together, so none can read more than another"
         if self.consistency == "ssp":
             why = (
-                "the bound is on steps, and each chunk is a step, so in an epoch none could read more than "
+                "the bound is on steps, and each chunk is a step, so in an epoch no worker could read over "
                 f"strategy.staleness={self.bound} chunks more than the slowest"
             )
         yield (
@@ -163,32 +161,32 @@ class ParameterServerOptions(StrategyOptions):
         for key, _, callback in run.parts("monitor", "callbacks"):
             if callback == "Norms":
                 yield (
-                    f"{key} with strategy=parameter_server: the averaged gradients of a step are the servers' alone, "
-                    f"no worker sees them; type monitor=default, or {key}=null"
+                    f"{key} with strategy=parameter_server: only servers see the averaged gradients of a step; type "
+                    f"monitor=default, or {key}=null"
                 )
         if cfg.launch.recovery == "replicas":
             yield (
-                "launch.recovery=replicas with strategy=parameter_server: the state of a lost rank's server is nowhere "
-                "else; type launch.recovery=rejoin with launch.max_restarts=3"
+                "launch.recovery=replicas with strategy=parameter_server: the state of a lost rank's server has no "
+                "copy; type launch.recovery=rejoin with launch.max_restarts=3"
             )
-        yield from self._when_alone(run)
+        yield from self._independent_problems(run)
         if self.leases in LEASES[1:]:
-            yield from self._beside_leases(run)
+            yield from self._lease_run_problems(run)
 
     def _group_problems(self, group: Any) -> Iterator[str]:
-        """What speaks against the group `compression`, which fills that argument of the strategy."""
+        """Yield problems of the group `compression`, which sets that argument of the strategy."""
         if group.name == UNCOMPRESSED:
             return
         if self.compression not in (None, UNCOMPRESSED):
             yield (
-                f"compression={group.name} with strategy.compression={self.compression}: both say how gradients are "
-                "pushed; leave strategy.compression out"
+                f"compression={group.name} with strategy.compression={self.compression}: both set the compression of "
+                "pushes; leave strategy.compression out"
             )
         elif not compression_problems(dict(group)):
-            yield from push_problems(of_one_message(group))
+            yield from push_problems(message_options(group))
 
-    def _when_alone(self, run: PlannedRun) -> Iterator[str]:
-        """What ties ranks together at every step, or every few, where these step by themselves."""
+    def _independent_problems(self, run: PlannedRun) -> Iterator[str]:
+        """Yield problems of components with collectives in steps, if ranks step independently."""
         cfg, instead = run.cfg, ", or strategy.consistency=sync"
         if self.consistency == "sync":
             if run.verb != "fit" or not run.replaceable_ranks(self):
@@ -196,7 +194,7 @@ class ParameterServerOptions(StrategyOptions):
             why, instead = f"launch.recovery={cfg.launch.recovery}", ", or launch.recovery=restart"
         else:
             why = f"strategy.consistency={self.consistency}"
-        ending = f"with {why}: it ties ranks together, but there they step by themselves"
+        ending = f"with {why}: it needs collectives in steps, but ranks step independently"
         for key, _, callback in run.parts("guard", "monitor", "callbacks"):
             if callback in _TIED:
                 yield f"{key} {ending}; type {_TIED[callback]}{instead}"
@@ -204,19 +202,19 @@ class ParameterServerOptions(StrategyOptions):
             yield f"trainer.max_time={cfg.trainer.max_time} {ending}; type max_steps or max_epochs"
         if cfg.trainer.sync_batchnorm:
             yield (
-                f"trainer.sync_batchnorm=true {ending}; leave it out: statistics are averaged where ranks meet (before "
+                f"trainer.sync_batchnorm=true {ending}; leave it out: statistics are averaged when ranks meet (before "
                 "a validation, a save and the end of an epoch)"
             )
         if cfg.trainer.loss_weighting == "tokens":
             yield f"trainer.loss_weighting=tokens {ending}; type trainer.loss_weighting=micro_batch"
 
-    def _beside_leases(self, run: PlannedRun) -> Iterator[str]:
+    def _lease_run_problems(self, run: PlannedRun) -> Iterator[str]:
         ending, trainer = f"with strategy.leases={self.leases}", run.cfg.trainer
         interval, limit = trainer.val_check_interval, trainer.limit_train_batches
         if interval is not None and (isinstance(interval, int) or interval != 1.0):
             yield (
-                f"trainer.val_check_interval={interval} {ending}: workers meet at the end of an epoch only; type "
-                "trainer.val_check_interval=1.0"
+                f"trainer.val_check_interval={interval} {ending}: workers synchronize at the end of an epoch only; "
+                "type trainer.val_check_interval=1.0"
             )
         if isinstance(limit, float) and limit not in (0.0, 1.0):
             yield (
@@ -225,7 +223,7 @@ class ParameterServerOptions(StrategyOptions):
             )
         if trainer.data_partition != "interleave":
             yield (
-                f"trainer.data_partition={trainer.data_partition} {ending}: it says whose samples are whose; type "
+                f"trainer.data_partition={trainer.data_partition} {ending}: leases assign samples to ranks; type "
                 "trainer.data_partition=interleave"
             )
         if trainer.uneven_steps:
@@ -242,25 +240,25 @@ class ParameterServerOptions(StrategyOptions):
 
 
 def learning_rate_warning(consistency: str, workers: int, groups: Sequence[Mapping[str, Any]]) -> str:
-    """What to consider before workers step by themselves.
+    """Return the warning about learning rates of workers that step independently.
 
     Args:
         consistency: ``"ssp"`` or ``"async"``.
         workers: how many.
-        groups: of all optimizers, with the learning rate and the momentum they begin with.
+        groups: of all optimizers, with initial learning rate and momentum.
     """
     rate = max((float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups), default=0.0)
     momentum = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
-    lower = f", and lower momentum={momentum:g}, which each of them feeds" if momentum else ""
+    lower = f", and lower momentum={momentum:g}, which every worker feeds" if momentum else ""
     return (
-        f"consistency={consistency}: {workers} workers make {workers} steps, each from a smaller batch, where workers "
-        f"in step make one, so that a learning rate that suits these may diverge. Divide lr={rate:g} by about "
-        f"{workers} (optimizer.lr={rate / workers:.2g}) if that was not done{lower}; or type strategy.consistency=sync."
+        f"consistency={consistency}: {workers} workers make {workers} steps, each from a smaller batch, where "
+        f"synchronous workers make one, so their learning rate may diverge. Divide lr={rate:g} by about {workers} "
+        f"(optimizer.lr={rate / workers:.2g}) unless you did{lower}; or type strategy.consistency=sync."
     )
 
 
 def push_problems(compression: Any) -> list[str]:
-    """What is wrong with a choice of compression for what workers push.
+    """Return the problems of a compression of pushes.
 
     Args:
         compression: a name, a mapping of ``name`` and options, or ``None``.
@@ -272,8 +270,8 @@ def push_problems(compression: Any) -> list[str]:
     if choice.name in CODECS:
         return [_no_warm_up(key, choice.options[key]) for key in ONLY_OF_AVERAGES if key in choice.options]
     return [
-        f"compression={choice.name} with parameter servers: it only averages over a group of ranks; what a worker "
-        f"pushes to a server can be written as {', '.join(CODECS)}, or none; type compression=int8"
+        f"compression={choice.name} with parameter servers: it only averages over a group of ranks; pushes to a server "
+        f"can be compressed by {', '.join(CODECS)}, or none; type compression=int8"
     ]
 
 

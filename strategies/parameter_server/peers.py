@@ -1,4 +1,4 @@
-"""What a worker of parameter servers has to do with the others, and with ranks that only serve."""
+"""Peers, service and measures of parameter servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.strategies.contract.same_model import average_buffers
 
 
 class Workers(Peers):
-    """The workers of parameter servers.
+    """Workers of parameter servers.
 
     Args:
         strategy: of this rank.
@@ -24,18 +24,18 @@ class Workers(Peers):
 
     @property
     def fit_store(self) -> dist.Store | None:
-        """See the base class; while it trains."""
+        """See the base class; while training."""
         client, store = self._strategy.client, self._strategy._store
         return None if client is None or store is None else dist.PrefixStore(client.prefix, store)
 
     def meet(self) -> None:
-        """Wait for all workers, take the servers' parameters, and average buffers."""
+        """Wait for all workers, pull parameters, and average buffers."""
         strategy, client = self._strategy, self._strategy.client
         if client is None:
             return
         client.settle()
         if not strategy.traits.steps_are_collective:
-            strategy._meet_anew(client.meet())
+            strategy._rebuild_process_group(client.meet())
         average_buffers(strategy.lightning_module)
 
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
@@ -51,7 +51,7 @@ class Workers(Peers):
 
 
 class Servers(Service):
-    """Servers of parameters, on ranks of their own or beside the first workers.
+    """Parameter servers, on dedicated ranks or beside the first workers.
 
     Args:
         strategy: of this rank.
@@ -67,7 +67,7 @@ class Servers(Service):
         return bool(strategy._server_ranks > 0 and strategy.global_rank >= strategy.world_size)
 
     def serve(self) -> None:
-        """See the base class; the module's memory is given up first."""
+        """See the base class; frees the module's memory first."""
         self._strategy._serve()
 
     def server_bytes(self) -> dict[int, int]:
@@ -87,13 +87,13 @@ class Servers(Service):
 
 
 class WorkerMeasures(Measures):
-    """Measures of a rank that may hold a server."""
+    """Measures of a rank that may run a server."""
 
     _strategy: Any
 
     def held_bytes(self) -> HeldBytes:
-        """Return the bytes that this rank holds now, its server's included."""
-        # The module of a rank that only serves has no memory.
+        """Return the bytes held by this rank, including its server."""
+        # The module of a dedicated server rank is on the meta device.
         held = HeldBytes(0, 0, 0) if self._strategy.service.serves else super().held_bytes()
         server = self._strategy.server
         if server is None:

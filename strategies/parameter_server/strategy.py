@@ -1,4 +1,4 @@
-"""Data parallelism by parameter servers: workers push gradients and pull parameters, in step or on their own."""
+"""Data parallelism by parameter servers: workers push gradients and pull parameters."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.same_model import broadcast_from_first
+from trainwright.strategies.parameter_server.dedicated_ranks import FitSignals, split_world
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
-from trainwright.strategies.parameter_server.own_ranks import ToldFit, Worlds
 from trainwright.strategies.parameter_server.peers import Servers, WorkerMeasures, Workers
-from trainwright.strategies.parameter_server.refusals import rank_problems
+from trainwright.strategies.parameter_server.problems import rank_problems
 from trainwright.strategies.parameter_server.run_checks import (
+    log_varying_statistics,
     refuse_optimizers,
     refuse_other_optimizers,
-    say_what_varies,
     setup_problems,
     warn_of_learning_rates,
 )
 from trainwright.strategies.parameter_server.server.clocks import Consistency
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
-from trainwright.strategies.parameter_server.worker.linking import Linking
+from trainwright.strategies.parameter_server.worker.factory import EndpointFactory
 from trainwright.strategies.parameter_server.worker.optimizer import ServedClipping, ServedOptimizer
 from trainwright.strategies.parameter_server.worker.rejoining import (
+    current_prefix,
     incarnation,
+    init_single_process_group,
     keep_offering,
-    meet_alone,
-    meet_anew,
+    publish_prefix,
+    rebuild_process_group,
     run_store,
     take,
-    tell_place,
-    told_place,
 )
 from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushedAverages, PushResiduals
 from trainwright.strategies.state.checkpointing import OF_RUN
 
 
 class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
-    """Every rank trains on its own samples; servers hold the parameters and the optimizer, and step it.
+    """Data-parallel workers whose parameters and optimizer are held and stepped by servers.
 
-    Communication of a step: each worker sends its gradients once and receives the parameters once, whatever the number
-    of workers; a server receives and sends that for every worker. The module is used as it is. Servers run in threads
-    of the first ranks, one each, or on ranks of their own (``server_ranks``).
+    Per step, each worker sends its gradients once and receives the parameters once, whatever the number of workers; a
+    server does so for every worker. The module is unmodified. Servers run in threads of the first ranks, or on
+    dedicated ranks (``server_ranks``).
 
     Args:
-        consistency: ``"sync"``: all workers make each step together, which is what DDP computes, clipping included;
-            ``"ssp"``: each steps by itself, ``staleness`` steps ahead of the slowest at most (stale synchronous
-            parallel, Ho et al., NIPS 2013); ``"async"``: each steps by itself and never waits but at the end of an
-            epoch, a validation and a save.
+        consistency: ``"sync"``: all workers make each step together, equivalent to DDP, clipping included; ``"ssp"``:
+            each steps independently, at most ``staleness`` steps ahead of the slowest (stale synchronous parallel, Ho
+            et al., NIPS 2013); ``"async"``: each steps independently and waits only at the end of an epoch, a
+            validation and a save.
         **kwargs: options, see :class:`~trainwright.strategies.parameter_server.options.ParameterServerOptions`;
             ``process_group_backend``, ``timeout``, ``parallel_devices``, ``cluster_environment`` as in Lightning's
-            ``DDPStrategy``. On ranks that only serve (``server_ranks="own"``) ``fit`` returns with nothing trained or
+            ``DDPStrategy``. On dedicated server ranks (``server_ranks="own"``) ``fit`` returns with nothing trained or
             logged and the module on the meta device, and ``validate``, ``test`` and ``predict`` return ``None`` at
-            once; the others are the world (``world_size``). What a message lacks goes with the next one; a run that is
-            resumed with other workers or servers drops it.
+            once; ``world_size`` counts the others. A compression residual is added to the next message; a resume with
+            other workers or servers drops it.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -85,42 +85,42 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().__init__(consistency=consistency, **kwargs)
         options = self.options
         self.servers = options.servers
-        # Ranks that only serve, the last ones of the run; 0 where servers are beside workers.
+        # Number of dedicated server ranks, the last ones; 0 if servers run beside workers.
         self._server_ranks = options.serving_ranks
-        self._linking = Linking(options)
-        self._residuals = PushResiduals(self._linking.compression)
+        self._factory = EndpointFactory(options)
+        self._residuals = PushResiduals(self._factory.compression)
         self.averaging = PushedAverages(self, self._residuals)
         self._client: Client | None = None
         self._server: Server | None = None
-        self._alone = False  # within a step that other ranks need not make
-        # How often this rank was started before; None: lost ranks are not started anew.
+        self._is_independent = False  # within a step that other ranks need not make
+        # Number of restarts of this rank; None: lost ranks are not restarted individually.
         self._incarnation = incarnation()
         self._store: dist.Store | None = None
-        self._returns = 0  # of lost workers, known when the process group of all ranks was made
-        self._fit: ToldFit | None = None  # where servers have ranks of their own
-        self._run_store: dist.Store | None = None  # there, of all ranks
+        self._returns = 0  # of lost workers, at the creation of the process group
+        self._fit: FitSignals | None = None  # with dedicated server ranks
+        self._run_store: dist.Store | None = None  # with dedicated server ranks, of all ranks
         self._end_offers: Callable[[], None] = lambda: None
         self.peers, self.service, self.measures = Workers(self), Servers(self), WorkerMeasures(self)
-        # Only in step are all workers at the same one, unless some may be lost meanwhile.
+        # Ranks are at the same step only if they step together and none may be lost.
         together = self._in_step and self._incarnation is None
         self.traits = Traits(
             steps_are_collective=together,
             averages_every_step=together,
-            holds_step_gradients=False,  # the servers alone have them
+            holds_step_gradients=False,  # only servers have them
             leases_samples=None if options.leases == "none" else options.leases,
             joins=bool(self._incarnation),
         )
 
-    # ---- what others may read -------------------------------------------------------------------------------------
+    # ---- read by others -------------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train: all but those that only serve."""
+        """Number of ranks that train, without dedicated server ranks."""
         return super().world_size - self._server_ranks
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Of Lightning's own samplers."""
+        """Arguments of Lightning's samplers."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
@@ -129,16 +129,16 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def server(self) -> Server | None:
-        """The server that this rank holds while it trains, if it does."""
+        """Server on this rank, while training."""
         return self._server
 
     @property
     def client(self) -> Client | None:
-        """This rank's worker, while it trains."""
+        """This rank's client, while training."""
         return self._client
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``whole_gradients``; averaged for the occasion."""
+        """See ``whole_gradients``; averaged on demand."""
         for name, gradient in self.named_gradients():
             mean = gradient.detach().clone()
             dist.all_reduce(mean)
@@ -147,7 +147,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     # ---- setup ----------------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
-        """Take the module of the run that begins.
+        """Take the module of a new run.
 
         Raises:
             ValueError: if all ranks would only serve.
@@ -156,25 +156,27 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().connect(model)
 
     def setup_environment(self) -> None:
-        """Let the ranks meet; one that was started anew is alone until the others meet again."""
+        """Initialize the process group; a restarted rank is alone until the next meeting."""
         if self.traits.joins and not dist.is_initialized():
-            meet_alone()
+            init_single_process_group()
         super().setup_environment()
         if not self._server_ranks or self.traits.joins:
             return
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._fit = ToldFit(self._store_of_run(), self.global_rank)
+            self._fit = FitSignals(self._store_of_run(), self.global_rank)
             if self.service.serves:
                 self._fit.wait_until_prepared()
 
     def setup_distributed(self) -> None:
-        """Make the process group: of the ranks that train, without those that only serve."""
+        """Create the process group of the ranks that train."""
         if self._server_ranks and not self.traits.joins:
             self.set_world_ranks()
             assert self.cluster_environment is not None
-            worlds = Worlds(self.cluster_environment, self.global_rank, self.world_size, self._server_ranks)
             device = None if self.root_device.type == "cpu" else self.root_device
-            self._run_store = worlds.part(self._get_process_group_backend(), self._timeout, device) or self._run_store
+            backend = self._get_process_group_backend()
+            ranks = self.global_rank, self.world_size, self._server_ranks
+            store = split_world(self.cluster_environment, *ranks, backend, self._timeout, device)
+            self._run_store = store or self._run_store
         super().setup_distributed()
 
     def _store_of_run(self) -> dist.Store:
@@ -186,10 +188,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return self.traits.joins or super()._must_restore_after_setup()
 
     def setup(self, trainer: Trainer) -> None:
-        """Give the model memory, prepare its blocks, then the optimizer.
+        """Materialize the model, prepare its blocks, then create the optimizer.
 
         Raises:
-            ValueError: for what servers cannot do, on every rank.
+            ValueError: on every rank, for what servers do not support.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -199,7 +201,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             alone = how if self._incarnation is None else "launch.recovery=rejoin"
             refuse(list(setup_problems(trainer, self.options, None if self.traits.steps_are_collective else alone)))
         if self.service.serves:
-            # By the same code as on the other ranks, but without memory and without any of them.
+            # The same code as on the other ranks, without memory and communication.
             self.precision_plugin.convert_module(self.lightning_module)
             self.setup_optimizers(trainer)
             return
@@ -221,19 +223,19 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             warn_of_learning_rates(self.options, self.world_size, self.optimizers)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Build the user's optimizer, and stand in for it.
+        """Build the user's optimizer and wrap it.
 
         Raises:
             ValueError: for an optimizer that servers cannot step.
         """
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
-            return  # the module has none: nothing is trained
+            return  # nothing is trained
         refuse_optimizers(self.optimizers)
         self.optimizers = [ServedOptimizer(optimizer) for optimizer in self.optimizers]
 
     def setup_precision_plugin(self) -> None:
-        """Let overflows and clipping be decided on the average of all workers, where they step together."""
+        """Set up precision, with overflow checks and clipping on the average of all workers if they step together."""
         super().setup_precision_plugin()
         served = self._served
         if served is not None:
@@ -247,18 +249,18 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     # ---- serving --------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start servers and workers; all begin with the first rank's parameters."""
+        """Start servers and workers from the first rank's parameters."""
         super().on_train_start()
         served = self._served
         if served is None:
             return
         if self._client is not None:
-            self._go_on_from_servers(served)
+            self._resume_from_servers(served)
             return
         plan = self._plan(served)
         refuse_other_optimizers(self.state.all_gather_values(plan.digest))
         if self.world_size > 1:
-            say_what_varies(self.lightning_module)
+            log_varying_statistics(self.lightning_module)
         meeting = self._meeting()
         self._store = meeting.store
         if self._fit is not None:
@@ -268,17 +270,17 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._residuals.take_up(self._connect(served, plan, meeting))
         self._upload()
         if self._incarnation is not None and self.is_global_zero:
-            tell_place(self._store, meeting.prefix)
+            publish_prefix(self._store, meeting.prefix)
             self._make_offers()
 
-    def _meeting(self) -> ServerMeeting:
+    def _meeting(self) -> ServerRendezvous:
         if self._fit is not None:
-            return ServerMeeting(self._store_of_run(), self._fit.prefix)
+            return ServerRendezvous(self._store_of_run(), self._fit.prefix)
         store = default_store() if self._incarnation is None else run_store()
-        return ServerMeeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
+        return ServerRendezvous(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
 
-    def _start_server(self, number: int, plan: ShardPlan, meeting: ServerMeeting) -> None:
-        self._server = self._linking.server(number, plan, meeting, self.world_size, self._incarnation is not None)
+    def _start_server(self, number: int, plan: ShardPlan, meeting: ServerRendezvous) -> None:
+        self._server = self._factory.server(number, plan, meeting, self.world_size, self._incarnation is not None)
 
     def _serve(self) -> None:
         served, fit, module = self._served, self._fit, self.lightning_module
@@ -297,40 +299,40 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return self.global_rank - self.world_size
 
     def _plan(self, served: ServedOptimizer) -> ShardPlan:
-        return self._linking.plan(self.lightning_module, served)
+        return self._factory.plan(self.lightning_module, served)
 
-    def _connect(self, served: ServedOptimizer, plan: ShardPlan, meeting: ServerMeeting) -> Client:
-        client = self._client = self._linking.client(self.lightning_module, self.global_rank, served, plan, meeting)
+    def _connect(self, served: ServedOptimizer, plan: ShardPlan, meeting: ServerRendezvous) -> Client:
+        client = self._client = self._factory.client(self.lightning_module, self.global_rank, served, plan, meeting)
         client.connect()
         served.serve(client, plan)
         return client
 
     def _upload(self) -> None:
-        """Give the servers what the first rank has: at the beginning, and after a state was put back."""
+        """Send the first rank's parameters to the servers, at the start and after a restore."""
         assert self._served is not None
         assert self._client is not None
         if self.is_global_zero:
             self._served.upload()
         self._served.forget_state()
-        self.barrier()  # nobody meets before the servers have it
+        self.barrier()  # no meeting before the servers have them
         self._client.meet()
 
-    # ---- workers that come again ------------------------------------------------------------------------------------
+    # ---- rejoining workers ------------------------------------------------------------------------------------------
 
     def _open_held(self, held: Snapshot) -> SnapshotReader:
-        # One that joins goes on from what the first rank offers now, not from what it was started with.
+        # A joining worker resumes from the first rank's current offer, not from its start arguments.
         return super()._open_held(self._join() if self.traits.joins and self._client is None else held)
 
     def _join(self) -> Snapshot:
-        """Link this worker to the servers and take the state of the run."""
+        """Connect this worker to the servers and receive the state of the run."""
         assert self._served is not None
         self._store = run_store()
-        meeting = ServerMeeting(self._store, told_place(self._store))
+        meeting = ServerRendezvous(self._store, current_prefix(self._store))
         self._connect(self._served, self._plan(self._served), meeting)
-        return take(meeting, self.global_rank, self._linking.device)
+        return take(meeting, self.global_rank, self._factory.device)
 
-    def _go_on_from_servers(self, served: ServedOptimizer) -> None:
-        """What was loaded came from a rank whose servers have it, or newer parameters."""
+    def _resume_from_servers(self, served: ServedOptimizer) -> None:
+        """Pull from the servers, whose parameters are those of the loaded state or newer."""
         assert self._client is not None
         served.forget_state()
         self._client.pull()
@@ -343,17 +345,17 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._end_offers = trainer.phases.listen(hear)
 
     def _own_state(self, trainer: Any) -> Content:
-        """This rank's state of the run, without asking anybody for what servers have."""
+        """Return this rank's state of the run, without requests to servers."""
         assert self._served is not None
-        self.peers.is_apart = self._served.apart = True
+        self.peers.is_apart = self._served.skips_state = True
         try:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             return self.run_state(checkpoint, complete=True)
         finally:
-            self.peers.is_apart = self._served.apart = False
+            self.peers.is_apart = self._served.skips_state = False
 
-    def _meet_anew(self, returns: int) -> None:
-        """Make the process group of all ranks anew if somebody has come again since it was made."""
+    def _rebuild_process_group(self, returns: int) -> None:
+        """Rebuild the process group if a worker has rejoined since it was created."""
         if returns == self._returns:
             return
         assert self._store is not None
@@ -361,25 +363,25 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._returns = returns
         backend = self._get_process_group_backend()
         name = f"{self._client.prefix}/world/{returns}"
-        meet_anew(self._store, name, self.global_rank, self.world_size, backend, self._timeout)
+        rebuild_process_group(self._store, name, self.global_rank, self.world_size, backend, self._timeout)
 
     # ---- steps and the end ------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before a step: after a state was put back, the servers need it first."""
+        """Start a step; uploads a restored state first."""
         super().on_train_batch_start(batch, batch_idx)
         if self._served is not None and self._served.outdated and self._client is not None:
             self._upload()
 
     def on_train_end(self) -> None:
-        """Meet a last time, keep the optimizer's state here, and let the servers go."""
+        """Meet a last time, fetch the optimizer's state, and stop the servers."""
         super().on_train_end()
         if self._client is None or self._served is None:
             return
         self._end_offers()
         self.peers.meet()
         self._served.retire()
-        self.barrier()  # nobody leaves before all have what they need
+        self.barrier()  # no rank leaves before all have what they need
         self._client.leave()
         if self._server is not None:
             self._server.close()
@@ -402,34 +404,34 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             server.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Hang up, so that the others hear of it."""
+        """Close the connections, so that other ranks notice."""
         code = exception.code if isinstance(exception, SystemExit) else None
         problem = (str(exception).strip().splitlines() or [""])[0]
         self._stop_at_once(f"{type(exception).__name__}: {problem}", code if isinstance(code, int) else None)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
+        """Release all resources."""
         self._stop_at_once()
         if self.service.serves:
             assert self.accelerator is not None
-            self.accelerator.teardown()  # the module is on the meta device, and nothing else was begun
+            self.accelerator.teardown()  # the module is on the meta device, and nothing else was started
             return
         super().teardown()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; where ranks step by themselves, what needs the others is refused meanwhile."""
-        self._alone = not self.traits.steps_are_collective
+        """Run the user's step; where ranks step independently, collectives inside raise."""
+        self._is_independent = not self.traits.steps_are_collective
         try:
             with nullcontext() if self._client is None else self._client.watched():
                 return super().training_step(*args, **kwargs)
         finally:
-            self._alone = False
+            self._is_independent = False
 
     def _settle(self) -> None:
-        """Take the parameters that are on their way."""
+        """Wait for pending pulls."""
         if self._client is not None:
             self._client.settle()
 
@@ -439,39 +441,38 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         yield from super().whole_parameters()
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's.
+        """Reduce as Lightning does.
 
         Raises:
-            RuntimeError: within a training step that other ranks need not make at the same time.
+            RuntimeError: in a training step that other ranks need not make at the same time.
         """
-        self._refuse_alone("reduce")
+        self._refuse_collective("reduce")
         return super().reduce(tensor, *args, **kwargs)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As Lightning's; raises as :meth:`reduce`."""
-        self._refuse_alone("all_gather")
+        """Gather as Lightning does; raises as :meth:`reduce`."""
+        self._refuse_collective("all_gather")
         return super().all_gather(*args, **kwargs)
 
-    def _refuse_alone(self, what: str) -> None:
-        if self._alone:
+    def _refuse_collective(self, what: str) -> None:
+        if self._is_independent:
             raise RuntimeError(
-                f"training_step asked for a value of all ranks ({what}), but with consistency="
-                f"{self.options.consistency} ranks step by themselves and would wait for each other at every step. Log "
-                "with on_step=False (self.log(..., on_step=False, on_epoch=True, sync_dist=True)), or use "
-                "strategy.consistency=sync."
+                f"training_step called a collective ({what}), but with consistency={self.options.consistency} ranks "
+                "step independently and would wait for each other at every step. Log with on_step=False (self.log(..., "
+                "on_step=False, on_epoch=True, sync_dist=True)), or use strategy.consistency=sync."
             )
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Weights of all; while training, the ranks meet for it."""
+        """Return the weights; while training, ranks meet for it."""
         self._settle()
         if not self.peers.is_apart:
             self.peers.meet()
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """See :class:`~trainwright.strategies.state.checkpointing.RunStates`; it says what others will lack."""
+        """See :class:`~trainwright.strategies.state.checkpointing.RunStates`; records what other strategies drop."""
         self._settle()
         content = super().run_state(checkpoint, complete=complete)
         left_behind = self._residuals.left_behind

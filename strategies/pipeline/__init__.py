@@ -1,1 +1,1 @@
-"""Pipeline parallelism that runs the user's own step on every stage and skips the blocks of the other stages."""
+"""Pipeline parallelism that runs the user's step on every stage and skips blocks of other stages."""

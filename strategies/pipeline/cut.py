@@ -1,4 +1,4 @@
-"""Which parameters a stage owns, and the shell of the module that is left without the others."""
+"""Ownership of parameters by pipeline stages, and placeholders for those of other stages."""
 
 from __future__ import annotations
 
@@ -11,40 +11,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.strategies.pipeline.first_step.block_values import HookRange, placeholder
+from trainwright.strategies.pipeline.tracing.block_values import HookRange, placeholder
 from trainwright.strategies.plan.model_plan import ModelPlan
 
-# A place where a parameter is registered: the module and the name in it.
+# Registration of a parameter: the module and the name in it.
 Slot = tuple[nn.Module, str]
 
 
 class PipelineCut:
-    """Deals a module's parameters out to the stages of a pipeline. Nothing is communicated.
+    """Assignment of a module's parameters to pipeline stages. No communication.
 
     Parameters of a block belong to its stage, those of ``plan.first`` to the first stage and those of ``plan.last`` to
-    the last; of those that neither names, to the first. Of two entries that match, the longer one counts; a parameter
-    that both name, or that is tied, has several holders, each of which computes a part of its gradient. Buffers stay
-    everywhere.
+    the last; others to the first. Of two matching entries, the longer one wins; a parameter matched by both, or tied,
+    has several holders, each of which computes a part of its gradient. Buffers stay on all stages.
 
     Args:
-        module: the whole module; its parameters may be on the meta device.
-        plan: ``blocks``, ``first`` and ``last`` are read.
+        module: the whole module; may be on the meta device.
+        plan: provides ``blocks``, ``first`` and ``last``.
         spans: blocks of each stage, contiguous from 0 to the number of blocks.
         mine: stages of this rank.
 
     Attributes:
-        blocks: the blocks, in order.
-        names: their names.
-        owned: names of the parameters this rank owns.
-        holders: name of each parameter -> the stages that hold it, ascending.
-        outside: names of the parameters outside of the blocks.
-        used_outside: names of parameters of blocks that code outside of them was seen to use.
-        ghosts: name of each parameter that this rank does not own -> what stands for it, once the cut is applied.
-        buffer_stages: name of each buffer in a block, in ``plan.first`` or in ``plan.last`` -> the stage whose copy
-            counts (the others' copies of running statistics mean nothing).
+        blocks: in order.
+        names: of the blocks.
+        owned: names of this rank's parameters.
+        holders: parameter name -> its stages, ascending.
+        outside: names of parameters outside of the blocks.
+        used_outside: names of parameters of blocks that code outside of them uses.
+        ghosts: name of each parameter that this rank does not own -> its placeholder, once applied.
+        buffer_stages: name of each buffer in a block, ``plan.first`` or ``plan.last`` -> the stage whose copy is valid
+            (running statistics elsewhere are meaningless).
 
     Raises:
-        ValueError: if spans and blocks do not fit, two blocks are one module, or a name does not exist.
+        ValueError: if spans and blocks do not match, two blocks are one module, or a name does not exist.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, spans: Sequence[range], mine: Sequence[int]) -> None:
@@ -76,19 +75,19 @@ class PipelineCut:
         return len(self.spans)
 
     def stage_of_block(self, index: int) -> int:
-        """The stage that runs a block."""
+        """Return the stage that runs a block."""
         return self._stage_of_block[index]
 
     def owns_block(self, index: int) -> bool:
-        """Whether this rank runs a block."""
+        """Return whether this rank runs a block."""
         return self._stage_of_block[index] in self.mine
 
     def slots(self, name: str) -> list[Slot]:
-        """Where a parameter is, or was, registered; several if it is tied."""
+        """Return where a parameter is, or was, registered; several slots if tied."""
         return self._slots[name]
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """The trained parameters of a stage of this rank, as they are registered now."""
+        """Return the trainable parameters of a stage of this rank, as registered now."""
         found = []
         for name, stages in self.holders.items():
             if stage in stages:
@@ -99,17 +98,17 @@ class PipelineCut:
         return found
 
     def hold_also(self, name: str, stage: int) -> None:
-        """Let another stage of a rank that holds a parameter use it too; on all ranks alike."""
+        """Add a holder: another stage of a rank that holds the parameter; on all ranks alike."""
         self.holders[name] = tuple(sorted({*self.holders[name], stage}))
 
     def apply(self, device: torch.device | None = None) -> None:
-        """Exchange every parameter that this rank does not own for a ghost, and forbid the blocks it does not own.
+        """Replace other ranks' parameters by ghosts, and forbid the forward of their blocks.
 
-        A ghost is a tensor of zeros that takes no memory, stands in the module's ``__dict__`` and has the parameter's
-        shape and dtype.
+        A ghost is a tensor of zeros with the parameter's shape and dtype that takes no memory, in the module's
+        ``__dict__``.
 
         Args:
-            device: where the ghosts of meta parameters are; ``None``: on the CPU.
+            device: of ghosts of meta parameters; ``None``: the CPU.
         """
         self._first_engine_hook = RemovableHandle.next_id
         for name in self.holders:
@@ -122,24 +121,24 @@ class PipelineCut:
 
     @cached_property
     def engine_hooks(self) -> HookRange:
-        """The hooks that were put on since the cut was applied; to be asked for once all engines have theirs."""
+        """Forward hooks registered since the cut was applied; read it after all engines have registered theirs."""
         return HookRange(self._first_engine_hook, RemovableHandle.next_id)
 
     def place_ghosts(self, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
-        """Put every ghost on ``device``, with the dtype that ``dtype_of`` says for it."""
+        """Set the device and dtype of all ghosts."""
         for name, ghost in list(self.ghosts.items()):
             self._put_ghost(name, placeholder(ghost.shape, dtype_of(ghost), device))
 
     def put_ghost_back(self, name: str) -> None:
-        """Let the ghost of a parameter stand again where something else was put for a while."""
+        """Restore the ghost of a parameter after a temporary value."""
         put(self._slots[name], self.ghosts[name])
 
     @contextmanager
     def registered_ghosts(self) -> Iterator[set[nn.Parameter]]:
-        """Register ghosts as parameters in the order of the whole module, as long as this is entered.
+        """Register ghosts as parameters, in the order of the whole module, inside.
 
-        ``configure_optimizers`` may choose parameters by their place (``list(self.parameters())[::2]``), or find none
-        to train on this stage.
+        ``configure_optimizers`` may select parameters by position (``list(self.parameters())[::2]``), or find none to
+        train on this stage.
         """
         made = {}
         for name, ghost in self.ghosts.items():
@@ -164,7 +163,7 @@ class PipelineCut:
 
     @property
     def outside(self) -> list[str]:
-        """Names of the parameters that are registered or used outside of the blocks too, or only there."""
+        """Names of parameters that are registered or used outside of the blocks."""
         inside = {id(module) for block in self.blocks for module in block.modules()}
         return [
             name
@@ -182,7 +181,7 @@ class PipelineCut:
             slot = (self.module.get_submodule(owner), key)
             if not any(slot[0] is module and slot[1] == other for module, other in self._slots.get(name, ())):
                 self._slots.setdefault(name, []).append(slot)
-        # What nothing is known of is held first: from there it travels to wherever it is used.
+        # Parameters without a rule are held by the first stage, from which they can be sent to any user.
         return {name: tuple(sorted(found or {0})) for name, found in stages.items()}
 
     def _stages_of(self, name: str) -> set[int]:
@@ -199,11 +198,11 @@ class PipelineCut:
 
     def _check_blocks(self) -> None:
         if not self.blocks:
-            raise ValueError("A pipeline needs repeated blocks to cut between. Say plan.blocks=['model.layers.*'].")
+            raise ValueError("A pipeline needs repeated blocks to split between. Type plan.blocks=['model.layers.*'].")
         if len({id(block) for block in self.blocks}) != len(self.blocks):
             raise ValueError(
-                f"Some of the blocks {list(self.names)} are one and the same module, called several times. A pipeline "
-                f"cannot cut those; use pipeline=1."
+                f"Some of the blocks {list(self.names)} are the same module, called several times. A pipeline cannot "
+                "split those; use pipeline=1."
             )
         bounds = [0, *(span.stop for span in self.spans)]
         if [*(span.start for span in self.spans), bounds[-1]] != bounds or bounds[-1] != len(self.blocks):
@@ -225,7 +224,7 @@ class PipelineCut:
 
 
 class _Forbidden:
-    """Stands for the forward of a block that another stage owns; the gates of the engine never let a call get here."""
+    """Forward of a block owned by another stage, which the engine's gates never reach."""
 
     def __init__(self, name: str, stage: int) -> None:
         self._name, self._stage = name, stage
@@ -233,19 +232,19 @@ class _Forbidden:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"The block {self._name!r} belongs to stage {self._stage} of the pipeline and cannot run on this rank. "
-            f"Call blocks as modules (block(x), not block.forward(x)), and only inside of training_step, "
-            f"validation_step, test_step or predict_step."
+            "Call blocks as modules (block(x), not block.forward(x)), and only in training_step, validation_step, "
+            "test_step or predict_step."
         )
 
 
 def make_ghost(parameter: Tensor, device: torch.device | None = None) -> Tensor:
-    """Zeros of the parameter's shape, dtype and device in the memory of one element, without gradient."""
+    """Return zeros of the parameter's shape, dtype and device in the memory of one element, without gradient."""
     place = parameter.device if parameter.device.type != "meta" else device or torch.device("cpu")
     return placeholder(parameter.shape, parameter.dtype, place)
 
 
 def put(slots: Iterable[Slot], tensor: Tensor) -> None:
-    """Let ``tensor`` stand as a plain attribute where a parameter is or was registered."""
+    """Set ``tensor`` as a plain attribute in place of a parameter."""
     for owner, key in slots:
         owner._parameters.pop(key, None)
         owner.__dict__[key] = tensor
@@ -253,7 +252,7 @@ def put(slots: Iterable[Slot], tensor: Tensor) -> None:
 
 
 def refresh_recurrent(owner: nn.Module) -> None:
-    """Have a recurrent layer, which keeps a list of its weights, look them up again."""
+    """Refresh the weight list of a recurrent layer."""
     names = getattr(owner, "_flat_weights_names", None)
     if names is not None:
         owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in names]
@@ -265,13 +264,13 @@ def _longest_match(name: str, prefixes: Iterable[str]) -> int | None:
 
 
 class StageParameters(nn.Module):
-    """What torch's stage takes for its module: it registers exactly the parameters of one stage.
+    """Module for torch's stage that registers the parameters of one stage only.
 
-    They are looked up at every call, as other engines exchange parameters.
+    Looked up at every call, since other engines replace parameters.
 
     Args:
-        cut: the cut.
-        stage: a stage of this rank.
+        cut: of the module.
+        stage: of this rank.
     """
 
     def __init__(self, cut: PipelineCut, stage: int) -> None:
@@ -279,5 +278,5 @@ class StageParameters(nn.Module):
         self._find: Callable[[], list[nn.Parameter]] = lambda: cut.parameters_of(stage)
 
     def parameters(self, recurse: bool = True) -> Any:
-        """The stage's trained parameters."""
+        """Return the stage's trainable parameters."""
         return iter(self._find())

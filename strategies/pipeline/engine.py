@@ -1,4 +1,4 @@
-"""Runs training and evaluation steps of an unmodified module over the stages of a pipeline."""
+"""Training and evaluation steps of an unmodified module over pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,49 +17,50 @@ from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
-from trainwright.strategies.pipeline.first_step.block_values import Placeholder
-from trainwright.strategies.pipeline.first_step.module_state import ModuleState
-from trainwright.strategies.pipeline.first_step.routes import StageRoutes, needs_everything, plan_routes
-from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.first_step.step_state import StatePlace, StepState, find_places
-from trainwright.strategies.pipeline.first_step.survey import Survey
-from trainwright.strategies.pipeline.form import Carrier, FormBook
 from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
 from trainwright.strategies.pipeline.micro_batches import BatchDims
 from trainwright.strategies.pipeline.relay import RelayPass
-from trainwright.strategies.pipeline.results import LogRecorder, Publisher, logged_to
+from trainwright.strategies.pipeline.results import LogRecorder, Publisher, redirected_log
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
 from trainwright.strategies.pipeline.sends import Place as SendPlace
-from trainwright.strategies.pipeline.sends import Sends, known_to_be_taken
-from trainwright.strategies.pipeline.stage import OwnForwardStage
+from trainwright.strategies.pipeline.sends import Sends, releasable_sends
+from trainwright.strategies.pipeline.stage import UserStepStage
+from trainwright.strategies.pipeline.tracing.block_values import Placeholder
+from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace
+from trainwright.strategies.pipeline.tracing.module_state import ModuleState
+from trainwright.strategies.pipeline.tracing.routes import StageRoutes, needs_everything, plan_routes
+from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.tracing.step_state import StatePlace, StepState, find_places
+from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueChannel
 
 Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PipelineEngine:
-    """Drives the stages of this rank.
+    """Driver of this rank's stages.
 
-    Every stage runs the user's own ``training_step`` on each micro-batch: blocks of other stages are skipped, the first
-    own block gets what arrived, and after the last own block the step is left (the last stage goes on to the loss).
+    Every stage runs the user's ``training_step`` on each micro-batch: blocks of other stages are skipped, the first own
+    block gets the received activation, and after the last own block the step is left (the last stage continues to the
+    loss).
 
-    Making it is a collective of the group.
+    The constructor is a collective of the group.
 
     Args:
         module: the user's module, cut (``cut.apply()``).
-        cut: how.
+        cut: of the module.
         group: ranks of one pipeline, in order.
         schedule: a key of :data:`~trainwright.strategies.pipeline.schedules.CHOICES`.
-        micro_batches: parts of a batch; fewer for a batch with fewer samples.
+        micro_batches: per batch; fewer for a batch with fewer samples.
         device: of activations.
-        run: ``run(method, args, kwargs)`` runs a method of the module as the strategy wants it run (precision, root
-            module); innermost it must use :meth:`call`, and return what that returns.
+        run: ``run(method, args, kwargs)`` runs a method of the module as the strategy requires (precision, root
+            module); innermost it must call :meth:`call` and return its result.
         batch_dims: exceptions to "samples are along dim 0", by path in the batch; see :func:`split_batch`.
-        look: as ``run``, for a run without gradients in which every stage runs all of the step; ``None`` is ``run``.
+        look: like ``run``, without gradients and on all stages completely; default: ``run``.
         whole: see :meth:`evaluating`.
 
     Attributes:
         cut: as given.
-        last_stage_rank: rank in the group whose stage reaches the loss.
+        last_stage_rank: rank in the group of the last stage.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class PipelineEngine:
         self._ranks = ranks_of_stages(dist.get_world_size(group), cut.stages, schedule)
         self.last_stage_rank = self._ranks[-1]
         self._gates = Gates(cut.blocks)
-        self._book = FormBook(_common_prefix(group, self._device))
-        _greet_neighbours(group, self._device)
-        self._carrier = Carrier(group, self._device)
+        self._registry = SpecRegistry(_common_prefix(group, self._device))
+        _connect_neighbors(group, self._device)
+        self._channel = ValueChannel(group, self._device)
         self._publisher = Publisher(group, self.last_stage_rank, self._device)
         self._schedules: dict[int, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._step: _Step | None = None
@@ -95,29 +96,30 @@ class PipelineEngine:
         self._randomness = StepRandomness(group, self._device)
         self._draws = False
         self._is_compiled = False
-        # What was run in a relay -> whether every rank must get everything for it, whether it draws outside of blocks.
+        # Kind of relay -> whether every rank gets all block values, and whether it draws random numbers outside of
+        # blocks.
         self._relays: dict[str, tuple[bool, bool]] = {}
         self._is_whole = False
         self.stages = [self._make_stage(index) for index in cut.mine]
 
-    def _make_stage(self, index: int) -> OwnForwardStage:
-        return OwnForwardStage(
+    def _make_stage(self, index: int) -> UserStepStage:
+        return UserStepStage(
             StageParameters(self.cut, index),
             index,
             self.cut.stages,
             self._device,
             self._group,
             ranks=self._ranks,
-            book=self._book,
+            registry=self._registry,
             forward=self._forward,
             source=f"The block {self.cut.names[self.cut.spans[index].stop - 1]!r}",
         )
 
     def attach(self) -> None:
-        """Put the gates in front of the blocks, after everything else has hooked, patched and compiled them.
+        """Install the gates, after all other hooks, patches and compilations of the blocks.
 
         Raises:
-            ValueError: if a block is compiled and the schedule computes gradients of inputs and weights apart.
+            ValueError: if a block is compiled and the schedule computes input and weight gradients separately.
         """
         compiled = [
             name
@@ -127,36 +129,37 @@ class PipelineEngine:
         if compiled and CHOICES[self._schedule_name].splits_backward:
             possible = [name for name, choice in CHOICES.items() if not choice.splits_backward]
             raise ValueError(
-                f"schedule={self._schedule_name!r} computes gradients of inputs and of weights apart, which a compiled "
-                f"block ({compiled[0]}) cannot. Set compile to off, or schedule to one of: {', '.join(possible)}."
+                f"schedule={self._schedule_name!r} computes input and weight gradients separately, which a compiled "
+                f"block ({compiled[0]}) does not support. Set compile to off, or schedule to one of: "
+                f"{', '.join(possible)}."
             )
         self._is_compiled = any(module._compiled_call_impl is not None for module in self._module.modules())
         self._gates.attach()
-        _ = self.cut.engine_hooks  # from here on hooks are the user's
+        _ = self.cut.engine_hooks  # hooks registered later are the user's
 
     def detach(self) -> None:
-        """Take the gates away, and forget schedules and buffers."""
+        """Remove the gates, schedules and buffers."""
         self._gates.detach()
         self._forget_step()
 
     def refresh(self) -> None:
-        """Ask anew for the forms of what stages send, after ``requires_grad`` of parameters was changed.
+        """Renegotiate what stages send, after ``requires_grad`` of parameters changed.
 
-        To be called between the same steps on every rank of the pipeline. Nothing is communicated.
+        Call it between the same steps on every rank of the pipeline. No communication.
         """
-        self._book.refresh()
+        self._registry.refresh()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run ``function``, which runs the user's step, and return its result, or the stage's output if it ends early.
+        """Run ``function``, which runs the user's step; returns its result, or the stage's output if it ends early.
 
         Raises:
-            RuntimeError: if the step does not call the blocks once and in order, or needs what cannot be sent here.
+            RuntimeError: if the step does not call the blocks once and in order, or needs what cannot be sent.
         """
         run = self._gates.current
         if isinstance(run, StagePass):
             return run.run(function)
-        if isinstance(run, RelayPass) and run.survey is not None:
-            run.survey.refresh()
+        if isinstance(run, RelayPass) and run.trace is not None:
+            run.trace.refresh()
         return function()
 
     # Training
@@ -170,27 +173,26 @@ class PipelineEngine:
         scale: Callable[[Tensor, float], Tensor],
         samples: int | None = None,
     ) -> Any:
-        """One ``training_step`` of the whole batch: forward and backward of all micro-batches. A collective.
+        """Run one ``training_step`` of the whole batch: forward and backward of all micro-batches. A collective.
 
         Gradients are those of the mean over the batch (micro-batch k weighs n_k / n) and accumulate into ``p.grad``.
 
         Args:
             args, kwargs: of ``training_step``; one of them is ``batch``.
-            batch: same on all ranks of the pipeline.
-            scale: what is differentiated for the loss of a micro-batch that holds the given share of the samples (it
-                also knows of accumulation and loss scaling).
-            samples: of a batch, by its loader; ``None``: not known.
+            batch: the same on all ranks of the pipeline.
+            scale: returns the scaled loss of a micro-batch, given its share of the samples.
+            samples: of a batch, according to its loader; ``None``: unknown.
 
         Returns:
-            On every rank what the step would have returned for the whole batch, without gradient: the loss, or a dict;
-            ``None`` if all micro-batches gave ``None`` (gradients are then zeros).
+            On every rank the step's result for the whole batch, without gradient: the loss, or a dict; ``None`` if all
+                micro-batches returned ``None`` (gradients are then zeros).
         """
         size, parts = self._split(batch)
         arguments = [batches.replace_argument(args, kwargs, batch, part) for part in parts]
         if self._routes is None:
             if samples is not None and len(parts) > 1:
                 batches.check_samples(batch, self._dims, size, samples)
-            self._learn(arguments[0], len(parts))
+            self._trace_first_step(arguments[0], len(parts))
         recorder = LogRecorder(batches.part_sizes(size, len(parts)), self._device, self._module)
         seeds = self._randomness.seeds(len(parts)) if self._draws else []
         self._step = _Step(arguments, recorder, scale, seeds)
@@ -200,7 +202,7 @@ class PipelineEngine:
         if state is not None:
             state.begin_step()
         try:
-            with logged_to(self._module, recorder.log):
+            with redirected_log(self._module, recorder.log):
                 self._run_schedule(len(parts))
         except BaseException:
             self._forget_step()
@@ -211,7 +213,7 @@ class PipelineEngine:
         return self._publisher.publish(recorder, getattr(self._module, "log", _no_log))
 
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
-        """The parts that :meth:`train` runs, and the share of the samples in each."""
+        """Return the micro-batches of :meth:`train`, and their shares of the samples."""
         size, parts = self._split(batch)
         counts = batches.part_sizes(size, len(parts))
         return [(part, count / size) for part, count in zip(parts, counts, strict=True)]
@@ -242,33 +244,35 @@ class PipelineEngine:
             return output
         loss = step.recorder.finish(part, output)
         share = step.recorder.sizes[part] / sum(step.recorder.sizes)
-        # A new tensor always: torch detaches what it gets in place, which must not be the user's tensor, nor a view.
+        # A new tensor: torch detaches it in place, which must not affect the user's tensor, nor a view.
         return None if loss is None else step.scale(loss, share).sum() * 1.0
 
-    def _learn(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> None:
-        """Run the first micro-batch without gradients and see what stages need of each other. A collective.
+    def _trace_first_step(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> None:
+        """Trace the first micro-batch without gradients to find dependencies between stages. A collective.
 
-        Nothing of that run is left in the module.
+        Restores the module's state.
 
         Raises:
-            RuntimeError: if something cannot be sent, or depends on how the batch is split.
+            RuntimeError: if a value cannot be sent, or depends on how the batch is split.
         """
         args, kwargs = arguments
-        survey = Survey(self.cut, self._device, arguments)
-        run = RelayPass(self.cut, self._ranks, self._carrier, survey, everything=True)
+        trace = DependencyTrace(self.cut, self._device, arguments)
+        run = RelayPass(self.cut, self._ranks, self._channel, trace, everything=True)
         error: Exception | None = None
         places: list[StatePlace] = []
         problems: list[str] = []
         random = random_state(self._device)
         ranks = set(dist.get_process_group_ranks(self._group))
-        stop = listen(lambda call: survey.hear(call.kind, ranks & set(dist.get_process_group_ranks(call.group))))
+        stop = listen(
+            lambda call: trace.record_collective(call.kind, ranks & set(dist.get_process_group_ranks(call.group)))
+        )
         with torch.no_grad(), self.evaluating(self._whole):
             state = ModuleState(self._module)
-            survey.name_state(self._module)
+            trace.name_state(self._module)
             try:
-                with logged_to(self._module, lambda name, value, **options: survey.use_results(value)):
-                    survey.use_results(self._relayed(run, lambda: self._look("training_step", args, kwargs)))
-                places, problems = find_places(self.cut, self._module, state.changes(), survey, micro_batches)
+                with redirected_log(self._module, lambda name, value, **options: trace.use_results(value)):
+                    trace.use_results(self._relayed(run, lambda: self._look("training_step", args, kwargs)))
+                places, problems = find_places(self.cut, self._module, state.changes(), trace, micro_batches)
                 if run.passes != 1:
                     raise RuntimeError(order_message(self.cut.names, 0, len(self.cut.names)))
             except Exception as raised:
@@ -277,14 +281,14 @@ class PipelineEngine:
                 stop()
             state.restore()
         set_random_state(random, self._device)
-        survey.finish()
-        problems += survey.problems
-        told = survey.needs, survey.mutated, problems, error is None, survey.draws
-        found = all_gather_values(told, self._group, self._device)
+        trace.finish()
+        problems += trace.problems
+        own = trace.needs, trace.mutated, problems, error is None, trace.draws
+        found = all_gather_values(own, self._group, self._device)
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]
-            self._routes, unsent = plan_routes(self.cut, self._ranks, survey, needs, forms, left)
+            self._routes, unsent = plan_routes(self.cut, self._ranks, trace, needs, forms, left)
             problems = list(dict.fromkeys([*unsent, *(problem for each in found for problem in each[2])]))
             if problems:
                 raise RuntimeError(" ".join(problems)) from error
@@ -293,7 +297,7 @@ class PipelineEngine:
         if not all(each[3] for each in found):
             raise RuntimeError("training_step failed on another stage of the pipeline; see the error of its rank.")
         self._draws = any(each[4] for each in found)
-        self._state = StepState(self._module, places, self._ranks, self._carrier) if places else None
+        self._state = StepState(self._module, places, self._ranks, self._channel) if places else None
 
     def _run_schedule(self, count: int) -> None:
         schedule, taken = self._schedule(count)
@@ -305,11 +309,11 @@ class PipelineEngine:
             sends.finish()
 
     def _schedule(self, count: int) -> tuple[Any, dict[SendPlace, list[SendPlace]] | None]:
-        """Torch's schedule for so many micro-batches, and what is known of its sends."""
+        """Return torch's schedule for ``count`` micro-batches, and its releasable sends."""
         if count not in self._schedules:
             made = make_schedule(self._schedule_name, self.stages, count, lambda output, target: output)
             orders = orders_of(made)
-            taken = None if orders is None else known_to_be_taken(orders, dist.get_rank(self._group))
+            taken = None if orders is None else releasable_sends(orders, dist.get_rank(self._group))
             self._schedules[count] = made, taken
         return self._schedules[count]
 
@@ -327,21 +331,21 @@ class PipelineEngine:
     # Evaluation
 
     def from_last_stage(self, value: Any, source: str) -> Any:
-        """Return a structure of tensors of the last stage's rank on all ranks of the pipeline. A collective.
+        """Return the value of the last stage on all ranks of the pipeline. A collective.
 
         Args:
-            value: what the last stage has; ignored on the others.
-            source: what it comes from, for messages.
+            value: of the last stage; ignored on others.
+            source: description for messages.
         """
-        return self._carrier.broadcast(self.last_stage_rank, value, source)
+        return self._channel.broadcast(self.last_stage_rank, value, source)
 
     @contextmanager
     def evaluating(self, whole: Callable[[str], Tensor] | None = None) -> Iterator[None]:
-        """Modules outside of the blocks are whole on every stage while this is entered. A collective at entry.
+        """Materialize modules outside of the blocks on every stage inside. A collective at entry.
 
         Args:
-            whole: gives an own parameter, by name, as the whole local tensor; called on every rank that holds it in the
-                same order. ``None`` takes the parameter as it is.
+            whole: returns an owned parameter, by name, as a whole local tensor; called on every holder in the same
+                order. ``None``: the parameter itself.
         """
         if self._is_whole:
             yield
@@ -365,17 +369,17 @@ class PipelineEngine:
         tensor = torch.empty(0)
         if name in self.cut.owned:
             owner, key = self.cut.slots(name)[0]
-            # Every holder asks, as getting it may be a collective of the ranks that hold it.
+            # Called on every holder: gathering it may be a collective of these.
             tensor = (whole(name) if whole is not None else getattr(owner, key)).detach().contiguous()
-        shared: Tensor = self._carrier.broadcast(self._ranks[self.cut.holders[name][0]], tensor, name)
+        shared: Tensor = self._channel.broadcast(self._ranks[self.cut.holders[name][0]], tensor, name)
         return shared
 
     @torch.no_grad()
     def share_buffers(self, *, of_blocks: bool = True) -> None:
-        """Give all ranks the buffers of the stages that compute with real inputs. A collective.
+        """Send buffers from the stages that compute them to all ranks. A collective.
 
         Args:
-            of_blocks: those of blocks as well, which only their own stage needs while it trains.
+            of_blocks: also those of blocks, which only their own stage needs during training.
         """
         blocks = tuple(name + "." for name in self.cut.names)
         for name, buffer in list(self._module.named_buffers()):
@@ -393,32 +397,32 @@ class PipelineEngine:
                 buffer.copy_(sent)
 
     def relay(self, function: Callable[[], Any], kind: str = "") -> Any:
-        """Run ``function`` (a validation step, a generation loop) on every rank of the pipeline, and return its result.
+        """Run ``function`` (a validation step, a generation loop) on every rank of the pipeline; returns its result.
 
-        Own blocks run, others' results are received; the last block's output is known to all. Enter
-        :meth:`evaluating` before. A collective: all ranks pass through the blocks equally often.
+        Own blocks run, results of others are received; the last block's output is known to all. Must be inside
+        :meth:`evaluating`. A collective: all ranks pass through the blocks equally often.
 
         Args:
-            function: what to run.
-            kind: what it is. The first of a kind is looked at: where more than outputs of the blocks before is used,
-                all ranks get what all blocks leave.
+            function: to run.
+            kind: the first run of a kind is traced: if more than outputs of preceding blocks is used, all ranks receive
+                all block values.
 
         Raises:
-            RuntimeError: if a pass does not go through all blocks in order, or goes on with a key-value cache.
+            RuntimeError: if a pass does not visit all blocks in order, or reuses an unsupported key-value cache.
         """
         if kind in self._relays:
             everything, draws = self._relays[kind]
-            run = RelayPass(self.cut, self._ranks, self._carrier, None, everything)
+            run = RelayPass(self.cut, self._ranks, self._channel, None, everything)
             return self._relayed(run, function, draws)
-        survey = Survey(self.cut, self._device)
-        run = RelayPass(self.cut, self._ranks, self._carrier, survey, everything=True)
-        with logged_to(self._module, partial(_logged_and_used, getattr(self._module, "log", _no_log), survey)):
+        trace = DependencyTrace(self.cut, self._device)
+        run = RelayPass(self.cut, self._ranks, self._channel, trace, everything=True)
+        with redirected_log(self._module, partial(_logged_and_used, getattr(self._module, "log", _no_log), trace)):
             output = self._relayed(run, function)
-        survey.use_results(output)
-        survey.finish()
+        trace.use_results(output)
+        trace.finish()
         routes = StageRoutes(self.cut, (), *run.known())
-        everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, survey)
-        flags = torch.tensor([int(everything), int(survey.draws)], device=self._device)
+        everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, trace)
+        flags = torch.tensor([int(everything), int(trace.draws)], device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         self._relays[kind] = bool(flags[0]), bool(flags[1])
         return output
@@ -430,15 +434,15 @@ class PipelineEngine:
             with ExitStack() as stack:
                 if draws:
                     stack.enter_context(self._randomness.outside(self._randomness.seeds(1)[0]))
-                if run.survey is not None:
-                    if self._is_compiled:  # compiled code would not be followed, and be compiled for this run alone
+                if run.trace is not None:
+                    if self._is_compiled:  # compiled code cannot be traced, and would be recompiled for this run
                         stack.enter_context(torch.compiler.set_stance("force_eager"))
-                    run.survey.look_at_generators()
-                    stack.enter_context(run.survey)
-                    stack.enter_context(run.survey.in_user_code())
+                    run.trace.check_generators()
+                    stack.enter_context(run.trace)
+                    stack.enter_context(run.trace.in_user_code())
                 output = function()
-                if run.survey is not None:
-                    run.survey.look_at_generators()
+                if run.trace is not None:
+                    run.trace.check_generators()
         finally:
             self._gates.current = before
         run.finish()
@@ -446,7 +450,7 @@ class PipelineEngine:
 
 
 class _Step(NamedTuple):
-    """What is going on in :meth:`PipelineEngine.train`."""
+    """State of a running :meth:`PipelineEngine.train`."""
 
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
     recorder: LogRecorder
@@ -455,15 +459,14 @@ class _Step(NamedTuple):
 
 
 def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:
-    """A text that the ranks of the group share and no other group has."""
+    """Return a string that is unique to the group, on all of its ranks."""
     return f"trainwright/pipeline/{broadcast_value(uuid.uuid4().hex, 0, group, device)}"
 
 
-def _greet_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Exchange one number with each neighbour, pair after pair in one order for all.
+def _connect_neighbors(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange one number with each neighbor, pair by pair in the same order on all ranks.
 
-    NCCL makes a communicator for each pair when it first exchanges something and waits for both; made in the middle of
-    a schedule, in the order of its sends, they could wait in a circle.
+    NCCL creates a communicator at the first exchange of a pair, blocking both; within a schedule this could deadlock.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     for one in range(ranks if ranks > 2 else ranks - 1):
@@ -477,9 +480,9 @@ def _greet_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _no_log(name: str, value: Any, **kwargs: Any) -> None:
-    """A module without ``log`` logs nothing."""
+    """Ignore logs of a module without ``log``."""
 
 
-def _logged_and_used(log: Callable[..., Any], survey: Survey, name: str, value: Any, **kwargs: Any) -> None:
-    survey.use_results(value)
+def _logged_and_used(log: Callable[..., Any], trace: DependencyTrace, name: str, value: Any, **kwargs: Any) -> None:
+    trace.use_results(value)
     log(name, value, **kwargs)

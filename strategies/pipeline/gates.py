@@ -1,4 +1,4 @@
-"""Gates in front of the blocks: in a stage's run of the user's step, they run its blocks and skip all others."""
+"""Gates around blocks, which run a stage's own blocks and skip others in the user's step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.pipeline.cut import put
-from trainwright.strategies.pipeline.first_step import block_values
-from trainwright.strategies.pipeline.first_step.block_values import BlockValue, Call, Placeholder
-from trainwright.strategies.pipeline.first_step.routes import StageRoutes
-from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.first_step.survey import Source
-from trainwright.strategies.pipeline.form import tensors_in
+from trainwright.strategies.pipeline.tracing import block_values
+from trainwright.strategies.pipeline.tracing.block_values import BlockValue, Call, Placeholder
+from trainwright.strategies.pipeline.tracing.dependency_trace import Source
+from trainwright.strategies.pipeline.tracing.routes import StageRoutes
+from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.value_spec import tensors_in
 
 
 class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block
@@ -24,21 +24,20 @@ class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step 
 
 
 class Pass(Protocol):
-    """One run of the user's step, as the gates see it."""
+    """One run of the user's step, as seen by the gates."""
 
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call of block ``index`` returns; ``call`` runs it."""
+        """Return the result of block ``index``; ``call`` runs it."""
 
 
 class Gates:
-    """One gate per block, around everything else that was hooked to it.
+    """One gate per block, around all of its hooks.
 
     Args:
-        blocks: in the order in which they run.
+        blocks: in execution order.
 
     Attributes:
-        current: the run that is going on. Without one (a recomputation in backward, a call of the user's), blocks run
-            as they are.
+        current: the active run; without one (recomputation in backward, direct calls) blocks run normally.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -47,12 +46,12 @@ class Gates:
         self.current: Pass | None = None
 
     def attach(self) -> None:
-        """Install the gates; do so after all other hooks, patches and compilations of the blocks."""
+        """Install the gates, after all other hooks, patches and compilations of the blocks."""
         if self._before is not None:
             return
         self._before = [block._compiled_call_impl for block in self._blocks]
         for index, block in enumerate(self._blocks):
-            # Torch calls this instead of the hooks and forward: the place of a compiled block.
+            # Torch calls this instead of hooks and forward, as for a compiled block.
             block.__dict__["_compiled_call_impl"] = self._gate(index, block._compiled_call_impl or block._call_impl)
 
     def detach(self) -> None:
@@ -77,13 +76,13 @@ class StagePass:
     """One stage's run of a training step on one micro-batch.
 
     Args:
-        routes: what travels.
-        stage: whose run it is.
-        received: what the stage before handed over; not used by the first stage.
+        routes: of sent values.
+        stage: index of the stage.
+        received: from the previous stage; unused by the first.
 
     Attributes:
         output: of the stage's last block, once it ran.
-        randomness: gives own blocks the generators of the rank; ``None``: they have them.
+        randomness: switches own blocks to the rank's generators; ``None``: not needed.
     """
 
     def __init__(self, routes: StageRoutes, stage: int, received: Any) -> None:
@@ -95,17 +94,17 @@ class StagePass:
         self._main, carried = received if arriving else (received, ())
         self._carried: dict[Source, Tensor] = dict(zip(arriving, carried, strict=True))
         self._own: dict[Source, Tensor] = {}
-        self._stand_in: Any = None
+        self._skipped_output: Any = None
         self._next = 0
         self._versions: list[int] = []
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the stage that reaches the loss."""
+        """True if this is the last stage."""
         return self.span.stop == len(self._names)
 
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run, skip or end; see :class:`Pass`."""
+        """Run or skip a block, or end the step; see :class:`Pass`."""
         if index != self._next:
             raise RuntimeError(order_message(self._names, index, self._next))
         if index == self.span.stop:
@@ -127,12 +126,12 @@ class StagePass:
         if index not in self._routes.kept:
             return call(*args, **kwargs)
         value = block_values.known_call(self._cut.blocks[index], call, args, kwargs, self._routes.places[index])
-        _, tensors = value.take_apart(f"The block {self._names[index]!r}")
+        _, tensors = value.to_spec(f"The block {self._names[index]!r}")
         if len(tensors) != len(self._routes.forms[index].tensors):
             raise RuntimeError(
-                f"The block {self._names[index]!r} leaves {len(tensors)} tensors for code outside of it, and left "
-                f"{len(self._routes.forms[index].tensors)} in the first step. Under a pipeline each step must leave "
-                f"the same ones; use pipeline=1 for this model."
+                f"The block {self._names[index]!r} provides {len(tensors)} tensors to code outside of it, but provided "
+                f"{len(self._routes.forms[index].tensors)} in the first step. Under a pipeline each step must provide "
+                "the same ones; use pipeline=1 for this model."
             )
         for source in self._routes.sent[self._stage]:
             if source.kind == "block" and source.block == index:
@@ -141,19 +140,18 @@ class StagePass:
         return value.output
 
     def _copied(self, index: int, output: Any) -> Any:
-        """The output to be sent: a copy of what is changed in place before the next block is called."""
+        """Return the output to send: a copy if it is changed in place before the next block."""
         return pytree.tree_map_only(Tensor, Tensor.clone, output) if index in self._routes.copied else output
 
     def _skip(self, index: int) -> Any:
-        """What a block of a stage before returns."""
+        """Return the result of a block of an earlier stage."""
         routes = self._routes
         if index not in routes.rebuilt[self._stage]:
             if index == self.span.start - 1:
                 return self._main
-            if self._stand_in is None:
-                is_one, stand_in = type(self._main) is Tensor, routes.stand_in
-                self._stand_in = stand_in(self._main) if is_one else pytree.tree_map_only(Tensor, stand_in, self._main)
-            return self._stand_in
+            if self._skipped_output is None:
+                self._skipped_output = pytree.tree_map_only(Tensor, routes.placeholder_like, self._main)
+            return self._skipped_output
         form, outputs = routes.forms[index], routes.tensors_of_output(index)
         main = tensors_in(self._main)
         tensors = []
@@ -173,7 +171,7 @@ class StagePass:
         return block_values.replay(self._cut.blocks[index], value, self._cut.engine_hooks)
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Result of ``function``, which runs the user's step, or what is sent on if the stage ends before.
+        """Return the result of ``function``, which runs the user's step, or what is sent if the stage ends early.
 
         Raises:
             RuntimeError: see :meth:`block` and :meth:`finish`.
@@ -203,14 +201,14 @@ class StagePass:
             return self._carried[source]
         owner, key = self._cut.slots(source.name)[0]
         parameter: Tensor = getattr(owner, key)
-        # Not the parameter itself: hooks are put on what a stage returns.
+        # Not the parameter itself: hooks are registered on outputs of a stage.
         return parameter.view_as(parameter)
 
     def finish(self) -> None:
-        """Check that the step went through all of the stage's blocks.
+        """Check that the step ran all of the stage's blocks.
 
         Raises:
-            RuntimeError: if it ended before.
+            RuntimeError: if it ended early.
         """
         if self._next == self.span.stop and self.is_last:
             return
@@ -219,26 +217,26 @@ class StagePass:
     def _check_unchanged(self) -> None:
         if self._versions != [t._version for t in tensors_in(self.output)]:
             raise RuntimeError(
-                f"What the block {self._names[self.span.stop - 1]!r} returned is changed in place before the next "
-                f"block is called, which it was not in the first step. The next stage would do so again: use an "
-                f"operation that makes a new tensor (x = x + y, not x += y)."
+                f"The output of the block {self._names[self.span.stop - 1]!r} is changed in place before the next "
+                "block is called, but was not in the first step. The next stage would repeat it: use an operation that "
+                "creates a new tensor (x = x + y, not x += y)."
             )
 
 
 def unfinished_message(names: Sequence[str], then: int) -> str:
-    """What to say when a step ends without having called all blocks."""
+    """Return the error of a step that ends without calling all blocks."""
     return (
         f"training_step ended without calling the block {names[min(then, len(names) - 1)]!r}. A pipeline needs a step "
         f"that calls every block once, in the order of plan.blocks: {names[0]} to {names[-1]}. (If the step catches "
-        f"exceptions, let StageDone pass.)"
+        "exceptions, re-raise StageDone.)"
     )
 
 
 def order_message(names: Sequence[str], index: int, expected: int) -> str:
-    """What to say when a block is called out of order."""
+    """Return the error of a block called out of order."""
     then = f"{names[expected]!r} was next" if expected < len(names) else "all blocks had run"
     return (
         f"The block {names[index]!r} was called when {then}. A pipeline needs one pass through the blocks in the order "
-        f"of plan.blocks in every step: no block twice, none left out, none in another order. Use pipeline=1 for this "
-        f"model, or name other blocks (plan.blocks)."
+        "of plan.blocks in every step, each exactly once. Use pipeline=1 for this model, or name other blocks "
+        "(plan.blocks)."
     )

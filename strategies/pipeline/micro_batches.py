@@ -1,4 +1,4 @@
-"""Splits a batch of any nesting into micro-batches along its samples."""
+"""Splitting of nested batches into micro-batches along the samples."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-# Path of a tensor ("inputs.0.ids") -> tensor dimension of the samples; None: every micro-batch gets it whole.
+# Path of a tensor ("inputs.0.ids") -> its dim of samples; None: every micro-batch gets it whole.
 BatchDims = Mapping[str, int | None]
 
 
 def batch_size_of(batch: Any, dims: BatchDims | None = None) -> int:
-    """Number of samples of a batch: the length of its tensors along their batch dim (0 unless ``dims`` says otherwise).
+    """Return the number of samples: the length of tensors along their batch dim (0 unless in ``dims``).
 
     Args:
-        batch: any nesting of tensors in mappings, sequences and dataclasses.
-        dims: exceptions by path; ``None`` is none.
+        batch: tensors nested in mappings, sequences and dataclasses.
+        dims: exceptions by path; default: none.
 
     Raises:
-        ValueError: if the tensors disagree, or there is none, or ``dims`` names what is not there.
+        ValueError: if tensors disagree, there is none, or ``dims`` names a missing one.
     """
     sizes = {path: tensor.shape[dim] for path, tensor, dim in _tensors(batch, dims or {}) if dim is not None}
     unknown = set(dims or ()) - {path for path, _, _ in _tensors(batch, dims or {})}
@@ -34,7 +34,7 @@ def batch_size_of(batch: Any, dims: BatchDims | None = None) -> int:
     if not sizes:
         raise ValueError(
             "The batch holds no tensor with a batch dimension, so it cannot be split into micro-batches for the "
-            "pipeline. Return at least one tensor whose dim 0 are the samples."
+            "pipeline. Return at least one tensor with samples along dim 0."
         )
     counts = list(sizes.values())
     common = max(set(counts), key=lambda size: (counts.count(size), -counts.index(size)))
@@ -42,23 +42,23 @@ def batch_size_of(batch: Any, dims: BatchDims | None = None) -> int:
         if size != common:
             raise ValueError(
                 f"The tensor {path!r} of the batch has length {size} along its batch dim, others have {common}. To "
-                f"split it along another dim, say batch_dims={{{path!r}: <dim>}}; to give it whole to every "
+                f"split it along another dim, type batch_dims={{{path!r}: <dim>}}; to give it whole to every "
                 f"micro-batch, batch_dims={{{path!r}: null}}."
             )
     return common
 
 
 def check_samples(batch: Any, dims: BatchDims, size: int, samples: int) -> None:
-    """Compare the length along the batch dims with what the loader says.
+    """Check the length along batch dims against the loader's batch size.
 
     Args:
         batch: the first of a run.
         dims: exceptions to dim 0, by path.
-        size: of :func:`batch_size_of`.
-        samples: of a batch, by its loader; the last batch of an epoch may have fewer.
+        size: from :func:`batch_size_of`.
+        samples: of a batch, according to its loader; the last batch of an epoch may have fewer.
 
     Raises:
-        ValueError: if the samples lie along another dim, or cannot be told.
+        ValueError: if samples lie along another or an unknown dim.
     """
     tensors = [(path, tensor) for path, tensor, dim in _tensors(batch, dims) if dim is not None]
     elsewhere = {path: tuple(t.shape).index(samples) for path, t in tensors if samples in t.shape}
@@ -68,16 +68,16 @@ def check_samples(batch: Any, dims: BatchDims, size: int, samples: int) -> None:
     raise ValueError(
         f"The tensors of the batch have length {size} along the dim of samples ({tensors[0][0]!r} has shape "
         f"{tuple(tensors[0][1].shape)}), but the loader makes batches of {samples} samples. A pipeline splits a batch "
-        f"by its samples, along dim 0 unless told otherwise: say strategy.batch_dims={{{example}}} for tensors such "
-        f"as (time, batch), with null to give a tensor whole to every micro-batch."
+        f"by samples, by default along dim 0: type strategy.batch_dims={{{example}}} for tensors such as (time, "
+        "batch), with null to give a tensor whole to every micro-batch."
     )
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
-    """Samples of each micro-batch: as even as can be, the larger ones first.
+    """Return the number of samples of each micro-batch, as even as possible, larger ones first.
 
     Raises:
-        ValueError: if there are fewer samples than parts.
+        ValueError: if there are fewer samples than micro-batches.
     """
     if not 1 <= parts <= size:
         raise ValueError(f"{size} samples cannot be split into {parts} micro-batches. Use 1 to {size}.")
@@ -85,25 +85,25 @@ def part_sizes(size: int, parts: int) -> list[int]:
 
 
 def split_batch(batch: Any, parts: int, dims: BatchDims | None = None) -> list[Any]:
-    """The micro-batches of ``batch``, each nested as the batch is. Their tensors are views.
+    """Return the micro-batches of ``batch``, with the same nesting; tensors are views.
 
-    Tensors are split along dim 0 (or ``dims``), lists and tuples without tensors that are as long as the batch by their
-    elements. Numbers, strings, ``None`` and tensors without dimensions are given to every micro-batch.
+    Tensors are split along dim 0 (or ``dims``), lists and tuples without tensors that are as long as the batch by
+    element. Numbers, strings, ``None`` and 0-dim tensors are given to every micro-batch.
 
     Args:
-        batch: mappings (``BatchEncoding`` too), lists, tuples, named tuples and dataclasses, nested at will.
-        parts: how many, at most the number of samples.
-        dims: exceptions by path; ``None`` is none.
+        batch: mappings (including ``BatchEncoding``), lists, tuples, named tuples and dataclasses, nested.
+        parts: number of micro-batches, at most the number of samples.
+        dims: exceptions by path; default: none.
 
     Raises:
         ValueError: see :func:`batch_size_of` and :func:`part_sizes`.
-        TypeError: for an object that holds tensors but cannot be taken apart.
+        TypeError: for an object with tensors that cannot be split.
     """
     size = batch_size_of(batch, dims)
     sizes = part_sizes(size, parts)
     starts = [sum(sizes[:part]) for part in range(parts)]
     return [
-        _taken(batch, _Piece(start, length, size, dims or {}), "") for start, length in zip(starts, sizes, strict=True)
+        _slice(batch, _Piece(start, length, size, dims or {}), "") for start, length in zip(starts, sizes, strict=True)
     ]
 
 
@@ -150,7 +150,7 @@ def _children(batch: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _taken(batch: Any, piece: _Piece, path: str) -> Any:
+def _slice(batch: Any, piece: _Piece, path: str) -> Any:
     if isinstance(batch, Tensor):
         return piece.of(batch, path)
     is_listed = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
@@ -159,42 +159,42 @@ def _taken(batch: Any, piece: _Piece, path: str) -> Any:
     if isinstance(batch, np.ndarray) and batch.ndim and len(batch) == piece.size:
         return batch[piece.start : piece.start + piece.length]
     if children := _children(batch):
-        return _rebuilt(batch, {n: _taken(value, piece, f"{path}.{n}" if path else str(n)) for n, value in children})
+        return _rebuilt(batch, {n: _slice(value, piece, f"{path}.{n}" if path else str(n)) for n, value in children})
     if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
         raise TypeError(
             f"The batch holds a {type(batch).__name__}{f' at {path!r}' if path else ''}, whose tensors cannot be split "
-            f"into micro-batches. Collate into dicts, lists, tuples or dataclasses of tensors."
+            "into micro-batches. Collate into dicts, lists, tuples or dataclasses of tensors."
         )
     return batch
 
 
 def _rebuilt(batch: Any, values: dict[Any, Any]) -> Any:
-    """``batch`` with other values under the names of its children."""
+    """Return a copy of ``batch`` with other children."""
     if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
         return type(batch)(values)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_make"):
         return batch._make(values.values())
     if isinstance(batch, list | tuple):
         return type(batch)(values.values())
-    new = copy.copy(batch)  # which keeps what a subclass carries besides its items
+    new = copy.copy(batch)  # keeps attributes of a subclass besides its items
     for name, value in values.items():
         new.__setitem__(name, value) if isinstance(batch, Mapping) else object.__setattr__(new, name, value)
     return new
 
 
 def signature(value: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """Paths, shapes and dtypes of all tensors: what decides the shapes that a step computes."""
+    """Return paths, shapes and dtypes of all tensors, which determine the shapes of a step."""
     return tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor, _ in _tensors(value, {}))
 
 
 def replace_argument(args: tuple[Any, ...], kwargs: dict[str, Any], old: Any, new: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments with ``new`` wherever ``old`` (the very object) stands.
+    """Return the arguments with ``old`` (by identity) replaced by ``new``.
 
     Raises:
-        ValueError: if it stands nowhere.
+        ValueError: if ``old`` is none of them.
     """
     if not any(value is old for value in (*args, *kwargs.values())):
-        raise ValueError("The batch is none of the step's arguments. Pass it on as the hook received it.")
+        raise ValueError("The batch is none of the step's arguments. Pass it on as received by the hook.")
     return (
         tuple(new if value is old else value for value in args),
         {name: new if value is old else value for name, value in kwargs.items()},

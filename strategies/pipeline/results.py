@@ -1,4 +1,4 @@
-"""Brings what the last stage returned and logged, micro-batch by micro-batch, to every rank as if of one batch."""
+"""Results and logs of the last stage, merged over micro-batches and sent to every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.pipeline.form import Carrier
+from trainwright.strategies.pipeline.value_spec import ValueChannel
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
 
@@ -46,10 +46,10 @@ class LogRecorder:
         self._outputs: dict[int, Any] = {}
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
-        """Keep what was logged in the current micro-batch; without one (another stage's pass), nothing.
+        """Record a log of the current micro-batch; ignored in passes of other stages.
 
         Raises:
-            TypeError: if the value is no number, no tensor of one element and no metric that is logged for the epoch.
+            TypeError: if the value is not a number, a one-element tensor or a metric logged per epoch.
         """
         if self.current is None:
             return
@@ -60,10 +60,10 @@ class LogRecorder:
                 return
         if not isinstance(value, (int, float, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
             raise TypeError(
-                f"self.log({name!r}, ...) was given a {type(value).__name__}. In a step that a pipeline runs in "
-                f"micro-batches, log a number or a tensor of one element; of a metric object, its value for the epoch "
-                f"(self.log({name!r}, self.metric, on_step=False, on_epoch=True), the metric an attribute of the "
-                f"module) or for the batch (self.log({name!r}, self.metric(prediction, target)))."
+                f"self.log({name!r}, ...) was given a {type(value).__name__}. In the micro-batches of a pipeline, log "
+                f"a number or a tensor of one element; of a metric object, its epoch value (self.log({name!r}, "
+                "self.metric, on_step=False, on_epoch=True), the metric an attribute of the module) or its batch value "
+                f"(self.log({name!r}, self.metric(prediction, target)))."
             )
         size = kwargs.pop("batch_size", None)
         logged = self._logs.setdefault(name, _Logged(kwargs))
@@ -74,17 +74,17 @@ class LogRecorder:
             logged.batch_sizes.append(float(size))
 
     def _name_of(self, metric: Metric) -> str | None:
-        # Lightning finds these once, when a metric is logged for the first time.
+        # Lightning fills this at the first log of a metric.
         known: dict[int, str] = getattr(self.module, "_metric_attributes", None) or {}
         if id(metric) in known:
             return known[id(metric)]
         return next((name for name, part in self.module.named_modules() if part is metric), None)
 
     def finish(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Keep, without gradient, what the step returned, and give the loss in it.
+        """Record a micro-batch's output without gradient; returns its loss.
 
         Raises:
-            TypeError: if it is no tensor, no dict with a ``loss`` and not ``None``.
+            TypeError: if it is not a tensor, a dict with a ``loss``, or ``None``.
         """
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if output is not None and not isinstance(loss, Tensor):
@@ -102,7 +102,7 @@ class LogRecorder:
         return loss
 
     def merged(self) -> tuple[Any, dict[str, _Logged]]:
-        """Output of the whole batch, and the log entries, not yet reduced."""
+        """Return the output of the whole batch, and the log entries before reduction."""
         return self._merged_output(), self._logs
 
     def _merged_output(self) -> Any:
@@ -137,9 +137,9 @@ class LogRecorder:
 
 
 class Publisher:
-    """Sends the results of a step from the last stage's rank to all ranks of the pipeline.
+    """Sends the results of a step from the last stage to all ranks of the pipeline.
 
-    Numbers travel as one tensor per step; names, keyword arguments and plain values only when they change.
+    Numbers are one tensor per step; names, keyword arguments and plain values are sent only when they change.
 
     Args:
         group: ranks of the pipeline.
@@ -150,24 +150,26 @@ class Publisher:
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
         self._source, self._device = source, device
         self._is_source = dist.get_rank(group) == source
-        self._carrier = Carrier(group, device)
+        self._channel = ValueChannel(group, device)
         self._sent: tuple[Any, bytes] = (None, b"")
         self._known: tuple[bytes, Any] = (b"", None)
 
     def publish(self, recorder: LogRecorder, log: Callable[..., Any]) -> Any:
-        """The output of the whole batch, on every rank; and ``log`` called with what was logged. A collective.
+        """Return the output of the whole batch, and log recorded values, on every rank. A collective.
 
         Args:
-            recorder: the step's results; empty on the other ranks.
+            recorder: of the step; empty on other ranks.
             log: called as ``log(name, value, **kwargs)``.
 
         Raises:
-            TypeError: on every rank, if something in the results cannot be sent.
+            TypeError: on every rank, if a result cannot be sent.
         """
-        told = self._carrier.broadcast(self._source, self._told(recorder) if self._is_source else None, "training_step")
-        if isinstance(told, str):
-            raise TypeError(told)
-        description, tensors, numbers = told
+        received = self._channel.broadcast(
+            self._source, self._describe(recorder) if self._is_source else None, "training_step"
+        )
+        if isinstance(received, str):
+            raise TypeError(received)
+        description, tensors, numbers = received
         if description != self._known[0]:
             self._known = description, unpack(description)
         is_dict, entries, logs, metrics = self._known[1]
@@ -190,8 +192,8 @@ class Publisher:
                 return next(tensor)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), how[1])
 
-    def _told(self, recorder: LogRecorder) -> tuple[bytes, list[Tensor], Tensor] | str:
-        """A description, tensors and numbers; or why they cannot be sent."""
+    def _describe(self, recorder: LogRecorder) -> tuple[bytes, list[Tensor], Tensor] | str:
+        """Return description, tensors and numbers; or why they cannot be sent."""
         output, logs = recorder.merged()
         entries = output if isinstance(output, dict) else {} if output is None else {"loss": output}
         hows = [(key, _how(value)) for key, value in entries.items()]
@@ -207,14 +209,14 @@ class Publisher:
         except UnsupportedValueError as error:
             return (
                 f"What training_step returned or logged cannot be sent to the other stages of the pipeline: {error} "
-                f"Return and log numbers, tensors and plain values."
+                "Return and log numbers, tensors and plain values."
             )
         numbers = torch.stack([_number(value, self._device) for value in (0, *values)])[1:]
         return self._sent[1], [entries[key].to(self._device) for key, how in hows if how == ("tensor",)], numbers
 
 
 def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``log`` with the name of the reduction in place of the function."""
+    """Return arguments of ``log`` with reduction functions replaced by names."""
     reduction = kwargs.get("reduce_fx")
     return (
         {**kwargs, "reduce_fx": _REDUCTIONS[reduction]}
@@ -224,7 +226,7 @@ def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _how(value: Any) -> tuple[Any, ...]:
-    """How an entry of the output travels: as a tensor, a number, or with the description."""
+    """Return how an output entry is sent: as a tensor, a number, or in the description."""
     if isinstance(value, Tensor):
         return ("tensor",) if value.ndim else ("scalar", value.dtype)
     return ("float",) if isinstance(value, float) else ("object", value)
@@ -261,8 +263,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def logged_to(module: nn.Module, record: Callable[..., None]) -> Iterator[None]:
-    """Within it the module's ``log``, if it has one, calls ``record(name, value, **kwargs)``."""
+def redirected_log(module: nn.Module, record: Callable[..., None]) -> Iterator[None]:
+    """Redirect the module's ``log``, if any, to ``record(name, value, **kwargs)`` inside."""
     log = getattr(module, "log", None)
     if log is None:
         yield

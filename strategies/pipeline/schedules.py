@@ -1,6 +1,6 @@
-"""The schedules of a pipeline by name, what each asks for, and how blocks and stages are laid out.
+"""Pipeline schedules by name, their requirements, and the layout of blocks and stages.
 
-Nothing here imports torch before a schedule's class is asked for, so that a launcher can validate a configuration.
+Imports torch only when a schedule's class is loaded, so that a launcher can validate a configuration.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.core.torch_internals import _PipelineSchedule
-    from trainwright.strategies.pipeline.stage import OwnForwardStage
+    from trainwright.strategies.pipeline.stage import UserStepStage
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What one schedule is like.
+    """Properties of a schedule.
 
     Attributes:
-        torch_name: name of its class in ``torch.distributed.pipelining``.
-        stages_per_rank: default number of stages of a rank.
-        fixed: whether that number is the only one possible.
+        torch_name: class name in ``torch.distributed.pipelining``.
+        stages_per_rank: default number of stages per rank.
+        fixed: whether no other number is possible.
         vee: whether stages go down the ranks and up again (``0 1 1 0``) instead of round (``0 1 0 1``).
-        splits_backward: whether gradients of inputs and of weights are computed apart (zero bubble). Gradients of
-            weights then reach ``p.grad`` without hooks of autograd, and blocks must not be compiled.
+        splits_backward: whether input and weight gradients are computed separately (zero bubble). Weight gradients then
+            reach ``p.grad`` without autograd hooks, and blocks must not be compiled.
     """
 
     torch_name: str
@@ -34,7 +34,7 @@ class PipelineSchedule:
     splits_backward: bool = False
 
     def load(self) -> type[_PipelineSchedule]:
-        """Torch's class."""
+        """Load torch's class."""
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         found: type[_PipelineSchedule] = get_schedule_class(self.torch_name)
@@ -55,64 +55,46 @@ CHOICES: Mapping[str, PipelineSchedule] = {
 
 
 def stages_per_rank_of(schedule: str, stages_per_rank: int | None) -> int:
-    """The number of stages of a rank: as given, or the schedule's default for ``None``."""
+    """Return the number of stages per rank; default: that of the schedule."""
     return CHOICES[schedule].stages_per_rank if stages_per_rank is None else stages_per_rank
 
 
-def validate_pipeline(
+def block_problems(
     num_blocks: int,
     pipeline: int,
     schedule: str,
-    micro_batches: int,
     stages_per_rank: int | None = None,
     split: Sequence[int] | None = None,
 ) -> list[str]:
-    """What is wrong with a pipeline's configuration, with the values that are possible; empty if nothing is.
+    """Return why blocks cannot be assigned to the stages of a pipeline, with possible values.
 
     Args:
         num_blocks: repeated blocks of the model.
         pipeline: size of the mesh axis.
         schedule: a key of :data:`CHOICES`.
-        micro_batches: parts of a rank's batch.
-        stages_per_rank: stages of a rank; ``None`` is the schedule's default.
-        split: number of blocks of each stage; ``None`` balances them.
+        stages_per_rank: ``None``: the schedule's default.
+        split: number of blocks of each stage; ``None``: balanced.
     """
-    if schedule not in CHOICES:
-        return [f"schedule={schedule!r} does not exist. Choose one of: {', '.join(CHOICES)}."]
-    problems = []
-    choice = CHOICES[schedule]
     per_rank = stages_per_rank_of(schedule, stages_per_rank)
-    if per_rank < 1 or (choice.fixed and per_rank != choice.stages_per_rank):
-        allowed = f"exactly {choice.stages_per_rank}" if choice.fixed else "1 or more"
-        return [f"stages_per_rank={per_rank} does not go with schedule={schedule!r}, which takes {allowed}."]
     stages = pipeline * per_rank
     if num_blocks < stages:
-        problems.append(
-            f"{num_blocks} blocks cannot be dealt out to {stages} stages ({pipeline} ranks x {per_rank} stages): "
-            f"each needs a block. Set pipeline to at most {num_blocks // per_rank or 1}"
-            + ("." if choice.fixed else f", or stages_per_rank to at most {max(1, num_blocks // pipeline)}.")
-        )
-    if not can_run(schedule, micro_batches, pipeline, stages):
-        possible = [m for m in range(1, 4 * stages + 1) if can_run(schedule, m, pipeline, stages)][:8]
-        problems.append(
-            f"micro_batches={micro_batches} does not go with schedule={schedule!r} on {pipeline} ranks with {stages} "
-            f"stages. Possible are: {', '.join(map(str, possible))}, ..."
-        )
-    return problems + ([] if split is None else _validate_split(split, num_blocks, stages))
-
-
-def _validate_split(split: Sequence[int], num_blocks: int, stages: int) -> list[str]:
-    if len(split) == stages and sum(split) == num_blocks and min(split) >= 1:
+        fixed = CHOICES[schedule].fixed
+        return [
+            f"{num_blocks} blocks cannot be assigned to {stages} stages ({pipeline} ranks x {per_rank} stages): each "
+            f"needs a block. Set pipeline to at most {num_blocks // per_rank or 1}"
+            + ("." if fixed else f", or stages_per_rank to at most {max(1, num_blocks // pipeline)}.")
+        ]
+    if split is None or (len(split) == stages and sum(split) == num_blocks and min(split) >= 1):
         return []
-    example = [len(span) for span in split_blocks([1.0] * num_blocks, stages)] if num_blocks >= stages else None
+    example = [len(span) for span in split_blocks([1.0] * num_blocks, stages)]
     return [
-        f"split={list(split)} must give each of the {stages} stages at least one block, {num_blocks} in all"
-        + (f", for example {example}." if example else ".")
+        f"split={list(split)} must give each of the {stages} stages at least one block, {num_blocks} in all, for "
+        f"example {example}."
     ]
 
 
 def can_run(schedule: str, micro_batches: int, ranks: int, stages: int) -> bool:
-    """Whether torch's schedule takes this number of micro-batches."""
+    """Return whether torch's schedule supports this number of micro-batches."""
     if micro_batches < 1:
         return False
     if schedule in ("1f1b", "dualpipev"):
@@ -123,9 +105,9 @@ def can_run(schedule: str, micro_batches: int, ranks: int, stages: int) -> bool:
 
 
 def split_blocks(weights: Sequence[float], stages: int) -> list[range]:
-    """Contiguous spans of blocks, one per stage, such that the heaviest stage is as light as can be.
+    """Split blocks into contiguous spans, one per stage, minimizing the heaviest stage.
 
-    Among those, the one whose stages differ least is taken (the smallest sum of squares).
+    Ties are broken by the smallest sum of squares.
 
     Args:
         weights: cost of each block, in any unit.
@@ -146,7 +128,7 @@ def split_blocks(weights: Sequence[float], stages: int) -> list[range]:
 def _best(
     weights: Sequence[float], stages: int, join: Callable[[float, float], float], cost: Callable[[float], float]
 ) -> tuple[float, list[int]]:
-    """The cheapest cut by dynamic programming: its cost and where each stage begins."""
+    """Return the cost of the best split, by dynamic programming, and the start of each stage."""
     count = len(weights)
     sums = [0.0]
     for weight in weights:
@@ -170,12 +152,12 @@ def _best(
 
 
 def stages_of_rank(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
-    """Stages that a rank of the pipeline runs, ascending."""
+    """Return the stages of a rank of the pipeline, ascending."""
     return [stage for stage, holder in enumerate(ranks_of_stages(ranks, stages, schedule)) if holder == rank]
 
 
 def ranks_of_stages(ranks: int, stages: int, schedule: str) -> list[int]:
-    """The rank in the pipeline of each stage."""
+    """Return the rank in the pipeline of each stage."""
     down = range(ranks)
     if CHOICES[schedule].vee:
         return [*down, *reversed(down)]
@@ -183,9 +165,9 @@ def ranks_of_stages(ranks: int, stages: int, schedule: str) -> list[int]:
 
 
 def orders_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]] | None:
-    """What every rank does in a step of torch's schedule: kind, stage and micro-batch of each action, in order.
+    """Return each rank's actions in torch's schedule, in order: kind, stage and micro-batch.
 
-    ``None``: it is one of those for a single stage of each rank, which send and wait in an order of their own.
+    ``None`` for single-stage schedules, which order their communication internally.
     """
     orders = getattr(schedule, "pipeline_order_with_comms", None)
     if orders is None:
@@ -197,12 +179,12 @@ def orders_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]] | None:
 
 
 def make_schedule(
-    name: str, stages: list[OwnForwardStage], micro_batches: int, loss_fn: Callable[[Any, Any], Any]
+    name: str, stages: list[UserStepStage], micro_batches: int, loss_fn: Callable[[Any, Any], Any]
 ) -> Any:
-    """Torch's schedule for this number of micro-batches.
+    """Create torch's schedule for ``micro_batches``.
 
-    One that cannot take it (a short last batch) is replaced by a plain order for this number, all forwards and then all
-    backwards, which computes the same.
+    If it does not support the number (a short last batch), all forwards are followed by all backwards, with the same
+    result.
 
     Args:
         name: a key of :data:`CHOICES`.
@@ -222,10 +204,9 @@ def make_schedule(
 
 
 def _one_by_one(schedule: Any) -> Any:
-    """Let a forward and a backward that torch pairs (DualPipeV) send what they give each at once.
+    """Let a forward and a backward that torch pairs (DualPipeV) send their results separately.
 
-    Without a kernel that overlaps the two, they run one after the other anyway; sending both results after both only
-    made the next rank wait.
+    Without a kernel that overlaps them, they run sequentially, and sending both at the end delays the next rank.
     """
     orders: dict[int, list[Any]] = schedule.pipeline_order
     if any(action and action.sub_actions for order in orders.values() for action in order):
@@ -238,7 +219,7 @@ def _one_by_one(schedule: Any) -> Any:
 
 
 def _fill_and_drain(
-    name: str, stages: list[OwnForwardStage], micro_batches: int, loss_fn: Callable[[Any, Any], Any]
+    name: str, stages: list[UserStepStage], micro_batches: int, loss_fn: Callable[[Any, Any], Any]
 ) -> Any:
     from trainwright.core.torch_internals import _Action, _ComputationType, _PipelineScheduleRuntime
 

@@ -1,9 +1,8 @@
-"""What a rank of a pipeline has sent in a step, let go of as soon as it is known to have been taken.
+"""Early release of sent tensors in pipeline schedules.
 
-Torch's schedules for several stages of a rank keep the handle of every send, and with it the tensor, until the step
-ends: the activations and gradients of all micro-batches, however few of them are in flight. Waiting earlier may wait
-for a rank that waits for this one, unless the receiver has begun to receive: then a wait ends by itself. That is known
-when something has come from it that it sent later.
+Torch's schedules for several stages per rank keep every send handle, and its tensor, until the end of the step:
+activations and gradients of all micro-batches. Waiting earlier may deadlock, unless the receiver has started to
+receive, which is known once something that it sent later has arrived.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Kind of an action of torch's schedules (its short name), stage, micro-batch.
+# Short name of a torch schedule action, stage, micro-batch.
 Place = tuple[str, int, int]
 
-# Kind of a computation -> that of the receive before it, and where what it receives was sent from: kind and stage.
+# Kind of a computation -> the kind of its receive, and the kind and relative stage of the matching send.
 _RECEIVES = {"F": ("RECV_F", "SEND_F", -1), "B": ("RECV_B", "SEND_B", 1), "I": ("RECV_B", "SEND_B", 1)}
-# Kind of a send -> that of its receive, and of which stage.
+# Kind of a send -> the kind and relative stage of its receive.
 _TAKEN = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
 
 
-def known_to_be_taken(orders: Mapping[int, Sequence[Place]], rank: int) -> dict[Place, list[Place]]:
-    """For each computation of a rank, its sends whose receivers have begun to receive by the time that it begins.
+def releasable_sends(orders: Mapping[int, Sequence[Place]], rank: int) -> dict[Place, list[Place]]:
+    """Return, for each computation of a rank, the sends whose receivers have started by then.
 
-    A send is named once, with the first computation of which that is known; not at all if there is none.
+    Each send is listed at the first such computation, or not at all.
 
     Args:
-        orders: what every rank does, in order.
+        orders: actions of every rank, in order.
         rank: of the pipeline.
     """
     where = {place: (holder, at) for holder, order in orders.items() for at, place in enumerate(order)}
-    # Of each other rank: own computations in order, and how far it had got when it sent what they wait for.
+    # Of each other rank: own computations in order, and its position when it sent their input.
     heard: dict[int, list[tuple[int, Place, int]]] = {}
     for at, place in enumerate(orders[rank]):
         kind, stage, part = place
@@ -54,10 +53,10 @@ def known_to_be_taken(orders: Mapping[int, Sequence[Place]], rank: int) -> dict[
 
 
 class Sends:
-    """The sends of one rank in one step.
+    """Sends of one rank in one step.
 
     Args:
-        taken: of :func:`known_to_be_taken`.
+        taken: from :func:`releasable_sends`.
     """
 
     def __init__(self, taken: Mapping[Place, Sequence[Place]]) -> None:
@@ -65,16 +64,16 @@ class Sends:
         self._works: dict[Place, list[Any]] = {}
 
     def begin(self, place: Place, ops: Sequence[dist.P2POp]) -> None:
-        """Begin to send; the handles hold the tensors."""
+        """Start sending; the handles hold the tensors."""
         self._works[place] = [op.op(op.tensor, group=op.group, group_dst=op.group_peer) for op in ops]
 
     def computes(self, place: Place) -> None:
-        """Let go of what is known to have been taken when a computation begins."""
+        """Release sends known to be received when a computation starts."""
         for sent in self._taken.get(place, ()):
             self._wait(sent)
 
     def finish(self) -> None:
-        """Wait for all others, at the end of the step."""
+        """Wait for all other sends, at the end of the step."""
         for sent in list(self._works):
             self._wait(sent)
 

@@ -1,4 +1,4 @@
-"""A stage for torch's pipeline schedules whose buffers are made per micro-batch, for shapes as they come."""
+"""Pipeline stage for torch's schedules with buffers per micro-batch, for dynamic shapes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from trainwright.core.torch_internals import _PipelineStageBase, stage_backward_input, stage_backward_weight
-from trainwright.strategies.pipeline.form import Form, FormBook, take_apart
 from trainwright.strategies.pipeline.sends import Sends
+from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueSpec, to_spec
 
-# forward(stage, micro-batch, received structure) -> output structure, or the loss (or None) on the last stage
+# forward(stage, micro-batch, received structure) -> output structure, or the loss (or None) on the last stage.
 Forward = Callable[[int, int, Any], Any]
 
 
 class Activation(NamedTuple):
-    """What a stage that is not the last computed for one micro-batch."""
+    """Output of a stage, except the last, for one micro-batch."""
 
-    form: Form
+    form: ValueSpec
     tensors: tuple[Tensor, ...]
 
 
 class _Enter(torch.autograd.Function):
-    """The received leaf as a tensor that may be changed in place, without a copy."""
+    """View of a received leaf that may be changed in place, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -37,26 +37,26 @@ class _Enter(torch.autograd.Function):
         return gradients[0]
 
 
-class OwnForwardStage(_PipelineStageBase):
-    """One stage, driven by torch's schedules.
+class UserStepStage(_PipelineStageBase):
+    """Stage driven by torch's schedules.
 
-    Overrides the data plane of torch's stage: what arrives is described by a :class:`FormBook`, so that micro-batches
-    may differ in shape from each other and from step to step, and any structure can pass.
+    Overrides the data plane of torch's stage: received values are described by a :class:`SpecRegistry`, so shapes may
+    vary between micro-batches and steps, and any structure can be sent.
 
     Args:
-        submodule: registers exactly the parameters that the stage owns.
+        submodule: registers exactly the stage's parameters.
         index: of the stage.
         count: number of stages.
-        device: where to receive.
-        group: the ranks of the pipeline.
+        device: of received tensors.
+        group: ranks of the pipeline.
         ranks: rank in the group of each stage.
-        book: forms of what the stages send.
+        registry: specs of what stages send.
         forward: runs the user's step.
-        source: what the output comes from, for messages.
+        source: description of the output, for messages.
 
     Attributes:
-        signatures: of the micro-batches of this step, by which forms are known.
-        sends: sends what is to be sent in this step; ``None``: torch's schedule does, and waits for it.
+        signatures: of the micro-batches of this step, keys of their specs.
+        sends: of this step; ``None``: left to torch's schedule.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class OwnForwardStage(_PipelineStageBase):
         group: dist.ProcessGroup,
         *,
         ranks: Sequence[int],
-        book: FormBook,
+        registry: SpecRegistry,
         forward: Forward,
         source: str,
     ) -> None:
         super().__init__(submodule, index, count, device, group)
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self.signatures: list[Any] = []
-        self._book, self._forward, self._source = book, forward, source
+        self._registry, self._forward, self._source = registry, forward, source
         self._inputs: dict[int, Activation] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._deferred: dict[int, Any] = {}
@@ -83,10 +83,10 @@ class OwnForwardStage(_PipelineStageBase):
 
     @property
     def live(self) -> int:
-        """Micro-batches whose activations are held at this moment."""
+        """Number of micro-batches with live activations."""
         return len(self.fwd_cache) + len(self._deferred)
 
-    # Set-up: nothing is known or needed beforehand
+    # Set-up: nothing needs to be known in advance
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         self.chunks = num_microbatches
@@ -104,7 +104,7 @@ class OwnForwardStage(_PipelineStageBase):
         return []
 
     def clear_runtime_states(self) -> None:
-        """Forget everything about the last step, also after an error in the middle of it."""
+        """Clear all state of the last step, also after an error."""
         kept: tuple[Any, ...] = (
             self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner, self.output_chunks,
             self._inputs, self._gradients, self._deferred,
@@ -113,21 +113,21 @@ class OwnForwardStage(_PipelineStageBase):
             cache.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: the strategy reduces gradients."""
+        """Do nothing: the strategy reduces gradients."""
 
     # Forward
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive what the stage before sends."""
+        """Receive from the previous stage."""
         if self.is_first:
             return []
-        form = self._book.look_up(self.stage_index - 1, self.signatures[fwd_chunk_id])
+        form = self._registry.look_up(self.stage_index - 1, self.signatures[fwd_chunk_id])
         tensors = tuple(tensor.empty(self.device) for tensor in form.tensors)
         self._inputs[fwd_chunk_id] = Activation(form, tensors)
         return self._ops(dist.irecv, tensors, self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take over what the stage before computed on this very rank."""
+        """Take the output of a previous stage on the same rank."""
         form, tensors = prev_stage_outputs
         self._inputs[mb_index] = Activation(form, tuple(t.detach() for t in tensors))
 
@@ -145,14 +145,14 @@ class OwnForwardStage(_PipelineStageBase):
             loss = output if output is not None else torch.zeros((), device=self.device)
             self.fwd_cache[fwd_chunk_id] = (None, cast("list[Tensor]", leaves))
             return loss
-        form, tensors = take_apart(output, self._source)
+        form, tensors = to_spec(output, self._source)
         if not self._is_here(self.stage_index + 1):
-            self._book.publish(self.stage_index, self.signatures[fwd_chunk_id], form, self._source)
+            self._registry.publish(self.stage_index, self.signatures[fwd_chunk_id], form, self._source)
         self.fwd_cache[fwd_chunk_id] = (tensors, cast("list[Tensor]", leaves))
         return Activation(form, tensors)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send what this stage computed to the one after it."""
+        """Send this stage's output to the next one."""
         if self.is_last:
             return []
         tensors = [t.detach().contiguous() for t in self.fwd_cache[fwd_chunk_id][0]]
@@ -176,15 +176,15 @@ class OwnForwardStage(_PipelineStageBase):
         return self._ops(dist.irecv, [g for g in gradients if g is not None], self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Take over the gradients that the stage after computed on this very rank."""
+        """Take the gradients of a next stage on the same rank."""
         self._gradients[mb_index] = next_stage_bwd_outputs
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """The gradients of this stage's inputs, ``None`` where there is none."""
+        """Return the gradients of this stage's inputs; ``None`` where there is none."""
         return self.bwd_cache.pop(mb_index)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradients of this stage's inputs to the stage before."""
+        """Send the gradients of this stage's inputs to the previous stage."""
         if not self.has_backward or self.is_first:
             return []
         gradients = [g.contiguous() for g in self.bwd_cache.pop(bwd_chunk_id) if g is not None]
@@ -193,7 +193,7 @@ class OwnForwardStage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of one micro-batch; without ``full_backward`` only as far as the inputs need it."""
+        """Run backward of one micro-batch; without ``full_backward`` only for the inputs."""
         if not self.has_backward:
             return
         self._computes("B" if full_backward else "I", bwd_chunk_id)
@@ -215,42 +215,42 @@ class OwnForwardStage(_PipelineStageBase):
             self._deferred[bwd_chunk_id] = ("weights", self._input_backward(pairs, inputs))
         else:
             self._deferred[bwd_chunk_id] = ("all", pairs)
-        self.bwd_cache[bwd_chunk_id] = tuple(_taken_gradient(leaf) for leaf in leaves)
+        self.bwd_cache[bwd_chunk_id] = tuple(_pop_gradient(leaf) for leaf in leaves)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The rest of a backward that was not full."""
+        """Compute the weight gradients of a backward that was not full."""
         if not self.has_backward:
             return
         kind, state = self._deferred.pop(bwd_chunk_id)
         if kind == "all":
             self._backward(state)
             return
-        # Groups of weights may share parts of the graph; all of it goes with the state, right after.
+        # Groups of weights may share parts of the graph, which is freed with the state right after.
         stage_backward_weight(self.submod.parameters(), state, retain_graph=True)
 
     def _backward(self, pairs: list[tuple[Tensor, Tensor | None]]) -> None:
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         for output, _ in pairs:
-            # Torch's schedules keep losses, and this rank's next stage may keep outputs, until the step ends.
+            # Torch's schedules keep losses, and this rank's next stage may keep outputs, until the end of the step.
             if output.grad_fn is not None and not output._is_view():
                 output.detach_()
 
     def _input_backward(self, pairs: list[tuple[Tensor, Tensor | None]], inputs: list[Tensor]) -> Any:
         leaves = {get_gradient_edge(leaf).node for leaf in inputs}
-        apart = all(_depends(output, leaves) for output, _ in pairs)
-        # Torch detaches the outputs in place to free what only they hold; views cannot be.
+        separable = all(_depends(output, leaves) for output, _ in pairs)
+        # Torch detaches outputs in place to free memory, which views do not support.
         outputs = [output if not output._is_view() else output.clone() for output, _ in pairs]
         gradients = [torch.ones_like(o) if g is None else g for o, (_, g) in zip(outputs, pairs, strict=True)]
         edges = [get_gradient_edge(output) for output in outputs]
         _, groups = stage_backward_input(outputs, gradients, cast("list[Any]", inputs), self.submod.parameters())
-        if apart and _are_disjoint(groups):
+        if separable and _are_disjoint(groups):
             return groups
         self._weight_backward(edges, gradients)
         return []
 
     def _weight_backward(self, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
-        """Gradients of all weights at once, where torch's groups of weights would count some twice or not at all."""
+        """Compute all weight gradients at once, where torch's groups would double-count or miss some."""
         parameters = list(self.submod.parameters())
         found = torch.autograd.grad(edges, parameters, gradients, retain_graph=True, allow_unused=True)
         for parameter, gradient in zip(parameters, found, strict=True):
@@ -265,7 +265,7 @@ class OwnForwardStage(_PipelineStageBase):
             self.sends.computes((kind, self.stage_index, chunk))
 
     def _sent(self, kind: str, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """What torch's schedule is to send: nothing where it is sent here."""
+        """Return the sends left to torch's schedule: none if they are made here."""
         if self.sends is None:
             return ops
         self.sends.begin((kind, self.stage_index, chunk), ops)
@@ -276,13 +276,13 @@ class OwnForwardStage(_PipelineStageBase):
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in tensors]
 
 
-def arrive(form: Form, tensors: Iterable[Tensor], with_gradients: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
-    """What a stage is given of tensors that were received, and the tensors, which are the leaves of its graph.
+def arrive(form: ValueSpec, tensors: Iterable[Tensor], with_gradients: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
+    """Return the structure of received tensors for a stage, and the tensors, the leaves of its graph.
 
     Args:
-        form: of what the stage before has returned.
+        form: spec of the previous stage's output.
         tensors: in its order.
-        with_gradients: whether a backward will follow.
+        with_gradients: whether a backward follows.
     """
     pairs = zip(tensors, form.tensors, strict=True)
     leaves = tuple(tensor.requires_grad_(each.requires_grad and with_gradients) for tensor, each in pairs)
@@ -302,10 +302,10 @@ def _depends(output: Tensor, leaves: set[Node]) -> bool:
 
 
 def _are_disjoint(groups: list[dict[str, Any]]) -> bool:
-    """Whether each weight, and each place where its way meets the inputs' way, is in one group of torch's only.
+    """Return whether weights, and the places where their paths meet the inputs' paths, are in one torch group each.
 
-    Weights that meet in more than one place (a part of the graph that only weights lead to, used repeatedly) count as
-    shared too: torch's clamping of such places is exact only if none lies behind another.
+    Weights that meet in several places (a repeatedly used part of the graph that only weights lead to) count as shared:
+    torch's clamping of such places is exact only if none lies behind another.
     """
     weights = [weight for group in groups for weight in group["params"]]
     places = [place for group in groups for place in group["intermediates"]]
@@ -313,7 +313,7 @@ def _are_disjoint(groups: list[dict[str, Any]]) -> bool:
     return len(set(weights)) == len(weights) and len(set(places)) == len(places) and not several
 
 
-def _taken_gradient(leaf: Tensor) -> Tensor | None:
+def _pop_gradient(leaf: Tensor) -> Tensor | None:
     if not leaf.requires_grad:
         return None
     gradient, leaf.grad = leaf.grad, None

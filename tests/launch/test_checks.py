@@ -154,7 +154,7 @@ def test_compression_groups_have_the_default_options(name: str) -> None:
 
 def test_parameter_servers_push_with_the_codec_of_the_group(tmp_path: Path) -> None:
     words = (*SERVER, "logger=csv", "compression=int8", "compression.block=64", f"run_dir={tmp_path}")
-    codec = build_trainer(compose(None, words)).strategy._linking.codec
+    codec = build_trainer(compose(None, words)).strategy._factory.codec
     assert isinstance(codec, Int8)
     assert codec.row_bytes(640) == Int8(block=64).row_bytes(640) != Int8().row_bytes(640)
 

@@ -15,6 +15,7 @@ from tests.strategies.parameter_server.core import PREFIX, Peer
 from trainwright.core.text.bounded import ContentError
 from trainwright.core.text.messages import RUN_TOKEN, seal
 from trainwright.launch.ranks.local_store import LocalStore
+from trainwright.strategies.parameter_server.dedicated_ranks import FitSignals
 from trainwright.strategies.parameter_server.messages.packing import pack, unpack
 from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size
 from trainwright.strategies.parameter_server.messages.wire import (
@@ -27,9 +28,8 @@ from trainwright.strategies.parameter_server.messages.wire import (
     field,
     header,
 )
-from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.server.clocks import Rules
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 
 Payload = tuple[torch.Tensor, int]
@@ -47,11 +47,11 @@ class Stranger:
 
     def __init__(self, store: dist.Store, device: Device, plan: Any) -> None:
         self._device, self._plan = device, plan
-        self._meeting = ServerMeeting(store, PREFIX)
+        self._meeting = ServerRendezvous(store, PREFIX)
 
     def come(self, payloads: Sequence[Payload] = (), of_run: bool = True, **fields: float) -> str:
         """Send a header and payloads over a link of its own, after a hello if it is of the run; the server's answer."""
-        name = self._meeting.come(0, 1)
+        name = self._meeting.announce(0, 1)
         link = Link(self._meeting.client(), name, False, self._device)
         if of_run:
             hello = {"operation": Operation.HELLO, "digest": self._plan.digest, "proof": self._meeting.proof(name)}
@@ -79,7 +79,7 @@ class Stranger:
 def test_128_attacks_after_which_the_server_makes_the_steps_of_its_worker(store: Any) -> None:
     """100 announcements and 4 links of strangers, 24 malformed requests of a worker of the run."""
     rng, plan, device = random.Random(4), Peer.plan_of(), Device()
-    server = Server(0, plan, Rules("async"), ServerMeeting(store, PREFIX), 1, device)
+    server = Server(0, plan, Rules("async"), ServerRendezvous(store, PREFIX), 1, device)
     server.start()
     try:
         for _ in range(100):
@@ -146,7 +146,7 @@ def test_500_damaged_states_of_optimizers_are_refused() -> None:
 def test_only_the_first_worker_ends_a_fit(store: Any) -> None:
     """20 attempts to end a server's fit with a message that is not of the run."""
     rng = random.Random(6)
-    of_server, of_worker = ToldFit(store, 1), ToldFit(store, 0)
+    of_server, of_worker = FitSignals(store, 1), FitSignals(store, 0)
     ended: list[object] = []
 
     def wait() -> None:

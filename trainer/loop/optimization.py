@@ -25,7 +25,7 @@ from trainwright.core.lightning_internals import (
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from trainwright.core.run.traits import Traits
-from trainwright.strategies.pipeline.optimization import ZeroGradFirst
+from trainwright.strategies.pipeline.zero_grad_first import ZeroGradFirst
 from trainwright.trainer.data.reading import Weigher
 from trainwright.trainer.loop.loss_weighting import TokenWeights
 

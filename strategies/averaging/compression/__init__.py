@@ -1,1 +1,1 @@
-"""Sending less than the numbers themselves: codecs, and what averages gradients by them."""
+"""Gradient compression: codecs, and compressors that average gradients over ranks."""

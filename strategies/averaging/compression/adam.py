@@ -1,4 +1,4 @@
-"""Adam whose variance stays after a warm-up, so that replicas may exchange something else than whole gradients."""
+"""Adam with a variance frozen after a warm-up, so that replicas exchange compressed momentum or steps."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
-from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
+from trainwright.strategies.averaging.compression.replica_average import ReplicaAverage
 from trainwright.strategies.contract.gradients import local_tensor
 
-# Squares of gradients of which Adam's variance is the mean at least: of fewer, some come out so small by chance that
-# steps become huge (of ten, one in a hundred million is a hundredth of what it should be; of one, eight in a hundred).
+# Least warm-up for a usable variance estimate: of ten squares one in 1e8 is a hundredth of what it should be, of one
+# eight in a hundred, and so small a variance makes huge steps.
 LEAST_WARMUP = 10
-# Learning rates that one number moves at most in one step where what comes has waited. Without a bound, weights that
-# have gone too far are corrected too late and too much, again and again: gpt diverged in a run of 900 steps.
+# Largest step of one weight, in learning rates. Without the bound, delayed updates overshoot again and again: gpt
+# diverged in a run of 900 steps.
 FARTHEST = 10.0
 
-# What is kept back where nothing else is said.
+# Default units of the residual.
 GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True)
 class MomentumExchange:
-    """What replicas average after the warm-up, and what becomes Adam's momentum ``m`` then.
+    """Quantity that replicas average after the warm-up, and how it becomes Adam's momentum ``m``.
 
     Args:
         momentum: ``"sent"``: each replica's ``beta1 m + (1 - beta1) g``, whose mean is ``m``;
-            ``"after"``: gradients, whose mean Adam takes for its gradient, so that ``v`` goes on learning;
-            ``"none"``: gradients, whose mean is ``m`` itself, of at most :data:`FARTHEST` learning rates' way.
-        in_rates: gradients are multiplied by the learning rate before, and divided by it afterwards: what is kept back
-            under a larger rate counts by as much more when it is sent.
-        in_steps: likewise ``1 / (sqrt(v) + eps)``. With both, a replica hands in the step that it would make alone.
+            ``"after"``: gradients, whose mean is Adam's gradient, so that ``v`` keeps learning;
+            ``"none"``: gradients, whose mean is ``m`` itself, of at most :data:`FARTHEST` learning rates.
+        in_rates: scale gradients by the learning rate, so that residuals from times of a larger rate keep their weight.
+        in_steps: scale gradients by ``1 / (sqrt(v) + eps)``. With both, a replica sends its own Adam step.
     """
 
     momentum: str
@@ -44,12 +43,12 @@ class MomentumExchange:
 
     @property
     def keeps_variance(self) -> bool:
-        """Whether Adam's variance stays what it was at the end of the warm-up."""
+        """True if Adam's variance is frozen after the warm-up."""
         return self.momentum != "after"
 
     @property
     def units(self) -> str:
-        """Of what is kept back."""
+        """Units of the residual."""
         if self.momentum == "sent":
             return "momentum"
         return "steps" if self.in_steps else "gradients times learning rates" if self.in_rates else GRADIENTS
@@ -57,11 +56,10 @@ class MomentumExchange:
 
 # 1-bit Adam, algorithm 1 of arXiv:2102.02888.
 _MOMENTUM = MomentumExchange("sent")
-# A number that waits for its turn comes with all that it has missed at once. That wait does what momentum does
-# (arXiv:1605.09774), so there is none besides; and whose turn it is, is a matter of how far the weight would move.
+# A delayed element carries all its missed updates, which acts as momentum (arXiv:1605.09774), so there is none besides;
+# scaled by steps, top-k picks the weights that would move farthest.
 _STEPS = MomentumExchange("none", in_rates=True, in_steps=True)
-# What is sent of a matrix at each step is rough, and momentum evens it out; it is no burst that a variance would
-# have to be kept from.
+# A low-rank factor is rough at each step, which momentum evens out; without bursts the variance can keep learning.
 _FACTORS = MomentumExchange("after", in_rates=True)
 
 # Compressor -> what replicas exchange.
@@ -69,33 +67,32 @@ EXCHANGES = {"onebit": _MOMENTUM, "topk": _STEPS, "powersgd": _FACTORS}
 
 
 class CompressedAdam:
-    """Compressed averages in the steps of an unmodified ``torch.optim.Adam`` or ``AdamW``.
+    """Compressed averages within the steps of an unmodified ``torch.optim.Adam`` or ``AdamW``.
 
-    For ``warmup_steps`` optimizer steps gradients are averaged exactly and the optimizer does what it does. From then
-    on, in each step, replica ``i`` with its own gradient ``g_i`` (clipped by itself, where clipping is on):
+    For ``warmup_steps`` optimizer steps gradients are averaged exactly. From then on, in each step, replica ``i`` with
+    its own gradient ``g_i`` (clipped locally, if at all):
 
-    1. hands in what ``exchange`` says, of which the compressor finds about the mean; what it leaves out is kept back,
-    2. ``m`` becomes what ``exchange`` makes of the mean, equal on all replicas,
-    3. ``v`` stays what it was at the end of the warm-up, bias correction included (unless momentum comes ``"after"``),
-    4. the optimizer's own update with this ``m`` and ``v``: ``lr``, ``eps``, weight decay and the bias correction of
-       ``m`` are its own.
+    1. sends the quantity of ``exchange``, of which the compressor returns the approximate mean and keeps the residual,
+    2. ``m`` is computed from the mean, equally on all replicas,
+    3. ``v`` stays as at the end of the warm-up, bias correction included (unless momentum comes ``"after"``),
+    4. the optimizer applies its own update with this ``m`` and ``v``: ``lr``, ``eps``, weight decay and the bias
+       correction of ``m`` are its own.
 
-    A variance that went on learning would take what comes late and at once for large gradients, and would make their
-    steps small. Where it stays, numbers whose ``v`` is zero, which had no gradient in the whole warm-up, have no
-    momentum either: any step along them would be a huge one. Weight decay that is part of the gradient
-    (``Adam(weight_decay=...)``) goes into ``g_i``. While the learning rate of a parameter is zero, nothing of it is
-    sent where the exchange is in rates.
+    A variance that kept learning would see delayed updates as large gradients and shrink their steps. Where it is
+    frozen, elements with ``v`` of zero (no gradient in the whole warm-up) get no momentum: any step would be huge.
+    Coupled weight decay (``Adam(weight_decay=...)``) is part of ``g_i``. At a learning rate of zero, exchanges in rates
+    send nothing.
 
-    How the optimizer is brought to do so: before its step, ``grad`` becomes ``sqrt(v)``, which leaves ``exp_avg_sq``
-    as it is, and ``exp_avg`` what becomes ``m`` by it; after the step both are set to ``m`` and ``v``.
+    Implementation: before the optimizer's step, ``grad`` is set to ``sqrt(v)``, which leaves ``exp_avg_sq`` unchanged,
+    and ``exp_avg`` to the value that the step turns into ``m``; afterwards both are set to ``m`` and ``v``.
 
     Args:
-        average: of the replicas.
+        average: over the replicas.
         exchange: what they exchange.
-        warmup_steps: optimizer steps that average exactly.
+        warmup_steps: optimizer steps with exact averages.
 
     Attributes:
-        steps: optimizer steps that were made; those before a run is resumed are set.
+        steps: optimizer steps made, including those before a resume.
     """
 
     def __init__(self, average: ReplicaAverage, exchange: MomentumExchange, warmup_steps: int) -> None:
@@ -107,13 +104,13 @@ class CompressedAdam:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the warm-up is over, so that gradients stay those of this rank until the optimizer steps."""
+        """True if the warm-up is over, so that gradients stay local until the optimizer steps."""
         return self.steps >= self.warmup_steps
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """Average over replicas, and prepare the optimizer for its step. A collective."""
-        self._after = []  # of a step that was not made
+        """Average over replicas and prepare the optimizer for its step. A collective."""
+        self._after = []  # of a step that was skipped
         if not self.is_warm:
             return
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -126,7 +123,7 @@ class CompressedAdam:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Let the optimizer remember momentum and variance."""
+        """Set the optimizer's momentum and variance."""
         for finish in self._after:
             finish()
         self._after = []
@@ -147,10 +144,10 @@ class CompressedAdam:
 
 
 class _Numbers:
-    """What Adam remembers of a part, what this replica gives to be averaged, and what becomes of the mean.
+    """Adam's state of a part, this replica's contribution, and the update from the mean.
 
     Attributes:
-        given: is averaged in place; ``None``: nothing of this part is sent in this step.
+        given: averaged in place; ``None``: nothing of this part is sent in this step.
     """
 
     def __init__(
@@ -165,14 +162,14 @@ class _Numbers:
         self._gradient = gradient
         self._exchange = exchange
         self._rate = float(group["lr"]) if exchange.in_rates else 1.0
-        if not exchange.keeps_variance:  # Adam does all the rest, weight decay included
+        if not exchange.keeps_variance:  # Adam does the rest, weight decay included
             self.given = gradient * self._rate if self._rate else None
             return
         self._exp_avg, self._exp_avg_sq = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
         self._beta1, beta2 = (float(beta) for beta in group["betas"])
         is_decoupled = group.get("decoupled_weight_decay", False)
         self._decay = None if is_decoupled or group["weight_decay"] == 0 else part.local * group["weight_decay"]
-        # Bias is corrected by one step more each time; a variance that stays must be larger by as much.
+        # The step advances the bias correction, so a frozen variance must grow by the same factor.
         step = local_tensor(state["step"]).double()
         growth = (1 - beta2 ** (step + 1)) / (1 - beta2**step)
         self._variance = self._exp_avg_sq * growth.to(self._exp_avg_sq)
@@ -190,17 +187,17 @@ class _Numbers:
         if self._rate == 0:
             return None
         assert self._size is not None
-        # One gradient moves a weight as far at most as where Adam's variance took note of it. What has no variance is
-        # not trained, so nothing of it may be among what is sent.
+        # Clamped to the largest gradient that Adam's variance could have seen. Elements without variance are not
+        # trained.
         sizes = (gradient / self._size).clamp_(-self._most, self._most)
         return sizes.mul_(self._variance > 0).mul_(self._rate)
 
     def prepare(self) -> Callable[[], None]:
-        """Let the optimizer's own update use what was averaged; returns what is to be done after it."""
+        """Set the optimizer's state for its own update; returns what to do after the step."""
         if not self._exchange.keeps_variance:
-            # At a rate of zero nothing came in; each replica's own gradient must not get into what it remembers.
+            # At a rate of zero nothing was exchanged, and local gradients must not enter the state.
             self._gradient.copy_(torch.zeros_like(self._gradient) if self.given is None else self.given / self._rate)
-            return _nothing
+            return lambda: None
         self._momentum = self._new_momentum().mul_(self._variance > 0)
         root = self._variance.sqrt()
         self._exp_avg.copy_((self._momentum - (1 - self._beta1) * root) / self._beta1)
@@ -209,37 +206,33 @@ class _Numbers:
         return self._finish
 
     def _new_momentum(self) -> Tensor:
-        if self.given is None:  # a step of rate 0 moves nothing, whatever its momentum is
+        if self.given is None:  # a step of rate 0 moves nothing
             return self._exp_avg.clone()
         if self._size is None:
             return self.given
         steps = (self.given / self._rate).clamp_(-FARTHEST, FARTHEST)
-        return steps * self._size * self._bias1  # Adam will divide by it
+        return steps * self._size * self._bias1  # Adam divides by it
 
     def _finish(self) -> None:
         self._exp_avg.copy_(self._momentum)
         self._exp_avg_sq.copy_(self._variance)
-        self._gradient.copy_(self._momentum)  # whoever looks at it sees what the step was made with
-
-
-def _nothing() -> None:
-    """Nothing is to be done."""
+        self._gradient.copy_(self._momentum)  # gradient observers see the gradient of the step
 
 
 def adam_problems(optimizers: list[Optimizer], asked: str, instead: str) -> Iterator[str]:
-    """What speaks against averages in Adam's steps with these optimizers, each with what to type instead.
+    """Yield why these optimizers do not support averages within Adam's steps, and what to type instead.
 
     Args:
         optimizers: of the run.
-        asked: what needs Adam's steps, as it is typed.
-        instead: what to type where the optimizer is to stay.
+        asked: option that needs Adam's steps, as typed.
+        instead: what to type to keep the optimizer.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if type(optimizer) not in (Adam, AdamW):
             yield (
-                f"{asked} with the optimizer {name}: the scheme is that of Adam's momentum and variance "
-                f"(torch.optim.Adam or AdamW); {instead}, or compression=powersgd, which serve any optimizer"
+                f"{asked} with the optimizer {name}: it compresses Adam's momentum and variance (torch.optim.Adam or "
+                f"AdamW); {instead}, or compression=powersgd, which support any optimizer"
             )
             continue
         for group in optimizer.param_groups:

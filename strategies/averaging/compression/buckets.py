@@ -1,16 +1,16 @@
-"""Buckets of named tensors that are averaged over replicas, and what is kept back of each name.
+"""Buckets of named parameters that are averaged over replicas, with residuals by parameter name.
 
-A bucket holds the same parameters from the first step on, in the order of the module: nothing here depends on the
-buckets of torch's DDP, which it makes anew after its first backward. So what is kept back always belongs to the same
-numbers, and a resumed run goes on to the bit.
+Buckets keep module order from the first step on, independently of DDP's buckets, which are rebuilt after the first
+backward. So residuals keep their position, and resuming is bit-exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,48 +19,48 @@ from torch import Tensor
 from trainwright.strategies.averaging.compression.compressor import GradientCompressor
 from trainwright.strategies.contract.gradients import local_tensor
 
-# Bytes of a bucket of float32.
+T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20
-# What is kept back of each number of the bucket, and of the numbers of this rank's chunk.
+# Residual of each element of the bucket, and of each element of this rank's chunk.
 RESIDUAL, CHUNK_RESIDUAL = "residual", "chunk_residual"
 
 
 @dataclass(frozen=True)
 class ReplicaPart:
-    """What this rank optimizes of a parameter, of which other replicas hold copies.
+    """Locally optimized part of a parameter, of which other replicas hold copies.
 
     Args:
         name: of the parameter.
-        parameter: as an optimizer holds it; of a DTensor, the local part counts.
-        group: the ranks that hold copies; ``None``: all ranks.
-        kin: parts of different kin do not share a bucket. Whoever else holds the same part must hold all of its kin,
-            or its copies would drift apart.
+        parameter: as held by the optimizer; of a DTensor, the local part is averaged.
+        group: ranks that hold copies; ``None``: all ranks.
+        bucket_tag: parts with different tags do not share a bucket. Ranks that hold the same part must agree on it and
+            on the other parts of the tag, or copies drift apart.
     """
 
     name: str
     parameter: Tensor
     group: dist.ProcessGroup | None = None
-    kin: str = ""
+    bucket_tag: str = ""
 
     @property
     def local(self) -> Tensor:
-        """The part of this rank."""
+        """Local part of the parameter."""
         return local_tensor(self.parameter)
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of its gradient."""
+        """Local part of the gradient."""
         gradient = self.parameter.grad
         return None if gradient is None else local_tensor(gradient)
 
 
 class CompressedBucket:
-    """Some parts that are averaged together.
+    """Parts that are averaged together.
 
     Args:
-        compressor: what averages them.
-        parts: of one group and kin.
-        device: where averages are computed; parts may lie elsewhere (offloaded).
+        compressor: of the bucket.
+        parts: with one group and tag.
+        device: of the computation; parts may be offloaded to another.
     """
 
     def __init__(self, compressor: GradientCompressor, parts: Sequence[ReplicaPart], device: torch.device) -> None:
@@ -71,29 +71,28 @@ class CompressedBucket:
         self._device = device
         self._sizes = [part.local.numel() for part in parts]
         self._starts = [sum(self._sizes[:index]) for index in range(len(parts))]
-        # Of sums that must be exact: what is compressed is rounded in any case.
+        # For exact sums; compression rounds in any case.
         self._exact_dtype = reduce(torch.promote_types, (part.local.dtype for part in parts), torch.float32)
         self.ranks = dist.get_world_size(self._group)
         self.state = compressor.new_state(self.shapes, self.ranks, device)
 
     @property
     def key(self) -> str:
-        """What the bucket is known by."""
+        """Name of the bucket in checkpoints."""
         return self.parts[0].name
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends to average it once."""
+        """Bytes sent by this rank per average."""
         return self._compressor.sent_bytes(self.shapes, self.ranks)
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor | None], scale: float = 1.0) -> None:
-        """Replace each tensor by about its mean over the group, computed in float32. A collective.
+        """Replace tensors by their approximate means over the group, computed in float32. A collective.
 
         Args:
-            tensors: one per part, of its shape; ``None``: there is none, on any rank, and what is kept back of it
-                waits.
-            scale: what the tensors are multiplied by; what is kept back is not, so that it outlives the scale.
+            tensors: one per part, of its shape; ``None``: no gradient on any rank; its residual waits.
+            scale: factor already in the tensors; residuals are stored without it, so that they outlive it.
         """
         missing = [index for index, tensor in enumerate(tensors) if tensor is None]
         if len(missing) == len(tensors):
@@ -101,7 +100,7 @@ class CompressedBucket:
         flat = self._packed(tensors, torch.float32)
         if scale != 1:
             flat /= scale
-        with self._left_out(missing):
+        with self._masked(missing):
             self._compressor.average(flat, self.shapes, self._group, self.state)
         if scale != 1:
             flat *= scale
@@ -109,9 +108,9 @@ class CompressedBucket:
 
     @torch.no_grad()
     def average_exactly(self, tensors: Sequence[Tensor | None]) -> None:
-        """Replace each tensor by its mean over the group, uncompressed; nothing that is kept back changes.
+        """Replace tensors by their exact means over the group, leaving residuals unchanged.
 
-        Sums are of float32, or of float64 where a part is.
+        Sums are in float32, or in float64 if a part is.
         """
         if any(tensor is not None for tensor in tensors):
             flat = self._packed(tensors, self._exact_dtype)
@@ -120,9 +119,9 @@ class CompressedBucket:
             self._unpack(flat, tensors)
 
     def kept_back(self) -> Iterator[tuple[ReplicaPart, str, Tensor]]:
-        """Part, kind and value (of the part's shape) of all that is kept back of single numbers.
+        """Yield part, kind and value (of the part's shape) of each residual.
 
-        Of :data:`CHUNK_RESIDUAL`, what is of other ranks' chunks is zero.
+        :data:`CHUNK_RESIDUAL` is zero in other ranks' chunks.
         """
         for part, start, shape, size in zip(self.parts, self._starts, self.shapes, self._sizes, strict=True):
             if RESIDUAL in self.state:
@@ -135,7 +134,7 @@ class CompressedBucket:
 
     @torch.no_grad()
     def keep_back(self, kind: str, values: Mapping[str, Tensor]) -> None:
-        """Put back what :meth:`kept_back` gave, by the names of the parts; what is not given stays."""
+        """Load residuals by part name; those missing in ``values`` stay."""
         if kind not in self.state:
             return
         for part, start, size in zip(self.parts, self._starts, self._sizes, strict=True):
@@ -146,12 +145,12 @@ class CompressedBucket:
                     own, where = self._in_chunk(start, size)
                 self.state[kind][own] = value[where]
 
-    def others(self) -> dict[str, Tensor]:
-        """What else is remembered, of the bucket as a whole, by name; views."""
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return the per-bucket state by name; views."""
         return {name: value for name, value in self.state.items() if name not in (RESIDUAL, CHUNK_RESIDUAL)}
 
     def _in_chunk(self, start: int, size: int) -> tuple[slice, slice]:
-        """Of a part: where it lies in this rank's chunk, and which of its numbers do."""
+        """Return the slice of a part within this rank's chunk, and the slice of its elements in that chunk."""
         chunk = self.state[CHUNK_RESIDUAL].numel()
         begin = dist.get_rank(self._group) * chunk
         first, last = max(start, begin), max(min(start + size, begin + chunk), max(start, begin))
@@ -164,7 +163,7 @@ class CompressedBucket:
                 continue
             if tensor.layout != torch.strided:
                 raise RuntimeError(
-                    f"The gradient of {part.name} is sparse, which compression cannot average. Make its module with "
+                    f"The gradient of {part.name} is sparse, which compression cannot average. Create its module with "
                     "sparse=False, or type compression=none."
                 )
             flat[start : start + size] = tensor.reshape(-1)
@@ -176,8 +175,8 @@ class CompressedBucket:
                 tensor.copy_(flat[start : start + size].view(tensor.shape))
 
     @contextmanager
-    def _left_out(self, missing: Sequence[int]) -> Iterator[None]:
-        """Nothing of these parts is sent inside, not even what was kept back of them."""
+    def _masked(self, missing: Sequence[int]) -> Iterator[None]:
+        """Exclude parts and their residuals from the average inside."""
         kept: list[tuple[Tensor, Tensor]] = []
         for index in missing:
             start, size = self._starts[index], self._sizes[index]
@@ -193,19 +192,27 @@ class CompressedBucket:
             view.copy_(value)
 
 
+def bucketed(
+    items: Iterable[T], tag_of: Callable[[T], Hashable], bytes_of: Callable[[T], int], limit: int
+) -> Iterator[list[T]]:
+    """Group items, in order, into buckets of one tag and at most ``limit`` bytes (at least one item)."""
+    filling: dict[Hashable, list[T]] = {}
+    for item in items:
+        tag = tag_of(item)
+        if tag in filling and sum(map(bytes_of, (*filling[tag], item))) > limit:
+            yield filling.pop(tag)
+        filling.setdefault(tag, []).append(item)
+    yield from filling.values()
+
+
 def make_buckets(
-    compressor: GradientCompressor, parts: Sequence[ReplicaPart], device: torch.device
+    compressor: GradientCompressor, parts: Iterable[ReplicaPart], device: torch.device
 ) -> list[CompressedBucket]:
-    """Put parts, in their order, into buckets of one group and kin and at most :data:`BUCKET_BYTES` (one at least)."""
-    open_parts: dict[tuple[int, str], list[ReplicaPart]] = {}
-    groups: list[list[ReplicaPart]] = []
-    for part in parts:
-        if part.local.numel() == 0:
-            continue
-        kind = (id(part.group), part.kin)
-        held = open_parts.get(kind)
-        if held is None or 4 * sum(each.local.numel() for each in (*held, part)) > BUCKET_BYTES:
-            held = open_parts[kind] = []
-            groups.append(held)
-        held.append(part)
+    """Group parts into buckets of one group and tag, up to :data:`BUCKET_BYTES` of float32."""
+    groups = bucketed(
+        (part for part in parts if part.local.numel()),
+        lambda part: (id(part.group), part.bucket_tag),
+        lambda part: 4 * part.local.numel(),
+        BUCKET_BYTES,
+    )
     return [CompressedBucket(compressor, group, device) for group in groups]

@@ -1,7 +1,6 @@
-"""Numbers as fewer bytes. Pure functions of tensors, on any device; nothing is sent here.
+"""Lossy encodings of float rows as bytes: pure tensor functions on any device.
 
-A codec turns rows of numbers into rows of bytes. All rows of a call have one length, from which the number of bytes
-follows, so that receivers know it beforehand.
+All rows of a call have the same length, which determines the number of bytes, so receivers know it beforehand.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 class Codec(ABC):
-    """How a row of numbers is written."""
+    """Encoding of rows of numbers."""
 
     @abstractmethod
     def row_bytes(self, length: int) -> int:
@@ -30,11 +29,10 @@ class Codec(ABC):
 
 
 class Cast(Codec):
-    """Another floating-point type.
+    """Cast to another floating-point dtype.
 
     Args:
-        dtype: ``torch.float32`` (nothing is lost), ``torch.bfloat16``, or ``torch.float16``, in which numbers beyond
-            65504 become the largest that there are.
+        dtype: ``torch.float32`` (lossless), ``torch.bfloat16``, or ``torch.float16``, clamped to ±65504.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -47,10 +45,10 @@ class Cast(Codec):
     def encode(self, rows: Tensor) -> Tensor:
         """See :class:`Codec`."""
         if self.dtype == torch.float16:
-            # NaN stays NaN, so that whoever looks for it finds it; infinity must stay, too.
+            # NaN and infinity stay, so that they are detected.
             largest = torch.finfo(self.dtype).max
             rows = torch.where(rows.isinf(), rows, rows.clamp(-largest, largest))
-        return _as_bytes(rows.to(self.dtype, copy=True))  # the caller goes on with its rows
+        return _as_bytes(rows.to(self.dtype, copy=True))  # a copy: the caller keeps using its rows
 
     def decode(self, data: Tensor, length: int) -> Tensor:
         """See :class:`Codec`."""
@@ -58,12 +56,12 @@ class Cast(Codec):
 
 
 class Int8(Codec):
-    """Eight bits per number, with a scale per block: the largest magnitude of a block is 127.
+    """Eight bits per number and a float32 scale per block, which maps its largest magnitude to 127.
 
-    Block-wise quantization as in 8-bit optimizers (arXiv:2110.02861, section 2.1), linear.
+    Linear block-wise quantization as in 8-bit optimizers (arXiv:2110.02861, section 2.1).
 
     Args:
-        block: numbers that share a scale, a float32.
+        block: numbers per scale.
 
     Raises:
         ValueError: if ``block`` is less than 1.
@@ -81,7 +79,7 @@ class Int8(Codec):
         length = rows.shape[1]
         blocks = _in_blocks(rows, self.block)
         scales = blocks.abs().amax(-1) / 127
-        # A block of zeros has no scale; one with NaN or infinity has one that is not finite, and decodes to that.
+        # A zero block would divide by zero; a block with NaN or infinity has a non-finite scale and decodes to that.
         steps = torch.where(scales == 0, torch.ones_like(scales), scales)
         values = (blocks / steps[..., None]).nan_to_num(0.0, 127.0, -127.0).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([_as_bytes(scales), _as_bytes(values.flatten(1)[:, :length])], 1)
@@ -95,21 +93,20 @@ class Int8(Codec):
 
 
 class Sign(Codec):
-    """One bit per number, with a scale per block: every number becomes plus or minus the mean magnitude of its block.
+    """One bit per number and a float32 scale per block: plus or minus the mean magnitude of the block.
 
-    The scaled sign of error-feedback SGD (arXiv:1901.09847, section 4), block by block as in its algorithm 3. Of use
-    with error feedback alone.
+    Scaled sign of error-feedback SGD (arXiv:1901.09847, section 4 and algorithm 3). Useful with error feedback only.
 
     Args:
-        block: numbers that share a scale, a float32; a multiple of 8.
+        block: numbers per scale; a multiple of 8.
 
     Raises:
-        ValueError: if ``block`` is no positive multiple of 8.
+        ValueError: if ``block`` is not a positive multiple of 8.
     """
 
     def __init__(self, block: int = 2048) -> None:
         if _checked_block(block) % 8:
-            raise ValueError(f"block={block} (allowed: a multiple of 8, for eight signs make a byte)")
+            raise ValueError(f"block={block} (allowed: a multiple of 8, since eight signs make a byte)")
         self.block = block
 
     def row_bytes(self, length: int) -> int:
@@ -121,7 +118,7 @@ class Sign(Codec):
         length = rows.shape[1]
         blocks = _in_blocks(rows, self.block)
         counts = torch.full(blocks.shape[1:2], float(self.block), device=rows.device)
-        counts[-1] = length - self.block * (len(counts) - 1)  # the last may be shorter than it is written
+        counts[-1] = length - self.block * (len(counts) - 1)  # without padding
         scales = blocks.abs().sum(-1) / counts
         bits = (blocks >= 0).flatten(1)[:, : 8 * math.ceil(length / 8)]
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=rows.device)
@@ -139,11 +136,11 @@ class Sign(Codec):
 
 
 class TopK(Codec):
-    """The numbers of largest magnitude and where they stand; the others become zero (arXiv:1712.01887).
+    """The numbers of largest magnitude and their indices; others become zero (arXiv:1712.01887).
 
     Args:
-        ratio: part of the numbers that is kept, at least one of them.
-        values: how those are written.
+        ratio: fraction of numbers kept, at least one.
+        values: codec of the kept numbers; default: float32.
 
     Raises:
         ValueError: if ``ratio`` is not above 0 and at most 1.
@@ -156,7 +153,7 @@ class TopK(Codec):
         self.values = values or Cast(torch.float32)
 
     def kept(self, length: int) -> int:
-        """Numbers of a row that are kept."""
+        """Return the number of elements kept of a row."""
         return min(length, max(1, round(self.ratio * length)))
 
     def row_bytes(self, length: int) -> int:
@@ -165,7 +162,7 @@ class TopK(Codec):
 
     def encode(self, rows: Tensor) -> Tensor:
         """See :class:`Codec`."""
-        # NaN counts as largest, so that it is sent and found, not kept back for ever.
+        # NaN ranks as largest, so that it is sent and detected rather than kept in the residual.
         size = rows.abs().nan_to_num(float("inf"))
         places = size.topk(self.kept(rows.shape[1]), dim=1, sorted=False).indices.sort(1).values
         return torch.cat([_as_bytes(places.int()), self.values.encode(rows.gather(1, places))], 1)
@@ -191,7 +188,7 @@ def _num_blocks(length: int, block: int) -> int:
 
 
 def _in_blocks(rows: Tensor, block: int) -> Tensor:
-    """``(rows, length)`` as ``(rows, blocks, block)``, filled up with zeros."""
+    """Return ``(rows, length)`` as ``(rows, blocks, block)``, zero-padded."""
     missing = -rows.shape[1] % block
     padded: Tensor = torch.nn.functional.pad(rows, (0, missing))
     blocks: Tensor = padded.unflatten(1, (-1, block))
@@ -203,5 +200,5 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    # Its own memory: views of another type must begin where such numbers may begin.
+    # Cloned: a view of another dtype needs aligned memory.
     return data.clone(memory_format=torch.contiguous_format).view(dtype)

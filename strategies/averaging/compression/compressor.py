@@ -1,4 +1,4 @@
-"""Averaging over ranks with fewer bytes than the numbers themselves have."""
+"""Compressed averages of flat tensors over ranks."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ Shapes = Sequence[Sequence[int]]
 
 
 class GradientCompressor(ABC):
-    """What is sent in place of a bucket of gradients, and what of it is kept back for later.
+    """Compressed average of a bucket of gradients over ranks.
 
-    It has no memory of its own: what it must remember of a bucket is a state, which the caller keeps, so that it can be
-    saved by the names of the parameters. A bucket is several tensors in one flat one; ``shapes`` are theirs, in order.
+    Stateless: the caller keeps each bucket's state, so that it can be saved by parameter name. A bucket is one flat
+    tensor of several concatenated ones with the given ``shapes``.
     """
 
     @abstractmethod
     def new_state(self, shapes: Shapes, ranks: int, device: torch.device) -> State:
-        """What must be remembered of a bucket that is averaged over ``ranks``; empty: nothing.
+        """Return the initial state of a bucket averaged over ``ranks``; empty: stateless.
 
-        What is called ``"residual"`` is as long as the bucket, and each number of it belongs to the one at its place.
+        An entry ``"residual"`` has the length of the bucket, element by element.
         """
 
     @abstractmethod
     def sent_bytes(self, shapes: Shapes, ranks: int) -> int:
-        """Bytes that one rank sends to average a bucket over ``ranks``."""
+        """Return the bytes that one rank sends to average a bucket over ``ranks``."""
 
     @abstractmethod
     def average(self, flat: Tensor, shapes: Shapes, group: dist.ProcessGroup | None, state: State) -> None:
-        """Replace a bucket by about its mean over the ranks of ``group``, the same bits on each. A collective.
+        """Replace a bucket by its approximate mean over ``group``, bit-identical on all ranks. A collective.
 
         Args:
             flat: ``(numel,)``, float32; changed in place.
             shapes: of its tensors.
-            group: ``None`` = all ranks.
-            state: of :meth:`new_state`; changed in place.
+            group: process group; ``None``: all ranks.
+            state: from :meth:`new_state`; changed in place.
         """
 
 
 class Gathered(GradientCompressor):
-    """Every rank gets the message of every other: for messages so small that this is little.
+    """All-gather of messages with error feedback, for small messages.
 
-    Sent: ``(ranks - 1) x message``. What a message lacks is added to the next one (error feedback, arXiv:1809.07599):
-    sent + residual = gradient + old residual.
+    Sent: ``(ranks - 1) x message``. The error of a message is added to the next one (arXiv:1809.07599): sent + residual
+    = gradient + old residual.
 
     Args:
-        codec: how a message is written.
+        codec: of a message.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -73,20 +73,20 @@ class Gathered(GradientCompressor):
         message = encode_with_feedback(self.codec, flat[None], state["residual"][None])
         messages = gather_parts(message[0], group)
         flat.zero_()
-        for each in messages:  # one after the other: all decoded at once would be as many whole gradients
+        for each in messages:  # one by one: decoding all at once would take the memory of as many gradients
             flat += self.codec.decode(each[None], flat.numel())[0]
         flat /= len(messages)
 
 
 class TwoPhase(GradientCompressor):
-    """Every rank averages a chunk for all, and sends it to all: what is sent does not grow with the ranks.
+    """All-to-all of chunks, mean, all-gather: bytes sent do not grow with the number of ranks.
 
-    Sent: ``2 x (ranks - 1) x message of a chunk``, the chunk being ``numel / ranks`` numbers. With feedback, what the
-    messages lack is added to the next ones, in both phases (the scheme of 1-bit Adam, arXiv:2102.02888, section 4.2).
+    Sent: ``2 x (ranks - 1) x message of a chunk`` of ``numel / ranks`` elements. With feedback, the errors of both
+    phases are added to the next messages (1-bit Adam, arXiv:2102.02888, section 4.2).
 
     Args:
-        codec: how a message is written.
-        feedback: keep what messages lack; ``False``: it is lost.
+        codec: of a message.
+        feedback: keep the errors of messages.
     """
 
     def __init__(self, codec: Codec, feedback: bool = False) -> None:
@@ -119,7 +119,7 @@ class TwoPhase(GradientCompressor):
         received = torch.empty_like(messages)
         dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
         mean = self.codec.decode(received, chunk).mean(0, keepdim=True)
-        # What fills up the last chunk belongs to no number, so nothing of it may be kept.
+        # Padding of the last chunk must not enter the residual.
         filled_up = slice(max(numel - dist.get_rank(group) * chunk, 0), None)
         mean[:, filled_up] = 0.0
         own = encode_with_feedback(self.codec, mean, state["chunk_residual"][None] if self.feedback else None)
@@ -130,35 +130,35 @@ class TwoPhase(GradientCompressor):
 
 
 def num_elements(shapes: Shapes) -> int:
-    """Numbers in a bucket of tensors of these shapes."""
+    """Return the number of elements in a bucket of tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def ring_bytes(numel: int, ranks: int) -> int:
-    """Bytes that one rank sends in a ring all-reduce of ``numel`` float32."""
+    """Return the bytes that one rank sends in a ring all-reduce of ``numel`` float32."""
     return 2 * (ranks - 1) * 4 * -(-numel // ranks)
 
 
 def encode_with_feedback(codec: Codec, rows: Tensor, residuals: Tensor | None) -> Tensor:
-    """Encode rows together with what earlier messages lacked.
+    """Encode rows plus the residual of earlier messages.
 
     Args:
-        codec: how they are written.
+        codec: of the rows.
         rows: ``(rows, length)``, float32.
-        residuals: of the same shape; replaced by what this message lacks. ``None``: nothing is kept.
+        residuals: same shape; replaced by the error of this message. ``None``: no feedback.
     """
     if residuals is None:
         return codec.encode(rows)
     residuals += rows
     data = codec.encode(residuals)
     residuals -= codec.decode(data, rows.shape[1])
-    # One gradient that is not finite must not spoil every later one: the step that it belongs to is dropped, not sent.
+    # A non-finite gradient must not poison later steps: its own step is dropped anyway.
     residuals.nan_to_num_(0.0, 0.0, 0.0)
     return data
 
 
 def _rows(flat: Tensor, ranks: int, chunk: int) -> Tensor:
-    """``flat`` as one row per rank, filled up with zeros; a copy."""
+    """Return a copy of ``flat`` as one zero-padded row per rank."""
     rows = flat.new_zeros(ranks, chunk)
     rows.view(-1)[: flat.numel()] = flat
     return rows

@@ -10,13 +10,12 @@ import torch
 from trainwright.strategies.averaging.compression.codecs import Cast, Codec, Int8, Sign, TopK
 from trainwright.strategies.averaging.compression.compressor import Gathered, GradientCompressor, TwoPhase
 from trainwright.strategies.averaging.compression.options import (
-    ONLY_OF_AVERAGES,
     CompressionChoice,
     choose_compression,
     compressor_names,
     option_defaults,
 )
-from trainwright.strategies.averaging.compression.power import PowerSGD
+from trainwright.strategies.averaging.compression.powersgd import PowerSGD
 
 __all__ = ["CompressionChoice", "choose_compression", "codec_of", "compressor_names", "make_compressor"]
 
@@ -24,63 +23,58 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def make_compressor(name: str, **options: Any) -> GradientCompressor:
-    """What averages buckets over ranks, by name.
+    """Create a compressor by name.
 
     =========  =========================================  ======================================================
-    name       options                                    what is sent of a bucket
+    name       options                                    sent per bucket
     =========  =========================================  ======================================================
     fp16       -                                          half-precision numbers
-    bf16       -                                          the same, with the range of float32 and 8 bits of it
-    int8       ``block=256``                              a byte a number and a scale per block
-    topk       ``ratio=0.01``, ``values="fp32"``          the largest numbers and their places, with feedback
-    powersgd   ``rank=4``, ``iterations=2``,              two thin factors of each matrix, with feedback
+    bf16       -                                          bfloat16 numbers
+    int8       ``block=256``                              a byte per number and a scale per block
+    topk       ``ratio=0.01``, ``values="fp32"``          the largest numbers and their indices, with feedback
+    powersgd   ``rank=4``, ``iterations=2``,              two low-rank factors of each matrix, with feedback
                ``least_gain=2``, ``values="bf16"``
-    onebit     ``block=2048``                             a sign a number and a scale per block, with feedback
+    onebit     ``block=2048``                             a sign per number and a scale per block, with feedback
     =========  =========================================  ======================================================
 
-    ``values`` writes what is picked (or the factors) as ``fp32``, ``fp16``, ``bf16`` or, not for factors, ``int8``.
-    ``warmup_steps=100`` of the last three is for whoever averages gradients of optimizer steps: the first so many are
-    averaged as they are (arXiv:1712.01887, section 3.3; arXiv:2102.02888). ``sends`` of ``topk`` and ``powersgd`` is
-    for them, too: ``gradients``, or ``steps`` of Adam, which ``auto`` takes where there are any
-    (:mod:`~trainwright.strategies.averaging.compression.adam`). The compressor itself knows neither.
+    ``values`` is the encoding of the kept numbers or factors: ``fp32``, ``fp16``, ``bf16`` or, except for factors,
+    ``int8``. ``warmup_steps=100`` of the last three and ``sends`` of ``topk`` and ``powersgd`` are options of gradient
+    averages, see :mod:`~trainwright.strategies.averaging.compression.adam`; the compressor ignores them.
 
     Args:
         name: one of :func:`compressor_names`.
-        **options: of the one that is named.
+        **options: of that compressor.
 
     Raises:
-        ValueError: if there is no such compressor or option, or a value is out of its range.
+        ValueError: if there is no such compressor or option, or a value is out of range.
     """
-    given = _all_options(name, options)
-    for option in ONLY_OF_AVERAGES:
-        given.pop(option, None)
-    return _COMPRESSORS[name](given)
+    return _compressor(name, _all_options(name, options))
 
 
 def codec_of(name: str, **options: Any) -> Codec:
-    """How one message is written alone, for what is sent from one rank to another, by name.
+    """Create the codec of point-to-point messages by name.
 
     Args:
-        name: one of :func:`compressor_names` that is a codec.
-        **options: as of :func:`make_compressor`.
+        name: a :func:`compressor_names` entry that is a codec.
+        **options: as in :func:`make_compressor`.
 
     Raises:
-        ValueError: as :func:`make_compressor`, and if what is named only averages over a group.
+        ValueError: as :func:`make_compressor`, and if the compressor works only within a group.
     """
     given = _all_options(name, options)
     if name not in _CODECS:
         raise ValueError(
-            f"compression={name} only averages over a group of ranks; messages from one rank to another can be written "
-            f"as {', '.join(_CODECS)}."
+            f"compression={name} only averages over a group of ranks; point-to-point messages can be encoded as "
+            f"{', '.join(_CODECS)}."
         )
     return _CODECS[name](given)
 
 
 def _all_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of the compressor ``name``, checked."""
+    """Return all options of a compressor, validated and completed by defaults."""
     choice = choose_compression({**options, "name": name})
     if choice is None:
-        raise ValueError(f"compression={name} is no compressor; name one of {', '.join(compressor_names())}.")
+        raise ValueError(f"compression={name} is no compressor. Available: {', '.join(compressor_names())}.")
     return {**option_defaults(name), **choice.options}
 
 
@@ -95,16 +89,11 @@ _CODECS: dict[str, Callable[[dict[str, Any]], Codec]] = {
     "topk": lambda given: TopK(given["ratio"], _values(given["values"])),
     "onebit": lambda given: Sign(given["block"]),
 }
-_COMPRESSORS: dict[str, Callable[[dict[str, Any]], GradientCompressor]] = {
-    "fp16": lambda given: TwoPhase(_CODECS["fp16"](given)),
-    "bf16": lambda given: TwoPhase(_CODECS["bf16"](given)),
-    "int8": lambda given: TwoPhase(_CODECS["int8"](given)),
-    "topk": lambda given: Gathered(_CODECS["topk"](given)),
-    "powersgd": lambda given: PowerSGD(
-        given["rank"],
-        given["least_gain"],
-        given["iterations"],
-        None if given["values"] == "fp32" else TwoPhase(_values(given["values"])),
-    ),
-    "onebit": lambda given: TwoPhase(_CODECS["onebit"](given), feedback=True),
-}
+
+
+def _compressor(name: str, given: dict[str, Any]) -> GradientCompressor:
+    if name == "powersgd":
+        inner = None if given["values"] == "fp32" else TwoPhase(_values(given["values"]))
+        return PowerSGD(given["rank"], given["least_gain"], given["iterations"], inner)
+    codec = _CODECS[name](given)
+    return Gathered(codec) if name == "topk" else TwoPhase(codec, feedback=name == "onebit")

@@ -1,9 +1,9 @@
-"""The compressors by name, their options, and what is wrong with some. Loads no torch: the command line asks, too."""
+"""Compressors, their options and validation. Loads no torch, for the command line."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ _FLOATS = ("fp32", "fp16", "bf16")
 
 @dataclass
 class CompressionConfig:
-    """`compression=none|fp16|bf16`: how gradients are sent between replicas."""
+    """`compression=none|fp16|bf16`: compression of gradients between replicas."""
 
     # none, fp16, bf16, int8, topk, powersgd or onebit.
     name: str = "none"
@@ -23,44 +23,44 @@ class CompressionConfig:
 
 @dataclass
 class Int8CompressionConfig(CompressionConfig):
-    """`compression=int8`: a byte a number."""
+    """`compression=int8`: one byte per number."""
 
     name: str = "int8"
-    # Numbers that share a scale.
+    # Numbers per scale.
     block: int = 256
 
 
 @dataclass
 class TopKCompressionConfig(CompressionConfig):
-    """`compression=topk`: the largest numbers and their places."""
+    """`compression=topk`: the largest numbers and their indices."""
 
     name: str = "topk"
-    # Part of the numbers that is sent; 1 = all.
+    # Fraction of numbers sent; 1 = all.
     ratio: float = 0.01
-    # How they are written: fp32, fp16, bf16 or int8.
+    # Encoding of the numbers: fp32, fp16, bf16 or int8.
     values: str = "fp32"
-    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps if the optimizer is Adam.
     sends: str = "auto"
-    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    # First optimizer steps, averaged without compression; 0 = off.
     warmup_steps: int = 100
 
 
 @dataclass
 class PowerSGDCompressionConfig(CompressionConfig):
-    """`compression=powersgd`: two thin factors of each matrix."""
+    """`compression=powersgd`: two low-rank factors of each matrix."""
 
     name: str = "powersgd"
-    # Columns of the factors.
+    # Rank of the factors.
     rank: int = 4
-    # Steps of subspace iteration for each average, each of which sends both factors.
+    # Subspace iterations per average, each of which sends both factors.
     iterations: int = 2
-    # Tensors that would not become shorter by this factor are sent as they are.
+    # Tensors shortened by less than this factor are sent uncompressed.
     least_gain: float = 2.0
-    # How factors are written: fp32, fp16 or bf16.
+    # Encoding of the factors: fp32, fp16 or bf16.
     values: str = "bf16"
-    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps if the optimizer is Adam.
     sends: str = "auto"
-    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    # First optimizer steps, averaged without compression; 0 = off.
     warmup_steps: int = 100
 
 
@@ -69,9 +69,9 @@ class OneBitCompressionConfig(CompressionConfig):
     """`compression=onebit`: the signs of Adam's momentum."""
 
     name: str = "onebit"
-    # Numbers that share a scale, a multiple of 8.
+    # Numbers per scale, a multiple of 8.
     block: int = 2048
-    # Optimizer steps in which gradients are averaged as they are, while Adam's variance is learned.
+    # First optimizer steps, averaged without compression while Adam's variance is learned.
     warmup_steps: int = 100
 
 
@@ -82,19 +82,14 @@ CONFIGS: dict[str, type[CompressionConfig]] = {
     "powersgd": PowerSGDCompressionConfig,
     "onebit": OneBitCompressionConfig,
 }
-"""Options of each compressor, with their defaults; those that are missing have none."""
-# Name -> its options with their defaults.
+"""Options of compressors and their defaults; compressors missing here have none."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     name: {each.name: each.default for each in fields(CONFIGS.get(name, CompressionConfig)) if each.name != "name"}
     for name in ("fp16", "bf16", "int8", "topk", "powersgd", "onebit")
 }
-# How values that are picked, or factors, may be written.
-_VALUES = {"topk": (*_FLOATS, "int8"), "powersgd": _FLOATS}
-# What is compressed: gradients before the optimizer sees them, or within Adam's steps; auto: steps where there are any.
-_SENDS = ("auto", "gradients", "steps")
-# Options of averages of gradients alone: a message by itself, or an outer gradient, has none of it.
+# Options of gradient averages that point-to-point messages and outer gradients do not have.
 ONLY_OF_AVERAGES = ("sends", "warmup_steps")
-# Those that add to a message what earlier ones lacked.
+# Compressors with error feedback.
 _WITH_RESIDUAL = ("topk", "powersgd", "onebit")
 REMOVED = {
     "randomk": (
@@ -102,12 +97,12 @@ REMOVED = {
         "sends still less"
     )
 }
-"""Names of earlier versions, each with what to type instead."""
+"""Removed names, with what to type instead."""
 
 
 @dataclass(frozen=True)
 class CompressionChoice:
-    """A compressor that was asked for.
+    """Compressor and its given options.
 
     Args:
         name: one of :func:`compressor_names`.
@@ -119,62 +114,62 @@ class CompressionChoice:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether what a message lacks is added to the next one."""
+        """True if the error of a message is added to the next one."""
         return self.name in _WITH_RESIDUAL
 
     @property
     def warmup_steps(self) -> int:
-        """Optimizer steps at the beginning in which gradients are averaged as they are; 0: none."""
+        """First optimizer steps, averaged without compression; 0: none."""
         return int(self.option("warmup_steps")) if "warmup_steps" in _OPTIONS[self.name] else 0
 
     @property
     def sends(self) -> str:
-        """What is compressed: ``"gradients"``, ``"steps"`` of Adam, or ``"auto"``: steps where they can be."""
+        """Compressed quantity: ``"gradients"``, ``"steps"`` of Adam, or ``"auto"``."""
         if self.name == "onebit":
             return "steps"
         return str(self.option("sends")) if "sends" in _OPTIONS[self.name] else "gradients"
 
     @property
     def needs_adam(self) -> bool:
-        """Whether nothing else will do than Adam's steps."""
+        """True if only Adam's steps can be compressed."""
         return self.sends == "steps"
 
     @property
     def asked(self) -> str:
-        """How that is typed."""
+        """The choice, as typed."""
         return f"compression={self.name}" + ("" if self.name == "onebit" else f" compression.sends={self.sends}")
 
     @property
     def instead(self) -> str:
-        """What to type where Adam's steps cannot be had, as it begins."""
+        """Text on what to type if Adam's steps are not available."""
         return "type compression=topk" if self.name == "onebit" else "type compression.sends=auto"
 
     def option(self, key: str) -> Any:
-        """An option as it was given, or its default."""
+        """Return an option as given, or its default."""
         return self.options.get(key, _OPTIONS[self.name][key])
 
 
 def compressor_names() -> tuple[str, ...]:
-    """Names that ``compression=`` takes, beside ``none``."""
+    """Return the allowed values of ``compression=``, except ``none``."""
     return tuple(_OPTIONS)
 
 
 def option_defaults(name: str) -> dict[str, Any]:
-    """The options of the compressor called ``name``, and their defaults."""
+    """Return the options of a compressor with their defaults."""
     return dict(_OPTIONS[name])
 
 
-def of_one_message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A choice without the options of averages of gradients, which one message alone has none of.
+def message_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a choice without the options of gradient averages.
 
-    One that is not at its default was typed: it stays, and is refused.
+    Values other than the default were typed; they stay and are refused later.
     """
     defaults = _OPTIONS.get(given["name"], {})
     return {key: value for key, value in given.items() if key not in ONLY_OF_AVERAGES or value != defaults.get(key)}
 
 
 def compression_problems(compression: Any) -> list[str]:
-    """What is wrong with a choice of compression, each with what to type instead; empty when nothing is.
+    """Return the problems of a choice of compression, each with what to type instead.
 
     Args:
         compression: a name, a mapping of ``name`` and options, or ``None``.
@@ -203,13 +198,13 @@ def compression_problems(compression: Any) -> list[str]:
 
 
 def choose_compression(compression: str | Mapping[str, Any] | None) -> CompressionChoice | None:
-    """What the argument ``compression`` of a strategy asks for; ``None`` is off.
+    """Validate the ``compression`` argument of a strategy; ``None`` is off.
 
     Args:
         compression: a name (``"topk"``), a mapping (``{"name": "topk", "ratio": 0.01}``), or ``None`` or ``"none"``.
 
     Raises:
-        ValueError: if there is no such compressor or option, or a value is out of its range.
+        ValueError: if there is no such compressor or option, or a value is out of range.
     """
     problems = compression_problems(compression)
     refuse(problems)
@@ -222,18 +217,18 @@ def choose_compression(compression: str | Mapping[str, Any] | None) -> Compressi
 
 
 def nothing_to_compress(name: str) -> str:
-    """What to say where no rank holds a copy of what another one holds."""
+    """Return the error for compression without replicas."""
     return (
-        f"compression={name} with replicate=1: what is compressed is the average over replicas, and there is only one; "
+        f"compression={name} with replicate=1: compression applies to averages over replicas, and there is only one; "
         "type strategy.replicate=2 (or more) with a strategy that has it, or strategy=ddp on several devices, or "
         "compression=none"
     )
 
 
 def scaled_steps_problem(choice: CompressionChoice) -> str:
-    """What to say of averages within Adam's steps under a loss scale."""
+    """Return the error for averages within Adam's steps under a loss scale."""
     return (
-        f"{choice.asked} with precision=16-mixed: replicas are averaged in the optimizer's step, too late to drop one "
+        f"{choice.asked} with precision=16-mixed: replicas are averaged in the optimizer's step, too late to skip one "
         f"that overflowed; type precision=bf16-mixed, or {choice.instead.removeprefix('type ')}"
     )
 
@@ -255,44 +250,39 @@ def _option_problems(name: str, key: str, value: Any) -> list[str]:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         known = f"It takes {', '.join(allowed)}." if allowed else "It takes none."
         return [f"compression={name} has no option {key!r}.{hint} {known}"]
-    rule = _RULES[key](name, value)
-    return [] if rule is None else [f"compression.{key}={value} for {name}: must be {rule}"]
+    is_allowed, rule = _RULES.get((key, name)) or _RULES[key]
+    return [] if is_allowed(value) else [f"compression.{key}={value} for {name}: must be {rule}"]
 
 
-def _block_rule(name: str, value: Any) -> str | None:
-    if name == "onebit":
-        return None if is_whole(value, 8) and value % 8 == 0 else "a positive multiple of 8 (eight signs make a byte)"
-    return None if is_whole(value, 1) else "a whole number of at least 1 (numbers that share a scale)"
+def _one_of(values: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: value in values), f"one of {', '.join(values)}"
 
 
-def _ratio_rule(_: str, value: Any) -> str | None:
-    return None if is_number(value) and 0 < value <= 1 else "above 0 and at most 1, like 0.01 (1 sends all)"
+def _at_least(least: int, what: str) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: is_whole(value, least)), f"a whole number of at least {least} ({what})"
 
 
-def _sends_rule(name: str, value: Any) -> str | None:
-    return None if value in _SENDS else f"one of {', '.join(_SENDS)}"
-
-
-def _warmup_rule(name: str, value: Any) -> str | None:
-    if name == "onebit":
-        return None if is_whole(value, 1) else "a whole number of at least 1 (optimizer steps)"
-    return None if is_whole(value, 0) else "a whole number of optimizer steps, 0 (off) or more"
-
-
-def _values_rule(name: str, value: Any) -> str | None:
-    return None if value in _VALUES[name] else f"one of {', '.join(_VALUES[name])}"
-
-
-# Option -> what a value of it must be, where the given one is not.
-_RULES: dict[str, Any] = {
-    "block": _block_rule,
-    "ratio": _ratio_rule,
-    "values": _values_rule,
-    "sends": _sends_rule,
-    "iterations": lambda _, value: None if is_whole(value, 1) else "a whole number of at least 1 (rounds of two sends)",
-    "rank": lambda _, value: None if is_whole(value, 1) else "a whole number of at least 1 (columns)",
-    "least_gain": lambda _, value: (
-        None if is_number(value) and value >= 1 else "a number of at least 1 (how much shorter a tensor must become)"
+# Option, or option and compressor -> the check of a value, and what it must be.
+_RULES: dict[str | tuple[str, str], tuple[Callable[[Any], bool], str]] = {
+    "block": _at_least(1, "numbers that share a scale"),
+    ("block", "onebit"): (
+        lambda value: is_whole(value, 8) and value % 8 == 0,
+        "a positive multiple of 8 (eight signs make a byte)",
     ),
-    "warmup_steps": _warmup_rule,
+    "ratio": (
+        lambda value: is_number(value) and 0 < value <= 1,
+        "above 0 and at most 1, like 0.01 (1 sends all)",
+    ),
+    ("values", "topk"): _one_of((*_FLOATS, "int8")),
+    ("values", "powersgd"): _one_of(_FLOATS),
+    # Gradients before the optimizer sees them, or within Adam's steps; auto: steps if the optimizer is Adam.
+    "sends": _one_of(("auto", "gradients", "steps")),
+    "iterations": _at_least(1, "rounds of two sends"),
+    "rank": _at_least(1, "columns"),
+    "least_gain": (
+        lambda value: is_number(value) and value >= 1,
+        "a number of at least 1 (how much shorter a tensor must become)",
+    ),
+    "warmup_steps": (lambda value: is_whole(value, 0), "a whole number of optimizer steps, 0 (off) or more"),
+    ("warmup_steps", "onebit"): _at_least(1, "optimizer steps"),
 }

@@ -19,7 +19,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.run.traits import Traits
 from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.averaging.averaged import Averaging
+from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.certificate.changes import Changes
 from trainwright.strategies.base.certificate.state import written_by

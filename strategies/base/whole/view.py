@@ -103,6 +103,7 @@ class WholeView:
         self._caller: nn.Module | None = None
         self._forget()
         self._num_syncs = 0
+        self._prefix: str | None
         if like is not None:
             self._prefix = None if like._prefix is None else f"{like._prefix}/after"
         else:

@@ -1,1 +1,1 @@
-"""The parts of which a strategy of any layout is put together."""
+"""Parts of the hybrid strategy."""

@@ -1,4 +1,4 @@
-"""The optimizers of a module that is cut."""
+"""Optimizers of a partitioned module."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainwright.strategies.state.assemble import Assembly
 
 
 class CutOptimizers(SharedOptimizers):
-    """Optimizers of a module of which ranks hold different parameters, too."""
+    """Optimizers of a module whose parameters differ between ranks."""
 
     @property
-    def in_words(self) -> str:
+    def typed_layout(self) -> str:
         """See the base class."""
         layout = self._strategy.layout
         sizes = {**layout.sizes, "expert": layout.expert}
@@ -41,7 +41,7 @@ class CutOptimizers(SharedOptimizers):
         return groups.along("shard", "context", "tensor")
 
     def _build(self, build: Callable[[], None]) -> None:
-        """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
+        """Show all parameters to a pipeline stage's optimizers, then remove those of other stages."""
         with self._strategy._engines.registered_ghosts() as ghosts:
             build()
         for optimizer in self._strategy.optimizers:
@@ -51,7 +51,7 @@ class CutOptimizers(SharedOptimizers):
                 del optimizer.state[ghost]
 
     def _level_groups(self) -> None:
-        """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
+        """See the base class; adds empty groups where other stages have more groups. A collective."""
         assembly: Assembly = self._strategy._assembly
         if assembly.pipeline is None:
             return

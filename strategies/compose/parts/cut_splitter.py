@@ -1,4 +1,4 @@
-"""How FSDP2 splits what this rank holds of a module that is cut."""
+"""FSDP2 on this rank's part of a partitioned module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.strategies.data.sharding.split import Splitter
 
 
 class CutSplitter(Splitter):
-    """Splits experts over fewer ranks than the rest."""
+    """Shards experts over fewer ranks than the rest."""
 
     def _split_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
         for experts in self._strategy._engines.expert_modules_in(block):
@@ -21,6 +21,6 @@ class CutSplitter(Splitter):
     def _options(self, module: nn.Module) -> dict[str, Any]:
         options = super()._options(module)
         if self._strategy.traits.backward_in_step:
-            # Gathered once a step instead of for every micro-batch and direction.
+            # Gather once per step instead of per micro-batch and direction.
             options["reshard_after_forward"] = False
         return options

@@ -1,4 +1,4 @@
-"""How the module of a run is cut: what is refused, what ranks agree on before, and what then knows where parts are."""
+"""Partitioning of the module of a run, after checks and agreement between ranks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _LAYOUT = "_trainwright_layout"
 
 
 def cut(strategy: Any, groups: LayoutGroups) -> tuple[Engines, Assembly]:
-    """Cut the module of a strategy, and the copies that callbacks made of it. A collective.
+    """Partition the module of a strategy and the copies that callbacks made of it. A collective.
 
     Raises:
-        ValueError: if it cannot be cut so, or was cut before.
+        ValueError: if it cannot be partitioned so, or was partitioned before.
     """
     module, layout, device = strategy.lightning_module, strategy.layout, strategy.root_device
-    _refuse_cut_before(module)
-    _refuse_companions(strategy, module)
+    _refuse_partitioned(module)
+    _refuse_unsupported(strategy, module)
     names, keys = [name for name, _ in module.named_parameters()], list(module.state_dict())
-    engines = Engines(module, layout, groups, strategy.options, device)
+    engines = Engines.of(module, layout, groups, strategy.options, device)
     _broadcast_whole(module, device)
-    _agree_on_randomness(groups, device)
+    _synchronize_generators(groups, device)
     engines.apply()
     engines.place_ghosts(lambda tensor: _dtype_of(strategy.precision_plugin, tensor))
     object.__setattr__(module, _LAYOUT, str(layout))
@@ -52,7 +52,7 @@ def cut(strategy: Any, groups: LayoutGroups) -> tuple[Engines, Assembly]:
 
 
 def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0, before parts are taken; tensor by tensor through the device."""
+    """Broadcast the weights of rank 0 tensor by tensor, before parts are taken."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta and tensor.numel():
@@ -62,22 +62,22 @@ def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
 
 
 def _dtype_of(precision: Precision, tensor: Tensor) -> torch.dtype:
-    """The dtype that the precision gives to a parameter like ``tensor``."""
+    """Return the dtype that the precision gives to a parameter like ``tensor``."""
     probe = nn.Module()
     probe.parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
     return next(precision.convert_module(probe).parameters()).dtype
 
 
-def _agree_on_randomness(groups: LayoutGroups, device: torch.device) -> None:
-    """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""
+def _synchronize_generators(groups: LayoutGroups, device: torch.device) -> None:
+    """Synchronize the generators of ranks that work on the same samples."""
     group = groups.along("pipeline", "context", "tensor")
     if group is not None:
-        # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
+        # Including those of python and numpy, which data sets may draw from.
         set_random_state(broadcast_value(random_state(device), 0, group, device), device)
 
 
-def _refuse_companions(strategy: Any, module: LightningModule) -> None:
-    """Refuse what beside the strategy cannot work with a module that is cut."""
+def _refuse_unsupported(strategy: Any, module: LightningModule) -> None:
+    """Raise if callbacks or settings do not support a partitioned module."""
     problems, layout = [], strategy.layout
     if not module.automatic_optimization:
         problems += manual_optimization_problems(layout, strategy.options.sequence_parallel)
@@ -88,10 +88,10 @@ def _refuse_companions(strategy: Any, module: LightningModule) -> None:
     refuse(problems)
 
 
-def _refuse_cut_before(module: LightningModule) -> None:
+def _refuse_partitioned(module: LightningModule) -> None:
     before = getattr(module, _LAYOUT, None)
     if before is not None:
         raise ValueError(
-            f"{type(module).__name__} has been cut for the layout {before} by another strategy and holds a part of its "
-            "parameters only. Build the module anew, or go on with the same Trainer."
+            f"{type(module).__name__} was partitioned for the layout {before} by another strategy and holds only a "
+            "part of its parameters. Build the module anew, or keep using the same Trainer."
         )

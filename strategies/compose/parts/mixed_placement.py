@@ -1,4 +1,4 @@
-"""Tables of embeddings on parameter servers, the dense part under ZeRO, in one training step."""
+"""Embedding tables on parameter servers, with the dense part under ZeRO."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.core.config.options import refuse
-from trainwright.strategies.averaging.averaged import ReplicaAveraging
+from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.contract.gradients import clip_gradient_value, gradient_norm, local_tensor, refuse_nonfinite
 from trainwright.strategies.contract.part import Host, Tables
 from trainwright.strategies.contract.precision import AgreedGradScaler, before_update
 from trainwright.strategies.parameter_server.messages.wire import Device
-from trainwright.strategies.parameter_server.refusals import (
+from trainwright.strategies.parameter_server.problems import (
     needs_interface,
     rank_problems,
     steps_are_served,
     tables_are_not_averaged,
 )
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.tables.placement import served_names
 from trainwright.strategies.parameter_server.tables.tables import ServedTables, find_tables, scale_gradients
@@ -37,7 +37,7 @@ from trainwright.strategies.plan.deferred import is_deferred
 
 
 class Mixed(Host, Protocol):
-    """What the tables read of their strategy."""
+    """Strategy as seen by its tables."""
 
     averaging: ReplicaAveraging
 
@@ -56,7 +56,7 @@ class Mixed(Host, Protocol):
 
 
 class ServedByRanks(Tables):
-    """Some tables of embeddings on parameter servers, which all ranks step together; the rest is the strategy's.
+    """Embedding tables on parameter servers, stepped by all ranks together.
 
     Args:
         strategy: of the dense part.
@@ -74,7 +74,7 @@ class ServedByRanks(Tables):
 
     @property
     def held(self) -> tuple[int, int]:  # type: ignore[override]
-        """What a server of this rank holds."""
+        """Bytes held by a server on this rank: tables and optimizer state."""
         return (0, 0) if self._served is None or self._served.server is None else self._served.server.shard.nbytes
 
     @property
@@ -102,12 +102,12 @@ class ServedByRanks(Tables):
         if not module.automatic_optimization:
             problems.append(
                 f"placement with {type(module).__name__}, which optimizes manually (automatic_optimization=False): "
-                "servers have to know where a step ends; use automatic optimization, or leave placement out"
+                "servers must know where a step ends; use automatic optimization, or leave placement out"
             )
         if is_deferred(module):
             problems.append(
-                "placement with a module on the meta device: tables need values before servers take them; build the "
-                "module with memory (module.meta=false), or leave placement out"
+                "placement with a module on the meta device: tables need values before they are sent to servers; build "
+                "the module with memory (module.meta=false), or leave placement out"
             )
         if nodes > 1 and self._interface is None:
             problems.append(needs_interface(nodes))
@@ -129,16 +129,16 @@ class ServedByRanks(Tables):
             return
         if len(optimizers) != 1:
             raise ValueError(
-                f"placement: configure_optimizers made {len(optimizers)} optimizers; servers step the tables of "
-                "one, with as many parameter groups as you like. Put the parameters into groups of one."
+                f"placement: configure_optimizers made {len(optimizers)} optimizers; servers step tables of one "
+                "optimizer, with any number of parameter groups. Put the parameters into groups of one."
             )
         refuse_unserved(optimizers[0])
         held = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
         missing = [name for name, table in self._tables.items() if id(table) not in held]
         if missing:
             raise ValueError(
-                f"placement: {missing[0]} is in no parameter group of the optimizer, so servers have nothing to step. "
-                "Add it to a group in configure_optimizers, or leave it to the layout."
+                f"placement: {missing[0]} is in no parameter group of the optimizer, so servers cannot step it. Add it "
+                "to a group in configure_optimizers, or leave it to the layout."
             )
 
     def attach(self, precision: Precision) -> None:
@@ -165,31 +165,31 @@ class ServedByRanks(Tables):
             self._table_servers,
             Device(self._interface),
         )
-        meeting = ServerMeeting(default_store(), f"tables/{strategy.broadcast(uuid.uuid4().hex)}")
+        meeting = ServerRendezvous(default_store(), f"tables/{strategy.broadcast(uuid.uuid4().hex)}")
         self._served.start(strategy.global_rank, strategy.world_size, meeting, strategy.barrier)
 
     def _upload_if_outdated(self) -> None:
-        """After a state was put back, the servers need it before the next step."""
+        """Upload restored tables before the next step."""
         if self._served is not None and self._served.outdated:
             self._served.upload(self._strategy.barrier)
 
     def conclude(self) -> None:
-        """Keep tables and their optimizer's state here, and let the servers go."""
+        """Fetch tables and their optimizer state, and stop the servers."""
         served, self._served = self._served, None
         if served is not None:
             served.retire(self._strategy.barrier)
 
     def end(self) -> None:
-        """As :meth:`conclude`, where no Trainer of this project has called it."""
+        """Conclude, if the Trainer did not."""
         self.conclude()
 
     def stop(self) -> None:
-        """Hang up, so that the others hear of it."""
+        """Close the connections, so that other ranks notice."""
         served, self._served = self._served, None
         if served is not None:
             served.stop()
 
-    # ---- the whole ------------------------------------------------------------------------------------------------
+    # ---- whole tables -----------------------------------------------------------------------------------------------
 
     def wholes(self) -> Mapping[str, torch.Tensor]:
         """See :meth:`Tables.wholes`."""
@@ -201,14 +201,14 @@ class ServedByRanks(Tables):
             self._served.bring_back()
 
     def weights_changed(self) -> None:
-        """Servers take the tables from this rank's memory before the next step."""
+        """Mark the servers' tables outdated; they are uploaded before the next step."""
         if self._served is not None:
             self._served.outdated = True
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def _step_tables(self, optimizer: Optimizer) -> None:
-        """Right before the dense part is stepped."""
+        """Step the tables, right before the dense part."""
         if self._served is None:
             return
         if self._overflows(optimizer):
@@ -217,7 +217,7 @@ class ServedByRanks(Tables):
             self._served.step()
 
     def _overflows(self, optimizer: Optimizer) -> bool:
-        """Whether this step is skipped, on all ranks, because a scaled gradient of some rank is not finite."""
+        """Return whether all ranks skip this step, since a scaled gradient of some rank is not finite."""
         scaler: Any = getattr(self._strategy.precision_plugin, "scaler", None)
         if scaler is None:
             return False
@@ -239,7 +239,7 @@ class ServedByRanks(Tables):
         norm = math.sqrt(float(gradient_norm(dense)) ** 2 + self._served.squares())
         if error_if_nonfinite:
             refuse_nonfinite(norm, max_norm)
-        # As torch does it: a NaN spreads.
+        # As in torch, NaN propagates.
         scale = max_norm / (norm + 1e-6)
         scale = scale if math.isnan(scale) else min(scale, 1.0)
         scale_gradients([local_tensor(p.grad) for p in dense], scale)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The steps of a pipeline: forward and backward of all micro-batches, and evaluations on all stages together."""
+"""Steps of a pipeline: forward and backward of all micro-batches, and evaluation on all stages together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainwright.strategies.state.wholes import whole_on_device
 
 
 class PipelineSteps:
-    """The part of a strategy that runs the user's steps through a pipeline.
+    """Runs the user's steps through a pipeline.
 
     Args:
         strategy: of this stage.
@@ -31,14 +31,14 @@ class PipelineSteps:
         self._strategy, self._evaluate = strategy, evaluate
         self._engine: PipelineEngine
         self._evaluation = ExitStack()
-        self._evaluates = False  # an evaluation has begun, but none of its steps
+        self._is_evaluating = False
 
     def attach(self, engines: Engines) -> None:
         """Connect the pipeline, at the end of setup."""
         self._engine = engines.attach(self._run, self._look, self._whole_here)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run forward and backward of a whole batch, then average gradients over the ranks that split it."""
+        """Run forward and backward of a whole batch, then average gradients over data-parallel ranks."""
         with self._local_gradients():
             samples = self._samples_of_loader()
             output = self._engine.train(args, kwargs, batch=args[0], scale=self._scaled, samples=samples)
@@ -46,7 +46,7 @@ class PipelineSteps:
         return output
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module on one micro-batch, for the pipeline."""
+        """Run a method of the user's module on one micro-batch."""
         strategy = self._strategy
         among = strategy.ranks.among_data_ranks()
         with strategy.precision_plugin.train_step_context(), self._observed(args[0]), among:
@@ -55,38 +55,38 @@ class PipelineSteps:
             return self._engine.call(partial(getattr(strategy.lightning_module, method), *args, **kwargs))
 
     def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module without gradients on all stages of the pipeline together."""
+        """Run a method of the user's module without gradients on all pipeline stages together."""
         try:
             with self._strategy.ranks.among_data_ranks():
                 return self._evaluate(method, self._strategy.precision_plugin.train_step_context, *args, **kwargs)
         finally:
-            self._split_blocks_again()
+            self._reshard_blocks()
 
     def _whole_here(self, name: str) -> Tensor:
-        """The whole value of a parameter of this stage, as this stage's ranks hold it along the tensor axis."""
+        """Return a parameter of this stage, gathered along the data axes."""
         parameter: Tensor = self._strategy.lightning_module.get_parameter(name).detach()
         return whole_on_device(parameter) if isinstance(parameter, DTensor) else parameter
 
     def take_metric(self, metric: Metric) -> None:
-        """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
+        """Copy a metric's states from the last stage, the only one that updates it in a training step."""
         if not self._strategy.ranks.leaders_only:
             states = self._engine.from_last_stage(metric_states(metric), type(metric).__name__)
             set_metric_states(metric, states)
 
     def _samples_of_loader(self) -> int | None:
-        """Samples of a batch, by the loader that made it; ``None``: it does not say."""
+        """Return the batch size of the loader; ``None``: unknown."""
         loader = getattr(self._strategy.lightning_module.trainer, "train_dataloader", None)
         sampler = getattr(loader, "batch_sampler", None)
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         return size if isinstance(size, int) else None
 
     def _observed(self, batch: Any) -> AbstractContextManager[Any]:
-        """Within it tokens are counted, if the Trainer weighs losses by them."""
+        """Count tokens inside, if the Trainer weighs losses by them."""
         weights = getattr(self._strategy.lightning_module.trainer, "token_weights", None)
         return nullcontext() if weights is None else weights.observe(batch)
 
     def _scaled(self, loss: Tensor, share: float) -> Tensor:
-        """What is differentiated for the loss of a micro-batch that holds this share of the samples."""
+        """Return the scaled loss of a micro-batch that holds this share of the samples."""
         strategy = self._strategy
         trainer = strategy.lightning_module.trainer
         divisor = strategy.loss_divisor or trainer.accumulate_grad_batches
@@ -100,7 +100,7 @@ class PipelineSteps:
 
     @contextmanager
     def _local_gradients(self) -> Iterator[None]:
-        """Backward passes inside leave whole gradients of this rank."""
+        """Keep whole local gradients in backward passes inside."""
         step = self._strategy._step
         with ExitStack() as stack:
             for reducer in self._strategy._exchanges.reducers:
@@ -130,31 +130,28 @@ class PipelineSteps:
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
-    def begin_evaluation(self) -> None:
-        """Have the first step enter it: callbacks may exchange weights at the start (averages)."""
-        self._evaluates = self._strategy.traits.backward_in_step
-
     def evaluate(self, step: Callable[[], Any], method: str) -> Any:
         """Run a step, which runs ``method`` of the user's module, on all stages together."""
-        if self._evaluates:
+        if not self._is_evaluating and not self._strategy.lightning_module.trainer.training:
+            # At the first step: callbacks may exchange weights (averages) when an evaluation starts.
             self._evaluation.enter_context(self._engine.evaluating(self._whole_here))
-            self._evaluates = False
-        with self._engine.evaluating(self._whole_here):  # entered already, unless a callback asks in between
+            self._is_evaluating = True
+        with self._engine.evaluating(self._whole_here):  # reentrant; also for steps of callbacks
             try:
                 return self._engine.relay(step, method)
             finally:
-                self._split_blocks_again()
+                self._reshard_blocks()
 
     def end_evaluation(self) -> None:
-        """Let go of what other stages own."""
-        self._evaluates = False
+        """Free parameters of other stages."""
+        self._is_evaluating = False
         self._evaluation.close()
 
-    def _split_blocks_again(self) -> None:
-        """No backward follows that would, and callbacks may look at the parameters."""
+    def _reshard_blocks(self) -> None:
+        """Reshard, since no backward follows and callbacks may look at the parameters."""
         step = self._strategy._step
         if step is not None:
             for state in step._get_fsdp_state()._state_ctx.all_states:
                 for group in parameter_groups(state):
                     group.reshard()
-            self._strategy._let_go_of_gathered()
+            self._strategy._drop_prefetched()

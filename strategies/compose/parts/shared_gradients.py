@@ -1,4 +1,4 @@
-"""Gradients that must be added up over ranks: of tied weights, and of norms that saw parts of a sequence each."""
+"""Gradients summed over ranks: of tied weights, and of norms on slices of a sequence."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 from trainwright.strategies.contract.groups import sum_over
 
-# Gives the local gradient of a parameter as this rank optimizes it, and its local value (for the shape).
+# Returns the local gradient of a parameter as this rank optimizes it, and its local value (for the shape).
 GradientOf = Callable[[nn.Parameter], tuple[Tensor | None, Tensor]]
 
 
 class SharedGradients:
-    """Sums gradients over process groups, all of a group and dtype in one all-reduce.
+    """Sums gradients over process groups, with one all-reduce per group and dtype.
 
     Args:
-        shared: process group -> parameters, in the same order on all of its ranks. Those that do not require a gradient
-            are left out.
+        shared: process group -> parameters, in the same order on all of its ranks; frozen ones are skipped.
     """
 
     def __init__(self, shared: Mapping[dist.ProcessGroup, Iterable[nn.Parameter]]) -> None:
@@ -33,7 +32,7 @@ class SharedGradients:
         """Replace each gradient by the sum over its group; a collective of each group.
 
         Raises:
-            RuntimeError: if a parameter got a gradient on another rank of its group, but none here.
+            RuntimeError: if a parameter has a gradient on another rank of its group, but not on this one.
         """
         for group, parameters in self._shared.items():
             found = [gradient_of(parameter) for parameter in parameters]
@@ -49,6 +48,6 @@ def _sum(found: list[tuple[Tensor | None, Tensor]], group: dist.ProcessGroup) ->
             gradient.copy_(piece.view(part.shape))
         elif piece.any():
             raise RuntimeError(
-                f"A parameter of shape {tuple(part.shape)} that ranks share had a part in the loss of another rank, "
-                "but none in that of this one. Use it in every training_step, or freeze it."
+                f"A parameter of shape {tuple(part.shape)} that ranks share contributed to the loss on another rank, "
+                "but not on this one. Use it in every training_step, or freeze it."
             )

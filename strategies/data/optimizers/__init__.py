@@ -1,1 +1,1 @@
-"""Steps of optimizers whose parameters several ranks share."""
+"""Optimizer steps on parameters shared by several ranks."""

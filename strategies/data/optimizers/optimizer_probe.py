@@ -1,13 +1,13 @@
-"""What a step of an optimizer depends on, measured with small tensors instead of read off its class.
+"""Trial steps that show whether an optimizer's updates are element-wise.
 
-The user's optimizer, with its own options and without its parameters, steps small tensors whole and in parts:
+The user's optimizer, with its own options but small tensors, steps them whole and in parts:
 
 1. all tensors together, whole,
-2. the first and the second part along each dimension, each by itself: where a tensor comes out as in 1, its update is
-   element-wise, so ranks may step their own parts,
-3. those that differ, whole but alone: where they come out as in 1, a rank that has the whole of one may step it.
+2. the first and the second part along each dim, separately: if a tensor comes out as in 1, its update is element-wise
+and ranks may step their own parts,
+3. the others, whole but alone: if they come out as in 1, a rank that has the whole tensor may step it.
 
-An optimizer of which a tensor fails 3, or that calls its closure several times, cannot be split.
+An optimizer that fails 3 for a tensor, or calls its closure several times, cannot be divided.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.optim import Optimizer
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 
-# Sizes of gradients in the steps of a trial: what an optimizer clips by a norm shows in large ones.
+# Gradient scales of the trial steps: large ones show clipping by norm.
 _SCALES = (10.0, 1.0, 0.1, 1.0)
-# Schedules may begin at a rate of zero, at which every optimizer does the same: nothing.
+# Learning rate of trials: schedules may start at zero, where no optimizer changes anything.
 _RATE = 0.5
-# Longest dimension of a trial tensor, by its number of dimensions: long enough for what begins at some size.
+# Longest dim of a trial tensor by number of dims, long enough for behavior that depends on size.
 _LONGEST = {1: 5000, 2: 160, 3: 24}
 _LONGEST_OF_MORE = 12
-# Largest difference that counts as rounding, in the size of the largest weight.
+# Largest relative difference that counts as rounding.
 _ROUNDING = 2e-6
 
 _Kind = tuple[int, tuple[int, ...]]
@@ -47,10 +47,10 @@ class Behaviour:
     """How an optimizer steps.
 
     Args:
-        difference: by kind of parameter (index of its group, and its shape with lengths above 1 as 2) the largest
-            relative difference between a step on parts and one on the whole; kinds without an entry are element-wise.
-        problem: why its steps cannot be made on other tensors than those it was given; ``None``: they can.
-        joint: why its steps cannot be divided among ranks that hold different parameters; ``None``: they can.
+        difference: kind of parameter (group index and shape with lengths above 1 as 2) -> largest relative difference
+            between steps on parts and on the whole; missing kinds are element-wise.
+        problem: why it cannot step other tensors than its own; ``None``: it can.
+        joint: why its steps cannot be divided among ranks with different parameters; ``None``: they can.
     """
 
     difference: Mapping[_Kind, float]
@@ -58,16 +58,16 @@ class Behaviour:
     joint: str | None = None
 
     def is_elementwise(self, group: int, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this group and (whole) shape may be stepped part by part."""
+        """Return whether a parameter of this group and (whole) shape may be stepped in parts."""
         return _kind(group, shape) not in self.difference
 
 
 def study(optimizer: Optimizer, shape_of: Callable[[Tensor], Sequence[int]]) -> Behaviour:
-    """Find out what the steps of ``optimizer`` depend on; neither it nor a random number generator is changed.
+    """Study the steps of ``optimizer`` without changing it or any random state.
 
     Args:
-        optimizer: with parameters in its groups, before its first step.
-        shape_of: whole shape of a parameter as the optimizer holds it.
+        optimizer: with parameters, before its first step.
+        shape_of: returns the whole shape of a parameter held by the optimizer.
     """
     trial = _Trial(optimizer, _representatives(optimizer, shape_of))
     if not trial.kinds:
@@ -81,7 +81,7 @@ def _kind(group: int, shape: Sequence[int]) -> _Kind:
 
 
 def _representatives(optimizer: Optimizer, shape_of: Callable[[Tensor], Sequence[int]]) -> dict[_Kind, tuple[int, ...]]:
-    """For each kind of parameter the shape of the tensor that stands for it: the largest of its kind, capped."""
+    """Return the shape of a representative tensor per kind of parameter: the largest, capped."""
     found: dict[_Kind, tuple[int, ...]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -94,11 +94,11 @@ def _representatives(optimizer: Optimizer, shape_of: Callable[[Tensor], Sequence
 
 
 class _Trial:
-    """Steps of twins of an optimizer on two tensors of each kind: what is taken over several parameters needs two."""
+    """Steps of twins of an optimizer on two tensors of each kind, to detect reductions over several parameters."""
 
     def __init__(self, optimizer: Optimizer, shapes: Mapping[_Kind, tuple[int, ...]]) -> None:
         self.kinds = [kind for kind in shapes for _ in range(2)]
-        self.extra_calls = 0  # of the closure, beyond one a step
+        self.extra_calls = 0  # of the closure, beyond one per step
         self._optimizer = optimizer
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         self.device = torch.device("cpu") if first is None or first.is_meta else local_tensor(first).device
@@ -108,7 +108,7 @@ class _Trial:
         self._parts: list[tuple[_Select, dict[int, Tensor]]] = []
 
     def _numbers(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Normal numbers whose size grows along every dimension, so that no two parts have the same norm."""
+        """Return normal numbers that grow along every dim, so that no two parts have the same norm."""
         numbers = torch.randn(shape, generator=generator)
         for dim, length in enumerate(shape):
             numbers *= torch.linspace(0.5, 2, length).view(-1, *[1] * (len(shape) - dim - 1))
@@ -135,7 +135,7 @@ class _Trial:
                 return Behaviour(
                     {},
                     joint=f"a trial step of {name} on parts of a {self._words(index)} differs from the step on the "
-                    f"whole by {parted[index]:.0e}, and one on the whole of it alone from one beside others by "
+                    f"whole by {parted[index]:.0e}, and a step on it alone from one together with others by "
                     f"{alone:.0e}: it uses values of several parameters at once{draws}",
                 )
         if differing and self._fails_empty():
@@ -147,7 +147,7 @@ class _Trial:
         return f"{' x '.join(map(str, shape))} tensor" if len(shape) > 1 else "vector" if shape else "number"
 
     def _parted(self, index: int, whole: Tensor) -> float:
-        """Largest difference between a tensor that was stepped whole, and in parts along any of its dimensions."""
+        """Return the largest difference between a tensor stepped whole and in parts along any dim."""
         if not self._parts:
             dims = range(max(1, min(3, max(tensor.dim() for tensor in self._begin))))
             selects = [select for dim in dims for select in _halves(dim)]
@@ -155,7 +155,7 @@ class _Trial:
         return max(_difference(stepped.get(index), select(whole)) for select, stepped in self._parts)
 
     def _try(self, indices: Sequence[int], select: _Select) -> dict[int, Tensor]:
-        """As :meth:`_stepped`; nothing where the optimizer cannot step such tensors."""
+        """Return the stepped tensors; empty if the optimizer fails on them."""
         try:
             return self._stepped(indices, select)[0]
         except Exception:  # whatever the user's class raises
@@ -169,7 +169,7 @@ class _Trial:
         return False
 
     def _stepped(self, indices: Sequence[int], select: _Select) -> tuple[dict[int, Tensor], set[int]]:
-        """What becomes of parts of the tensors, and of which tensors the state has another shape than they."""
+        """Return the stepped parts, and the indices of tensors whose state has another shape."""
         parameters = {index: nn.Parameter(select(self._begin[index]).clone()) for index in indices}
         groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         for index, parameter in parameters.items():
@@ -197,7 +197,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _halves(dim: int) -> Iterator[_Select]:
-    """Functions that take a first and a second part, of different lengths, of a tensor that is long enough."""
+    """Yield functions that select a first and a second part, of different lengths, of a long enough tensor."""
 
     def part(tensor: Tensor, is_first: bool) -> Tensor:
         along = min(dim, tensor.dim() - 1)
@@ -212,7 +212,7 @@ def _halves(dim: int) -> Iterator[_Select]:
 
 
 def _difference(found: Tensor | None, expected: Tensor) -> float:
-    """Largest difference in the size of the largest expected number; infinite where one of both is not finite."""
+    """Return the largest difference relative to the largest expected number; infinite if not finite."""
     if found is None:
         return float("inf")
     size = expected.abs().max().clamp(min=1e-30)
@@ -221,7 +221,7 @@ def _difference(found: Tensor | None, expected: Tensor) -> float:
 
 
 def _is_like(values: Any, parameter: Tensor) -> bool:
-    """Whether the state of a parameter consists of single numbers and of tensors of its own shape."""
+    """Return whether a parameter's state consists of scalars and tensors of its own shape."""
     for value in values.values():
         if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
             return False
@@ -242,11 +242,11 @@ def _nothing() -> float:
 
 
 class _KeptParameters(Exception):  # noqa: N818
-    """An optimizer keeps its parameters in places of its own."""
+    """Optimizer that keeps its parameters outside of its groups."""
 
 
 class _Memo(dict[int, Any]):
-    """Of ``copy.deepcopy``; it must not come by a parameter, which may be large and would be left behind."""
+    """Memo of ``copy.deepcopy`` that refuses to copy parameters."""
 
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()
@@ -259,9 +259,9 @@ class _Memo(dict[int, Any]):
 
 
 def _twin(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """An optimizer of the same class and options that steps other parameters and shares nothing that changes.
+    """Return an optimizer of the same class and options for other parameters, sharing no mutable state.
 
-    Built from the attributes of ``optimizer``, since a constructor of the user's may take anything.
+    Copied by attributes, since a user's constructor may take any arguments.
     """
     memo = _Memo({id(p) for group in optimizer.param_groups for p in group["params"]})
     twin: Any = object.__new__(type(optimizer))
@@ -281,7 +281,7 @@ def _twin(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Optimizer
     for key, value in vars(optimizer).items():
         if key.startswith("_optimizer_"):  # hooks of steps and states
             setattr(twin, key, OrderedDict())
-        elif key not in ("state", "param_groups", "step"):  # a scheduler counts the steps by a `step` of its own
+        elif key not in ("state", "param_groups", "step"):  # schedulers replace `step` to count calls
             setattr(twin, key, _copied(value, memo))
     return twin  # type: ignore[no-any-return]
 
@@ -291,13 +291,13 @@ def _copied(value: Any, memo: _Memo) -> Any:
         return value
     try:
         return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value, memo)
-    except (TypeError, RuntimeError, AttributeError):  # process groups, locks and others that have no copy
+    except (TypeError, RuntimeError, AttributeError):  # process groups, locks and other objects without copies
         return value
 
 
 @contextmanager
 def _without_trace(device: torch.device) -> Iterator[None]:
-    """Within it warnings are not shown and random numbers drawn do not count."""
+    """Hide warnings and restore random states."""
     state = random_state(device)
     try:
         with warnings.catch_warnings(), torch.enable_grad():

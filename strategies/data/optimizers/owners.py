@@ -1,15 +1,15 @@
-"""Parameters that are stepped whole, each by one rank of those that share it, and the way there and back.
+"""Parameters stepped whole, each by one owner among the ranks that share them.
 
-Before a step the owner gets the whole gradient, and the whole parameter where it has not got it; after the step every
-rank gets its part of the parameter back. Only the owner has optimizer state, and has it whole. Of ``P`` parameters
-that are stepped so and ``N`` ranks that share them, a rank sends ``P / N`` elements (less what it owns) for each of
-the two or three exchanges, and holds the state of at most ``P / N`` elements and one parameter.
+Before a step the owner receives the whole gradient, and the whole parameter if it lacks it; after the step every rank
+receives its part of the parameter. Only the owner has optimizer state, whole. For ``P`` such elements on ``N`` ranks, a
+rank sends ``P / N`` elements (less what it owns) in each of the two or three exchanges, and holds the state of at most
+``P / N`` elements and one parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +26,14 @@ _Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Owned:
-    """One parameter.
+    """Ownership of one parameter.
 
     Args:
         shape: of the whole.
-        owner: index of its owner in the group.
-        held: boxes of the whole, and the index of each rank that holds one.
-        sources: the same, of each box one rank.
-        local: where in this rank's part a box lies.
+        owner: its index in the group.
+        held: (rank, box of the whole) of every part.
+        sources: the same, one rank per box.
+        local: box of the whole -> its place in this rank's part.
     """
 
     shape: tuple[int, ...]
@@ -43,23 +43,15 @@ class _Owned:
     local: Mapping[_Box, _Box]
 
 
-@dataclass
-class _Parcel:
-    """Views that are sent to and received from each rank, in the same order on both sides."""
-
-    send: list[list[Tensor]] = field(default_factory=list)
-    receive: list[list[Tensor]] = field(default_factory=list)
-
-
 class Owners:
-    """Which rank steps which parameters whole.
+    """Assignment of whole parameters to the ranks that step them.
 
     Args:
         group: ranks that share the parameters.
-        device: that the group communicates from.
-        boxes: from a parameter's name and a tensor laid out like what an optimizer holds of it to the boxes of the
-            whole that this rank holds.
-        bucket_bytes: of a buffer in which parts travel, one parameter at least.
+        device: of communication.
+        boxes: returns this rank's boxes of the whole, given a parameter's name and a tensor laid out like the
+            optimizer's.
+        bucket_bytes: size of a communication buffer; at least one parameter.
     """
 
     def __init__(
@@ -78,18 +70,18 @@ class Owners:
         self._owned: dict[str, _Owned] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether a parameter is stepped by its owner; the same on every rank of the group."""
+        """Return whether a parameter is stepped by an owner; the same on every rank of the group."""
         return name in self._owned
 
     def is_mine(self, name: str) -> bool:
-        """Whether this rank is the owner."""
+        """Return whether this rank is the owner."""
         return self._owned[name].owner == self._rank
 
     def take(self, parameters: Mapping[str, Tensor]) -> None:
-        """Find owners, balanced by bytes, of those of the parameters that no rank has whole. A collective.
+        """Assign owners, balanced by bytes, to the parameters that are not whole on every rank. A collective.
 
         Args:
-            parameters: by name, as an optimizer holds them; the same names in the same order on every rank.
+            parameters: by name, as held by an optimizer; the same names in the same order on every rank.
         """
         mine = {name: _places(self._boxes(name, _stencil(each))) for name, each in parameters.items()}
         found = all_gather_values(
@@ -109,10 +101,10 @@ class Owners:
     # ---- exchanges ------------------------------------------------------------------------------------------------
 
     def fetch(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The wholes of what this rank owns. A collective.
+        """Return the whole tensors of parameters that this rank owns. A collective.
 
         Args:
-            parts: what each rank holds, by the names of the parameters; the same names in the same order everywhere.
+            parts: local parts by parameter name; the same names in the same order on every rank.
         """
         wholes = {
             name: torch.empty(self._owned[name].shape, dtype=part.dtype, device=part.device)
@@ -120,38 +112,37 @@ class Owners:
             if self.is_mine(name)
         }
         for names in self._buckets(parts):
-            parcel = self._parcel()
+            send, receive = self._no_views(), self._no_views()
             for name in names:
-                self._collect(name, self._owned[name], parts[name], wholes.get(name), parcel)
-            self._exchange(parcel, parts[names[0]].dtype)
+                owned, whole = self._owned[name], wholes.get(name)
+                for rank, box in owned.sources:
+                    if rank == self._rank:
+                        send[owned.owner].append(_at(parts[name], owned.local[box]))
+                    if whole is not None:
+                        receive[rank].append(_at(whole, box))
+            self._exchange(send, receive, parts[names[0]].dtype)
         return wholes
-
-    def _collect(self, name: str, owned: _Owned, part: Tensor, whole: Tensor | None, parcel: _Parcel) -> None:
-        for rank, box in owned.sources:
-            if rank == self._rank:
-                parcel.send[owned.owner].append(_at(part, owned.local[box]))
-            if whole is not None:
-                parcel.receive[rank].append(_at(whole, box))
 
     @torch.no_grad()
     def give_back(self, parts: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> None:
-        """Write parts of the wholes, which their owners give, into ``parts`` of every rank. A collective."""
+        """Scatter the owners' ``wholes`` into ``parts`` of every rank. A collective."""
         for names in self._buckets(parts):
-            parcel = self._parcel()
+            send, receive = self._no_views(), self._no_views()
             for name in names:
                 owned = self._owned[name]
                 for rank, box in owned.held:
                     if rank == self._rank:
-                        parcel.receive[owned.owner].append(_at(parts[name], owned.local[box]))
+                        receive[owned.owner].append(_at(parts[name], owned.local[box]))
                     if owned.owner == self._rank:
-                        parcel.send[rank].append(_at(wholes[name], box))
-            self._exchange(parcel, parts[names[0]].dtype)
+                        send[rank].append(_at(wholes[name], box))
+            self._exchange(send, receive, parts[names[0]].dtype)
 
-    def _parcel(self) -> _Parcel:
-        return _Parcel([[] for _ in range(self._size)], [[] for _ in range(self._size)])
+    def _no_views(self) -> list[list[Tensor]]:
+        """Return lists of views for each rank, filled in the same order on both sides of an exchange."""
+        return [[] for _ in range(self._size)]
 
     def _buckets(self, parts: Mapping[str, Tensor]) -> Iterator[list[str]]:
-        """Names that travel together: of one dtype, as much as fills the buffers of the ranks."""
+        """Yield names that are exchanged together: of one dtype, up to the ranks' buffers."""
         names: list[str] = []
         size = 0
         for name, part in parts.items():
@@ -165,27 +156,27 @@ class Owners:
             yield names
 
     @torch.no_grad()
-    def _exchange(self, parcel: _Parcel, dtype: torch.dtype) -> None:
-        for given, taken in zip(parcel.send.pop(self._rank), parcel.receive.pop(self._rank), strict=True):
+    def _exchange(self, send: list[list[Tensor]], receive: list[list[Tensor]], dtype: torch.dtype) -> None:
+        for given, taken in zip(send.pop(self._rank), receive.pop(self._rank), strict=True):
             if given.data_ptr() != taken.data_ptr():
                 taken.copy_(given)
-        counts = [[sum(view.numel() for view in views) for views in side] for side in (parcel.send, parcel.receive)]
+        counts = [[sum(view.numel() for view in views) for views in side] for side in (send, receive)]
         sent, received = (torch.empty(sum(count), dtype=dtype, device=self._device) for count in counts)
-        _copy_through(sent, parcel.send, is_packing=True)
+        _copy_through(sent, send, is_packing=True)
         for count in counts:
             count.insert(self._rank, 0)
         dist.all_to_all_single(received, sent, counts[1], counts[0], group=self._group)
-        _copy_through(received, parcel.receive, is_packing=False)
+        _copy_through(received, receive, is_packing=False)
 
     # ---- states ---------------------------------------------------------------------------------------------------
 
     def united(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries by name of all ranks that share parameters. A collective."""
+        """Merge entries by name of all ranks that share parameters. A collective."""
         found = all_gather_values(dict(mine), self._group, self._device)
         return {name: value for entries in reversed(found) for name, value in entries.items()}
 
     def spread(self, name: str, values: Any) -> Any:
-        """The state that its owner has of a parameter, whole and on the CPU of every rank. A collective."""
+        """Return the owner's state of a parameter, whole and on the CPU, on every rank. A collective."""
         given = _on_cpu(values) if self.is_mine(name) else None
         return broadcast_value(given, self._owned[name].owner, self._group, self._device)
 
@@ -199,14 +190,14 @@ def _copy_through(buffer: Tensor, views: Sequence[Sequence[Tensor]], is_packing:
 
 
 def _stencil(parameter: Tensor) -> Tensor:
-    """A tensor that is spread as a parameter is, whose part is contiguous and takes no memory."""
+    """Return a meta tensor distributed as a parameter is, with a contiguous part."""
     from trainwright.strategies.state.shards import spread_like
 
     return spread_like(parameter, torch.empty(local_tensor(parameter).shape, dtype=parameter.dtype, device="meta"))
 
 
 def _places(parts: TensorParts) -> tuple[tuple[int, ...], dict[_Box, _Box]]:
-    """Shape of the whole; box of the whole -> where it lies in the (contiguous) part that it is a view of."""
+    """Return the shape of the whole, and box of the whole -> its place in the contiguous local part."""
     places = {}
     for offsets, view in parts.parts:
         rest, first = view.storage_offset(), []

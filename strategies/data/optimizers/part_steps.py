@@ -1,12 +1,11 @@
 """Steps of an unmodified optimizer on other tensors than those it holds.
 
-Between two steps an optimizer holds what checkpoints, clipping and callbacks see: parameters that are split over ranks,
-and state that is split alike. While it steps, its groups hold
+Between steps an optimizer holds what checkpoints, clipping and callbacks see: parameters split over ranks, with state
+split alike. During a step its groups hold
 
-- this rank's parts, as plain tensors, of parameters whose update is element-wise: an element-wise update of a part is
-  the part of the update, and through DTensors each operation of each parameter would be dispatched in Python, which
+- local parts as plain tensors, for parameters with element-wise updates: dispatching every operation through DTensor
   takes longer than the arithmetic of a small parameter,
-- whole parameters that this rank owns, with whole gradients (``owners``), of all others.
+- whole parameters that this rank owns, with whole gradients (``owners``), for all others.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trainwright.strategies.state.shards import spread_like
 
 
 class _Part:
-    """A parameter that is split, and the plain tensor that stands in for this rank's part of it."""
+    """Split parameter, and the plain tensor that replaces this rank's part of it during a step."""
 
     __slots__ = ("held", "local", "shown", "stand_in")
 
@@ -37,7 +36,7 @@ class _Part:
         self.stand_in = nn.Parameter(held._local_tensor.detach(), requires_grad=held.requires_grad)
 
     def enter(self, state: dict[Any, Any]) -> None:
-        """Take gradient and state."""
+        """Move gradient and state to the stand-in."""
         held, stand_in, local, gradient = self.held, self.stand_in, self.held._local_tensor, self.held.grad
         if local is not self.local:
             self.local, stand_in.data = local, local.detach()
@@ -48,7 +47,7 @@ class _Part:
             state[stand_in] = {k: v._local_tensor if isinstance(v, DTensor) else v for k, v in values.items()}
 
     def leave(self, state: dict[Any, Any]) -> None:
-        """Show the state as that of the parameter; what has not changed stays the same object."""
+        """Move the state back to the parameter; unchanged values stay the same objects."""
         stand_in, shown = self.stand_in, self.shown
         stand_in.grad = None
         values = state.pop(stand_in, None)
@@ -65,7 +64,7 @@ class _Part:
 
 
 class _Whole:
-    """A parameter that one rank steps whole, and what stands in for it there."""
+    """Parameter that one rank steps whole, and its stand-in there."""
 
     __slots__ = ("held", "name", "stand_in")
 
@@ -74,14 +73,14 @@ class _Whole:
         self.stand_in = nn.Parameter(local_tensor(held).new_empty(0), requires_grad=held.requires_grad)
 
     def enter(self, state: dict[Any, Any], whole: Tensor, gradient: Tensor) -> None:
-        """Take values, gradient and state."""
+        """Move values, gradient and state to the stand-in."""
         self.stand_in.data = whole
         self.stand_in.grad = gradient
         if self.held in state:
             state[self.stand_in] = state.pop(self.held)
 
     def leave(self, state: dict[Any, Any]) -> None:
-        """Let go of the memory."""
+        """Move the state back and free memory."""
         self.stand_in.grad = None
         self.stand_in.data = self.stand_in.new_empty(0)
         if self.stand_in in state:
@@ -89,10 +88,10 @@ class _Whole:
 
 
 class PartSteps:
-    """Exchanges the parameters of one optimizer around each of its steps.
+    """Swaps the parameters of one optimizer around each of its steps.
 
-    The closure runs before the exchange, once. Nothing here refers to the optimizer or the strategy: with a reference
-    to itself the optimizer, and its state, would outlive the run.
+    The closure runs once, before the swap. No reference to the optimizer or strategy is kept, which would make the
+    optimizer and its state outlive the run.
 
     Args:
         owners: of parameters that are stepped whole; ``None``: there are none.
@@ -106,14 +105,14 @@ class PartSteps:
         self._stand_ins: list[list[Tensor | _Whole]] = []
         self._parts: list[_Part] = []
         self._wholes: list[_Whole] = []
-        self._depth = 0  # of calls of `step` by an overridden one
+        self._depth = 0  # nested calls of an overridden `step`
 
     def know(self, names: Mapping[Tensor, str], wholes: Mapping[str, Tensor]) -> None:
-        """Take note of the parameters.
+        """Set the parameters.
 
         Args:
-            names: of parameters as the optimizer holds them.
-            wholes: by name, whole parameters that every rank has beside the part that the optimizer holds.
+            names: of the tensors that the optimizer holds.
+            wholes: by name, parameters that are whole on every rank beside the optimizer's part.
         """
         owners = self._owners
         self._names = {} if owners is None else {held: name for held, name in names.items() if name in owners}
@@ -121,12 +120,12 @@ class PartSteps:
         self._held = []
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Begin with the next step of ``optimizer``."""
+        """Swap parameters from the next step of ``optimizer`` on."""
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Let an optimizer whose step has failed hold what it held before."""
+        """Restore the parameter groups of an optimizer whose step failed."""
         if self._depth:
             self._depth = 0
             self._leave(optimizer)
@@ -155,7 +154,7 @@ class PartSteps:
             self._leave(optimizer)
 
     def _take(self, held: list[list[Tensor]]) -> None:
-        """Find what stands in for each parameter."""
+        """Create the stand-ins."""
         parts: dict[Tensor, _Part] = {part.held: part for part in self._parts}
         wholes: dict[Tensor, _Whole] = {whole.held: whole for whole in self._wholes}
         for parameter in (p for group in held for p in group):
@@ -196,7 +195,9 @@ class PartSteps:
     # ---- whole parameters -----------------------------------------------------------------------------------------
 
     def _fetch(self) -> list[tuple[_Whole, Tensor, Tensor]]:
-        """Those that this rank steps now, with values and gradients. A collective, if any are stepped whole."""
+        """Return parameters that this rank steps now, with values and gradients. A collective, if any is stepped
+        whole.
+        """
         stepped = {whole.name: whole for whole in self._wholes if whole.held.grad is not None}
         if self._owners is None or not stepped:
             return []
@@ -217,7 +218,7 @@ class PartSteps:
 
 
 def _same(held: list[list[Tensor]], groups: list[dict[str, Any]]) -> bool:
-    """Whether the groups hold the same parameters as before."""
+    """Return whether the groups hold the same parameters as before."""
     return len(held) == len(groups) and all(
         len(before) == len(group["params"]) and all(map(is_, before, group["params"]))
         for before, group in zip(held, groups, strict=True)
@@ -230,7 +231,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def _part_like(gradient: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's part of a gradient, split as its parameter is."""
+    """Return this rank's part of a gradient, split as its parameter is."""
     if not isinstance(gradient, DTensor):
         return gradient
     if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:

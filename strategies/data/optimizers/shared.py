@@ -1,8 +1,8 @@
-"""The optimizers of a run whose ranks share one copy of the training state."""
+"""Optimizers of ranks that share one copy of the training state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,24 +11,40 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from trainwright.checkpoint.exchange.distinct import all_gather_values
+from trainwright.core.config.options import refuse
+from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.finetuning import show_parameters_to
-from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, OptimizerSharing, optimize_shards
+from trainwright.strategies.data.optimizers.optimizer_probe import Behaviour, study
 from trainwright.strategies.data.optimizers.owners import Owners
+from trainwright.strategies.data.optimizers.part_steps import PartSteps
 from trainwright.strategies.data.sharding.exchanges import Exchanges
+from trainwright.strategies.state.run_state import spread_like
+from trainwright.strategies.state.shards import ParameterShard
+from trainwright.strategies.state.wholes import part_like
+
+_REMEDY = "Type strategy=ddp, or use an optimizer that steps each parameter by itself (AdamW, SGD, Muon, Adafactor)"
+_CLOSURE = (
+    "ranks exchange updates once per step, so the loss can be computed once only. Type strategy=ddp, or use an "
+    "optimizer that does so (AdamW, SGD, Muon, Adafactor)"
+)
 
 
 class SharedOptimizers:
-    """Gives the user's optimizers this rank's rows of parameters, or whole ones where they need those.
+    """Builds the user's optimizers on this rank's parts of parameters, or on whole ones where updates need them.
 
     Args:
-        strategy: whose.
+        strategy: that owns the optimizers.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._divided: DividedSteps | None = None
-        self._hide_parameters: Callable[[], None] = _nothing
+        self.owners: Owners | None = None
+        """Owners of parameters that are stepped whole; ``None``: all states are split as parameters are."""
+        self._steps: list[tuple[Optimizer, PartSteps]] = []
+        self._hide_parameters: Callable[[], None] = lambda: None
 
     @property
     def _exchanges(self) -> Exchanges:
@@ -36,32 +52,27 @@ class SharedOptimizers:
         return found
 
     @property
-    def owners(self) -> Owners | None:
-        """Of which parameters one rank has the whole optimizer state; ``None``: all states lie as parameters do."""
-        return None if self._divided is None else self._divided.owners
-
-    @property
-    def in_words(self) -> str:
-        """The layout as it is typed."""
+    def typed_layout(self) -> str:
+        """The layout, as typed."""
         return f"strategy=zero{self._strategy.stage}"
 
     @property
     def divides(self) -> bool:
-        """Whether another rank holds parameters, or parts of them, that this one does not."""
+        """True if other ranks hold parameters, or parts of them, that this one does not."""
         mesh: DeviceMesh = self._strategy.mesh
         return mesh.size(mesh.ndim - 1) > 1
 
     def whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """Return the shape of the whole of what an optimizer holds of a parameter."""
+        """Return the whole shape of the tensor that an optimizer holds of a parameter."""
         return parameter.shape
 
     def _shared_by(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of each parameter; ``None``: there are no others. A collective."""
+        """Return the ranks that share one copy of each parameter; ``None``: there are no others. A collective."""
         mesh: DeviceMesh = self._strategy.mesh
         return mesh.get_group(mesh.ndim - 1)
 
     def _level_groups(self) -> None:
-        """Have all ranks hold as many groups of parameters, after a finetuning callback may have added some."""
+        """Add empty parameter groups so that all ranks have equally many, after finetuning callbacks."""
 
     def _build(self, build: Callable[[], None]) -> None:
         build()
@@ -71,60 +82,106 @@ class SharedOptimizers:
 
         Args:
             trainer: of the run.
-            build: does so, and gives them to the strategy.
+            build: builds them and gives them to the strategy.
 
         Raises:
-            ValueError: for an optimizer that can be given neither rows nor wholes.
+            ValueError: for an optimizer that can step neither parts nor whole parameters.
         """
         self._build(build)
-        strategy, shards = self._strategy, self._exchanges.shards
-        self._divided = DividedSteps(
-            OptimizerSharing(self.in_words, self.divides, strategy.root_device, self.whole_shape, self._make_owners)
-        )
+        optimizers, shards = self._strategy.optimizers, self._exchanges.shards
+        self.owners = None
         self._divide()
-        for optimizer in strategy.optimizers:
+        self._steps = [(optimizer, PartSteps(self.owners)) for optimizer in optimizers]
+        for optimizer, steps in self._steps:
             optimize_shards(optimizer, shards)
-        self._divided.attach(strategy.optimizers)
-        self._know_held()
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            if self.owners is not None or any(isinstance(p, DTensor) for p in held):
+                steps.attach(optimizer)
+        self._update_steps()
         self.hide_parameters()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._hide_parameters = show_parameters_to(callbacks, strategy.optimizers, shards, self._level_groups)
+        self._hide_parameters = show_parameters_to(callbacks, optimizers, shards, self._level_groups)
 
     def hide_parameters(self) -> None:
-        """Show finetuning callbacks what optimizers hold again."""
+        """Stop showing the module's parameters to finetuning callbacks."""
         self._hide_parameters()
 
     def exchange(self) -> None:
-        """Have optimizers hold shards also where a callback has added a group of the parameters themselves."""
+        """Replace parameters by shards in the groups, including groups added by callbacks."""
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [self._exchanges.optimized(parameter) for parameter in group["params"]]
 
     def divide_anew(self) -> None:
-        """Find out again what is stepped whole, as more is trained now. A collective."""
+        """Assign owners again after parameters were unfrozen. A collective."""
         self._divide()
-        self._know_held()
+        self._update_steps()
 
     def restore(self) -> None:
-        """Let optimizers whose step has failed hold what they held before."""
-        if self._divided is not None:
-            self._divided.restore()
+        """Restore the parameter groups of optimizers whose step failed."""
+        for optimizer, steps in self._steps:
+            steps.restore(optimizer)
 
     def _divide(self) -> None:
-        assert self._divided is not None
-        exchanges = self._exchanges
-        both = {name: (p, exchanges.optimized(p)) for name, p in exchanges.named.items()}
-        self._divided.divide(self._strategy.optimizers, both)
+        """Study the optimizers, and assign owners to parameters that must be stepped whole. A collective.
 
-    def _know_held(self) -> None:
-        assert self._divided is not None
+        Raises:
+            ValueError: on every rank, if an optimizer does not support the layout.
+        """
+        exchanges, optimizers = self._exchanges, self._strategy.optimizers
+        held = {name: exchanges.optimized(p) for name, p in exchanges.named.items()}
+        names = {id(each): name for name, p in exchanges.named.items() for each in (p, held[name])}
+
+        def shape_of(p: Tensor) -> torch.Size:
+            return self.whole_shape(names[id(p)], p) if id(p) in names else p.shape
+
+        behaviours = [study(each, shape_of) for each in optimizers]
+        self._refuse(behaviours)
+        if not self.divides:
+            return
+        whole = {
+            name: held[name]
+            for optimizer, behaviour in zip(optimizers, behaviours, strict=True)
+            for index, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if (name := names.get(id(p))) and not behaviour.is_elementwise(index, shape_of(p))
+        }
+        if self.owners is None and self._any_rank(bool(whole)):
+            self.owners = self._make_owners()
+        if self.owners is not None:
+            self.owners.take({name: each for name, each in whole.items() if name not in self.owners})
+
+    def _refuse(self, behaviours: Iterable[Behaviour]) -> None:
+        problems = list(dict.fromkeys(self._problems(behaviours)))
+        if self._any_rank(bool(problems)):
+            device = self._strategy.root_device
+            found = all_gather_values(problems, device=device) if dist.is_initialized() else [problems]
+            refuse(dict.fromkeys(problem for each in found for problem in each))
+
+    def _problems(self, behaviours: Iterable[Behaviour]) -> Iterator[str]:
+        for behaviour in behaviours:
+            if behaviour.problem is not None:
+                yield f"{behaviour.problem}, but under {self.typed_layout} {_CLOSURE}"
+            elif behaviour.joint is not None and self.divides:
+                yield f"{behaviour.joint}, but under {self.typed_layout} no rank has them all. {_REMEDY}"
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Return whether ``flag`` is set on any rank; a collective."""
+        if not dist.is_initialized():
+            return flag
+        found = torch.tensor(int(flag), device=self._strategy.root_device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def _update_steps(self) -> None:
         exchanges = self._exchanges
         names: dict[Tensor, str] = {exchanges.optimized(p): name for name, p in exchanges.named.items()}
         wholes = {name: p for name, p in exchanges.named.items() if self._is_whole_here(name, p)}
-        self._divided.know(names, wholes)
+        for _, steps in self._steps:
+            steps.know(names, wholes)
 
     def _is_whole_here(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is whole on every rank, where the optimizer steps it in place."""
+        """Return whether a parameter is whole on every rank and stepped in place."""
         shard = self._exchanges.shards.get(parameter)
         if shard is None or shard.is_offloaded or isinstance(parameter, DTensor):
             return False
@@ -139,5 +196,19 @@ class SharedOptimizers:
         )
 
 
-def _nothing() -> None:
-    pass
+def optimize_shards(optimizer: Optimizer, shards: Mapping[nn.Parameter, ParameterShard]) -> None:
+    """Replace whole parameters of ``optimizer`` by their shards, and its state by the parts."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [shards[p].optimized if p in shards else p for p in group["params"]]
+    for parameter, shard in shards.items():
+        values = optimizer.state.pop(parameter, None)
+        if values is not None:
+            optimizer.state[shard.optimized] = {key: _part(value, shard) for key, value in values.items()}
+
+
+def _part(value: object, shard: ParameterShard) -> object:
+    if not isinstance(value, Tensor) or value.shape != shard.parameter.shape or not shard.is_split:
+        return value
+    if isinstance(value, DTensor):
+        return spread_like(shard.optimized, local_tensor(value).to(shard.optimized_part.device, copy=True))
+    return part_like(value, shard.optimized.data)  # type: ignore[arg-type]

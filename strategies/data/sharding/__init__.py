@@ -1,1 +1,1 @@
-"""What ranks that share a model split, gather, reduce and publish."""
+"""Sharding, gathering, reduction and publication of parameters."""

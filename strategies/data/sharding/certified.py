@@ -1,4 +1,4 @@
-"""What the certificate asks of a strategy whose ranks share one copy of the training state."""
+"""Certificates of strategies whose ranks share one copy of the training state."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from trainwright.strategies.base.certificate.certified import Certified
 
 
 class CertifiedShards(Certified):
-    """A module of which ranks hold rows of optimizer state, gradients or parameters."""
+    """Certificates of a module whose optimizer state, gradients or parameters are split."""
 
     @property
     def is_split(self) -> bool:
         """See the base class."""
         strategy = self._strategy
-        is_served = any(map(strategy.tables.has, strategy.lightning_module.parameters()))  # its own ranks step those
+        is_served = any(map(strategy.tables.has, strategy.lightning_module.parameters()))  # tables have their own check
         return strategy.layout.world_size > strategy.layout.replicate and not is_served
 
     def held(self, name: str) -> Tensor | None:

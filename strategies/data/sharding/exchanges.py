@@ -1,4 +1,4 @@
-"""What this rank optimizes of each parameter, how gradients get there, and values back."""
+"""Shards that optimizers step, with the communication of gradients and values."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from trainwright.strategies.state.shards import ParameterShard
 
 
 class Exchanges:
-    """The shards of parameters that optimizers step, and what averages and publishes them.
+    """Shards of parameters that optimizers step, and their reducers and publishers.
 
     Args:
-        bucket_bytes: bytes that are sent at once, at most.
+        bucket_bytes: largest bucket.
         options: of the strategy: ``find_unused_parameters`` and ``reduce_dtype``.
 
     Attributes:
-        named: parameters as optimized, by name; while a step runs, gathered ones stand in the module.
-        shards: of the parameters that optimizers see in parts.
-        split: those of them whose parameters are split already.
-        trained: names of the parameters that are trained now.
-        reducers: of gradients, one for each mesh.
-        publishers: of values, one for each mesh.
+        named: parameters as optimized, by name; during a step the module holds gathered ones.
+        shards: of parameters that optimizers see in parts.
+        split: those whose parameters are split themselves.
+        trained: names of trainable parameters.
+        reducers: of gradients, one per mesh.
+        publishers: of values, one per mesh.
     """
 
     def __init__(self, bucket_bytes: int, options: ZeroOptions) -> None:
@@ -47,23 +47,23 @@ class Exchanges:
         mesh_of: Callable[[nn.Parameter], DeviceMesh],
         offload: bool,
     ) -> None:
-        """Take the parameters of a module.
+        """Set the parameters of a module.
 
         Args:
             named: all of them, by name.
             chosen: those that optimizers see through a :class:`ParameterShard`.
-            mesh_of: the ranks that train a parameter on different samples.
-            offload: whether shards stand in the memory of the host.
+            mesh_of: returns the ranks that train a parameter on different samples.
+            offload: keep shards in host memory.
         """
         self.named = named
         self.shards = {p: ParameterShard(p, mesh_of(p), offload) for p in chosen}
         self.split = {p: shard for p, shard in self.shards.items() if isinstance(p, DTensor)}
 
     def make(self, averages: bool) -> None:
-        """Have gradients reduced of what is trained now, and what was stepped given to all ranks.
+        """Create reducers and publishers of the trainable parameters.
 
         Args:
-            averages: whether replicas are averaged with them.
+            averages: also average over replicas.
         """
         self.detach()
         self.trained = {name for name, p in self.named.items() if p.requires_grad}
@@ -77,28 +77,28 @@ class Exchanges:
             self.publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
 
     def thaw(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train the shards of parameters that are trained from now on."""
+        """Make the shards of unfrozen parameters trainable."""
         for parameter in parameters:
             self.optimized(parameter).requires_grad_()
 
     def optimized(self, parameter: nn.Parameter) -> Tensor:
-        """Return what an optimizer holds in place of a parameter."""
+        """Return the tensor that an optimizer holds in place of a parameter."""
         shard = self.shards.get(parameter)
         return parameter if shard is None else shard.optimized
 
     def reload(self) -> None:
-        """Take values that were written into parameters to the memory of the host."""
+        """Copy parameter values into offloaded shards."""
         for shard in self.shards.values():
             if shard.is_offloaded:
                 shard.optimized_part.copy_(shard.local_part)
 
     def detach(self) -> None:
-        """Reduce nothing more."""
+        """Remove reducers and publishers."""
         for reducer in self.reducers:
             reducer.detach()
         self.reducers, self.publishers = [], []
 
     def release(self) -> None:
-        """Let go of the module."""
+        """Drop all references to the module."""
         self.detach()
         self.named, self.shards, self.split = {}, {}, {}

@@ -1,4 +1,4 @@
-"""Keeps what user code writes into parameters while ZeRO-3 has gathered them."""
+"""Writes of user code into parameters gathered by ZeRO-3."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ _SET_DATA = _DATA.__set__
 
 
 class GatheredWrites:
-    """Takes this rank's rows of gathered parameters back into its shards.
+    """Copies writes into gathered parameters back into this rank's shards.
 
-    FSDP2 drops gathered parameters after use. A user's step may have written into those outside of the blocks, which
-    are gathered while it runs: a momentum encoder, clamped weights. (Those of blocks are DTensors then, whose rows are
-    written in place.)
+    FSDP2 drops gathered parameters after use, but a user's step may write into those outside of the blocks, which are
+    gathered while it runs: a momentum encoder, clamped weights. (Those of blocks are DTensors, written in place.)
 
     Args:
-        state: of the root that ``fully_shard`` has split.
+        state: of the ``fully_shard`` root.
     """
 
     def __init__(self, state: Any) -> None:
@@ -36,16 +35,16 @@ class GatheredWrites:
         self._rows: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> None:
-        """Note what the shards are, as parameters have just been gathered from them."""
+        """Record the versions of shards, right after gathering."""
         self._versions = {id(p): _local(p)._version for p in self._gathered()}
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy this rank's rows of what is gathered into the shards that nobody has stepped since :meth:`begin`."""
+        """Copy gathered rows into the shards that were not stepped since :meth:`begin`."""
         for parameter in self._gathered():
             shard = _local(parameter)
             if self._versions.get(id(parameter)) != shard._version:
-                continue  # stepped by an optimizer that knows nothing of what is gathered
+                continue  # stepped by an optimizer in the meantime
             whole = parameter._unsharded_param.detach()
             if whole.untyped_storage().data_ptr() != parameter.all_gather_outputs[0].untyped_storage().data_ptr():
                 refuse_new_data(parameter._module_info.param_name)
@@ -67,8 +66,8 @@ class GatheredWrites:
 
 
 @contextmanager
-def refusing_what_is_lost() -> Iterator[None]:
-    """Refuse, as long as it is entered, what FSDP2 cannot do and does not notice."""
+def forbidding_lost_updates() -> Iterator[None]:
+    """Raise on operations that FSDP2 does not support and would silently lose."""
     run_backward = torch.autograd._engine_run_backward
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +83,7 @@ def refusing_what_is_lost() -> Iterator[None]:
 
 
 class RefusesNewData(TorchFunctionMode):
-    """Refuses, as long as it is entered, to assign ``.data`` of a split parameter, which would be lost."""
+    """Raises on assignments to ``.data`` of a split parameter, which would be lost."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, unless it assigns the data of a DTensor."""
@@ -94,7 +93,7 @@ class RefusesNewData(TorchFunctionMode):
 
 
 def refuse_new_data(which: str) -> NoReturn:
-    """Raise, as a parameter was given other data.
+    """Raise the error of an assignment to ``.data``.
 
     Raises:
         RuntimeError: always.
@@ -106,5 +105,5 @@ def refuse_new_data(which: str) -> NoReturn:
 
 
 def _local(parameter: Any) -> Tensor:
-    local: Tensor = parameter.sharded_param._local_tensor  # FSDP2 makes it a DTensor, always
+    local: Tensor = parameter.sharded_param._local_tensor
     return local

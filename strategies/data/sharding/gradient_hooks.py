@@ -1,4 +1,4 @@
-"""Hooks that users have put on parameters, where a strategy exchanges these."""
+"""Users' gradient hooks on parameters that a strategy replaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def refuse_accumulation_hooks(module: nn.Module) -> None:
-    """Raise if a parameter has a hook that runs once its gradient is accumulated, which ranks have only a part of.
+    """Raise if a parameter has a post-accumulate hook, which would see a local gradient only.
 
     Raises:
         ValueError: with the name of the parameter.
@@ -18,13 +18,13 @@ def refuse_accumulation_hooks(module: nn.Module) -> None:
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"The parameter {name!r} has a hook of register_post_accumulate_grad_hook (an optimizer that steps in "
-                f"backward?), but its gradient is not averaged over ranks when that runs. Use register_hook for what "
-                f"changes gradients, configure_optimizers for what steps, or strategy=ddp."
+                "backward?), but its gradient is not averaged over ranks when the hook runs. Use register_hook to "
+                "change gradients, configure_optimizers for optimizer steps, or strategy=ddp."
             )
 
 
 def refuse_hook(name: str, parameter: Tensor) -> None:
-    """Raise if a parameter that is exchanged for a part has a gradient hook.
+    """Raise if a parameter that is replaced by a part has a gradient hook.
 
     Raises:
         ValueError: with the name of the parameter.
@@ -32,13 +32,13 @@ def refuse_hook(name: str, parameter: Tensor) -> None:
     if parameter._backward_hooks:
         raise ValueError(
             f"The parameter {name!r} has a gradient hook (register_hook), and ranks compute parts of its gradient. "
-            f"Change gradients in on_after_backward or on_before_optimizer_step, where they are whole, or use "
-            f"strategy=ddp, zero2 or zero3."
+            "Change gradients in on_after_backward or on_before_optimizer_step, where they are whole, or use "
+            "strategy=ddp, zero2 or zero3."
         )
 
 
 def hooks_of(parameters: Iterable[tuple[nn.Module, str]]) -> dict[tuple[nn.Module, str], Mapping[int, Any]]:
-    """Return the gradient hooks of those parameters, by module and name in it, that have any."""
+    """Return the gradient hooks of parameters, by module and name in it."""
     found = {}
     for owner, name in parameters:
         hooks = getattr(owner._parameters.get(name), "_backward_hooks", None)
@@ -48,11 +48,11 @@ def hooks_of(parameters: Iterable[tuple[nn.Module, str]]) -> dict[tuple[nn.Modul
 
 
 def run_when_gathered(unit: nn.Module, hooks: Mapping[tuple[nn.Module, str], Mapping[int, Any]]) -> None:
-    """Let hooks of parameters run on their gathered gradients, from the first forward of what gathers them on.
+    """Run hooks of parameters on gathered gradients, from the first forward on.
 
     Args:
-        unit: what ``fully_shard`` has split together.
-        hooks: of its parameters before that; one that is removed later does not run any more.
+        unit: split together by ``fully_shard``.
+        hooks: of its parameters before the split; hooks removed later do not run.
     """
     if not hooks:
         return
@@ -60,7 +60,7 @@ def run_when_gathered(unit: nn.Module, hooks: Mapping[tuple[nn.Module, str], Map
 
     def attach(*_: Any) -> None:
         handle.remove()
-        while waiting:  # once, even if somebody puts this hook back
+        while waiting:  # once, even if this hook is put back
             (owner, name), of_parameter = waiting.popitem()
             parameter = owner._parameters[name]
             if parameter is not None and parameter.requires_grad:

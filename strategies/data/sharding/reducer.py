@@ -1,13 +1,13 @@
-"""Averaging of gradients into the shards that own them, overlapped with backward.
+"""Reduction of gradients into the shards that own them, overlapped with backward.
 
 Per bucket, in the order in which backward produces gradients:
 
-1. every gradient of the bucket is there: pack them and free them,
+1. when all gradients of the bucket are there: pack and free them,
 2. reduce-scatter over the shard axis (asynchronous),
-3. at the end of backward: wait, all-reduce over the replicate axis, add to what the optimizer sees.
+3. after backward: wait, all-reduce over the replicate axis, add to the optimizer's gradients.
 
-Traffic of a step with the gathering of the parameters that follows it: 2 x parameters, as in the ZeRO paper
-(arXiv:1910.02054, section 7).
+Traffic per step, including the all-gather of parameters: 2 x parameters, as in the ZeRO paper (arXiv:1910.02054,
+section 7).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from torch.distributed.tensor import DTensor
 from trainwright.strategies.contract.collectives.flat import all_gather, reduce_scatter
 from trainwright.strategies.state.shards import ParameterShard, ShardBucket, make_buckets
 
-# Packed buckets that may be on their way at once: enough to overlap, few enough to bound the extra memory.
+# Buckets in flight: enough to overlap, few enough to bound extra memory.
 _IN_FLIGHT = 2
 
 
 class GradientReducer:
     """Hooks on parameters that turn their gradients into averaged shards.
 
-    After backward each parameter's ``grad`` shows the averaged shard (a DTensor), the same that the optimizer sees; so
-    ``zero_grad`` of the module, or of any part of it, works as ever.
+    After backward each parameter's ``grad`` is the averaged shard (a DTensor) that the optimizer sees, so ``zero_grad``
+    of any module works as usual.
 
     Args:
-        shards: the parameters, in the order of the module.
+        shards: parameters in module order.
         mesh: axes ``(replicate, shard)`` or ``(shard,)``.
         bucket_bytes: upper bound of a bucket in bytes.
-        find_unused: agree on which parameters got a gradient anywhere before reducing (one more collective a
-            backward, no overlap). Off: a parameter that gets none must get none on every rank.
-        average_replicas: whether shards are averaged over the replicate axis here; ``False``: somebody else does.
-        dtype: that gradients are added up in over the shard axis; ``None``: their own.
+        find_unused: agree on which parameters got a gradient on any rank before reducing (one more collective per
+            backward, no overlap). Off: a parameter without a gradient must have none on every rank.
+        average_replicas: average over the replicate axis; ``False``: done elsewhere.
+        dtype: of the sum over the shard axis; ``None``: that of the gradients.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class GradientReducer:
 
     @contextmanager
     def accumulate(self, shards_too: bool) -> Iterator[None]:
-        """Backward passes inside do not finish the averaging.
+        """Defer averaging in backward passes inside.
 
         Args:
-            shards_too: ``True`` keeps whole local gradients and communicates nothing; ``False`` still reduces into
-                shards, so that no whole gradient stays, and leaves out the replicate axis only.
+            shards_too: ``True`` keeps whole local gradients and communicates nothing; ``False`` reduces into shards, so
+                that no whole gradient stays, and skips the replicate axis only.
         """
         before = self._sync_replicas, self._sync_shards
         self._sync_replicas, self._sync_shards = False, before[1] and not shards_too
@@ -98,14 +98,14 @@ class GradientReducer:
             self._sync_replicas, self._sync_shards = before
 
     def begin(self) -> None:
-        """Make room for whole gradients of several backward passes, whose parameters' hooks need not run."""
+        """Make room for whole gradients of several backward passes, in which hooks need not run."""
         for bucket in self._buckets:
             for shard in bucket.shards:
                 self._make_room(shard)
         self._has_room = True
 
     def finish(self) -> None:
-        """Average what the backward passes since :meth:`begin` have left."""
+        """Average the gradients accumulated since :meth:`begin`."""
         self._has_room = False
         if self._sync_shards:
             self._finish()
@@ -123,16 +123,16 @@ class GradientReducer:
 
     @staticmethod
     def _make_room(shard: ParameterShard) -> None:
-        """Make room for a whole gradient where the averaged shard of an earlier one is shown."""
+        """Remove the averaged shard of an earlier backward, to make room for a whole gradient."""
         parameter = shard.parameter
         if isinstance(parameter.grad, DTensor):
-            parameter.grad = None  # the optimizer still holds it, unless it was zeroed there
+            parameter.grad = None  # still held by the optimizer, unless it was zeroed there
         elif parameter.grad is None:
             shard.forget_zeroed()
 
     def _on_gradient(self, shard: ParameterShard, _: nn.Parameter) -> None:
         if not shard.optimized.requires_grad:
-            # A toggled-off optimizer: its parameters take part in the graph but must not learn from this loss.
+            # A toggled-off optimizer's parameters take part in the graph but must not learn from this loss.
             shard.parameter.grad = None
         if not self._sync_shards:
             return
@@ -151,7 +151,7 @@ class GradientReducer:
             return
         while len(self._launched) >= _IN_FLIGHT:
             self._land()
-        self._launch(bucket, bucket.pack_whole(_taken(shard) for shard in bucket.shards), used)
+        self._launch(bucket, bucket.pack_whole(_pop_gradient(shard) for shard in bucket.shards), used)
 
     def _launch(self, bucket: ShardBucket, packed: Tensor, used: list[bool]) -> None:
         if bucket.count == 1:
@@ -160,7 +160,7 @@ class GradientReducer:
         row = packed.new_empty(bucket.numel)
         flat = packed.view(-1)  # gloo compares dim 0 of both sides
         work = reduce_scatter(row, flat, op=dist.ReduceOp.AVG, group=self._shard_group, async_op=True)
-        # gloo's threads use the very objects they were given: none may be freed here before they are done.
+        # gloo's threads use these objects: keep them alive until the work is done.
         self._launched.append((bucket, row, used, (work, packed, flat)))
 
     def _land(self) -> None:
@@ -187,7 +187,7 @@ class GradientReducer:
         self._reset()
 
     def _fill_unused(self) -> None:
-        """Give zeros to parameters that got a gradient on another rank only."""
+        """Set zero gradients for parameters that got a gradient on another rank only."""
         shards = [shard for bucket in self._buckets for shard in bucket.shards]
         flags = torch.tensor([float(shard.whole_gradient is not None) for shard in shards])
         flags = flags.to(shards[0].parameter.device)
@@ -199,7 +199,7 @@ class GradientReducer:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
 
     def _average_replicas(self) -> None:
-        # All shards with a gradient, not only those of this backward: earlier micro-batches left theirs unaveraged.
+        # All shards with a gradient, not only those of this backward: earlier micro-batches skipped the replicate axis.
         shards = [s for bucket in self._buckets for s in bucket.shards if s.optimized.grad is not None]
         for bucket in make_buckets(shards, bucket_bytes=1 << 25):
             parts = [shard.optimized.grad._local_tensor for shard in bucket.shards]  # type: ignore[union-attr]
@@ -209,24 +209,24 @@ class GradientReducer:
                 part.copy_(piece.view(part.shape))
 
 
-def _taken(shard: ParameterShard) -> Tensor | None:
-    """The gradient that backward has left on a parameter, which lets go of it."""
+def _pop_gradient(shard: ParameterShard) -> Tensor | None:
+    """Return the gradient of a parameter and clear it."""
     gradient = shard.whole_gradient
     if gradient is not None:
         if gradient.is_sparse:
             raise ValueError(
-                f"A parameter of shape {tuple(gradient.shape)} got a sparse gradient, and ZeRO splits dense gradients "
-                "only. Type sparse=False where the module looks up its rows."
+                f"A parameter of shape {tuple(gradient.shape)} got a sparse gradient, but ZeRO splits dense gradients "
+                "only. Type sparse=False where the module creates its embedding."
             )
         shard.parameter.grad = None
     return gradient
 
 
 class ParameterPublisher:
-    """Gives every rank the rows that the others have stepped.
+    """All-gathers stepped rows.
 
     Args:
-        shards: parameter -> shard.
+        shards: by parameter.
         mesh: axes ``(replicate, shard)`` or ``(shard,)``.
         bucket_bytes: upper bound of a bucket in bytes.
     """
@@ -238,16 +238,16 @@ class ParameterPublisher:
         self._buckets: dict[int, list[ShardBucket]] = {}
 
     def publish(self, optimizer: torch.optim.Optimizer) -> None:
-        """All-gather, bucket by bucket, what ``optimizer`` has stepped into the whole parameters of every rank."""
+        """All-gather what ``optimizer`` stepped into the whole parameters of every rank, bucket by bucket."""
         if id(optimizer) not in self._buckets:
             held = [self._by_optimized.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
             self._buckets[id(optimizer)] = make_buckets([s for s in held if s is not None], self._bucket_bytes)
-        flying: deque[tuple[ShardBucket, Tensor, Any]] = deque()  # the last holds what gloo's threads still use
+        flying: deque[tuple[ShardBucket, Tensor, Any]] = deque()  # keeps the objects that gloo's threads use
         for bucket in self._buckets[id(optimizer)]:
             while len(flying) >= _IN_FLIGHT:
                 self._land(*flying.popleft())
             if bucket.count == 1 and not bucket.is_offloaded:
-                continue  # the optimizer stepped the whole parameters themselves
+                continue  # the optimizer stepped whole parameters
             own = bucket.pack_own()
             if bucket.count == 1:
                 bucket.unpack_whole(own[None])

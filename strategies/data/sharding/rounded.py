@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in autocast's 16 bit, beside others in the same block that it gathers as they are."""
+"""Weights that FSDP2 gathers in autocast's 16-bit dtype, beside others of the same block in full precision."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from trainwright.strategies.data.sharding.gathering import all_parameter_groups,
 
 
 class RoundedGroup(FSDPParamGroup):
-    """A parameter group of FSDP2, some weights of which are gathered in 16 bit while autocast is on.
+    """FSDP2 parameter group that gathers some weights in 16 bit while autocast is on.
 
-    Autocast rounds a weight at each use. Rounded before it is gathered, it has the same bits and half the bytes.
-    FSDP2's ``param_dtype`` is for all parameters of a group and for good: norms would lose bits, and a forward without
-    autocast (a call between two steps, a part of the module that turns it off) would meet weights of another dtype.
+    Autocast rounds a weight at each use; rounded before the all-gather, it has the same bits at half the bytes. FSDP2's
+    ``param_dtype`` applies to all parameters of a group permanently: norms would lose bits, and a forward without
+    autocast would get weights of another dtype.
     """
 
     _dtype: torch.dtype
     _rounded: list[Any]
     _rounds: bool
-    # Whether weights were rounded in the forward that a backward is to follow; None: none is.
+    # Whether the forward of the coming backward rounded weights; None: no backward is due.
     _recorded: bool | None
-    # Gathered tensors of the dtype that is not in use: FSDP2 makes a parameter's once.
+    # Gathered tensors of the unused dtype: FSDP2 creates a parameter's only once.
     _others: dict[Any, tuple[list[torch.Tensor], nn.Parameter | None]]
 
     @classmethod
     def adopt(cls, group: Any, rounded: list[Any], dtype: torch.dtype) -> None:
-        """Make ``group`` one of this class.
+        """Turn ``group`` into this class.
 
         Args:
-            group: of FSDP2, whose policy has a ``reduce_dtype`` and no ``param_dtype``.
-            rounded: its parameters (FSDP2's own objects) that are gathered as ``dtype``.
+            group: of FSDP2, with a ``reduce_dtype`` and no ``param_dtype`` in its policy.
+            rounded: its parameters (FSDP2's objects) gathered as ``dtype``.
             dtype: of 16 bit.
         """
         group.__class__ = cls
@@ -49,18 +49,18 @@ class RoundedGroup(FSDPParamGroup):
             parameter.param_dtype = self._dtype if self._rounds else None
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather as autocast is in this forward; the backward that follows gathers the same.
+        """Gather as autocast is in this forward; its backward gathers the same.
 
         Raises:
-            RuntimeError: if one backward is to follow two forwards, of which one has autocast on.
+            RuntimeError: if one backward follows forwards with and without autocast.
         """
         device = self.device.type
         rounds = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is self._dtype
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not recomputed in backward
             if self._recorded is not None and self._recorded is not rounds:
                 raise RuntimeError(
-                    f"{self._module_fqn} runs with and without autocast before one backward, and its weights are "
-                    "gathered in one dtype for both. Type strategy.param_dtype=fp32."
+                    f"{self._module_fqn} runs with and without autocast before one backward, but its weights are "
+                    "gathered in one dtype only. Type strategy.param_dtype=fp32."
                 )
             self._recorded = rounds
         self._round(rounds)
@@ -89,7 +89,7 @@ class RoundedGroup(FSDPParamGroup):
                 parameter._unsharded_param = others[1]
 
     def post_backward(self, *unused: Any) -> None:
-        """Reduce gradients of both dtypes together: each as ``reduce_dtype``, which FSDP2 takes from one dtype only."""
+        """Reduce gradients of both dtypes as ``reduce_dtype``; FSDP2 accepts one dtype only."""
         for parameter in self.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 parameter.accumulate_unsharded_grad_if_needed()
@@ -99,10 +99,10 @@ class RoundedGroup(FSDPParamGroup):
 
 
 def gather_rounded(block: nn.Module, weights: Collection[str], dtype: torch.dtype) -> None:
-    """Have some parameters of a block gathered as ``dtype`` while autocast to it is on.
+    """Gather some parameters of a block as ``dtype`` while autocast to it is on.
 
     Args:
-        block: split by ``fully_shard``, perhaps with modules within it, with a ``reduce_dtype`` and no ``param_dtype``.
+        block: split by ``fully_shard``, possibly with nested modules, with a ``reduce_dtype`` and no ``param_dtype``.
         weights: their names in it.
         dtype: of 16 bit.
     """

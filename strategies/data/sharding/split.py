@@ -1,4 +1,4 @@
-"""How FSDP2 splits a module, block by block."""
+"""Sharding of a module by FSDP2, block by block."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from trainwright.strategies.contract.precision import autocast_dtype, named_dtyp
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
 from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
 from trainwright.strategies.data.sharding.rounded import gather_rounded
-from trainwright.strategies.data.sharding.step import CallsOutside, Step, earlier_step
+from trainwright.strategies.data.sharding.step import GatherOnCall, Step, existing_step
 from trainwright.strategies.plan.autocast_weights import exchanged_rounded
 from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.state.wholes import shard_weights_on_load
 
 
 class Splitter:
-    """Splits a module by FSDP2, one block at a time, so that at most one block is ever whole here because of us.
+    """Shards a module by FSDP2, one block at a time, so that at most one block is whole.
 
     Args:
-        strategy: whose module it splits.
+        strategy: of the module.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
     def split(self, trainer: Trainer) -> Step:
-        """Split the module of a run, and the copies that callbacks made of it.
+        """Shard the module of a run and the copies that callbacks made of it.
 
         Raises:
-            ValueError: if somebody else has split it already, or blocks share parameters.
+            ValueError: if it is sharded already, or blocks share parameters.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
-        earlier = earlier_step(module)
+        earlier = existing_step(module)
         if earlier is not None:
-            return earlier  # a second verb with a module that is split already
+            return earlier  # another verb with an already sharded module
         if any(isinstance(p, DTensor) for p in module.parameters()):
             raise ValueError(
                 "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
@@ -56,7 +56,7 @@ class Splitter:
         strategy._blocks.prepare(module, blocks)
         step = self._split_module(module, blocks)
         for average in averaged_copies(trainer):
-            # Split alike, it is averaged shard by shard.
+            # Sharded alike, averages are updated shard by shard.
             self._split_module(average, {name: average.get_submodule(name) for name in blocks})
         return step
 
@@ -82,7 +82,7 @@ class Splitter:
         run_when_gathered(step, hooks)
         step.writes = GatheredWrites(step._get_fsdp_state())
         shard_weights_on_load(module)
-        CallsOutside(step, module, blocks.values())
+        GatherOnCall(step, module, blocks.values())
         object.__setattr__(module, "_trainwright_step", step)
         return step
 
@@ -90,7 +90,7 @@ class Splitter:
         dtype = autocast_dtype(self._strategy.precision_plugin)
         rounded = exchanged_rounded(block, self._strategy.options.param_dtype) if dtype else {}
         if rounded:
-            # FSDP2 would reduce as each gradient is, and those of rounded weights are of 16 bit.
+            # FSDP2 would reduce gradients of rounded weights in 16 bit.
             stored = next((p.dtype for p in block.parameters() if p.requires_grad), torch.float32)
             options = {**options, "mp_policy": self._policy(stored)}
         self._split_within(block, options)
@@ -102,7 +102,7 @@ class Splitter:
         return MixedPrecisionPolicy(reduce_dtype=named_dtype(self._strategy.options.reduce_dtype) or reduced_in)
 
     def _split_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
-        """Split by itself what within ``block`` is split over other ranks than the rest: nothing, in plain ZeRO."""
+        """Shard modules of ``block`` that use other ranks than the rest: none in plain ZeRO."""
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
         offloads, tables = self._strategy.options.offload == "parameters", self._strategy.tables
@@ -110,12 +110,12 @@ class Splitter:
             "mesh": self._splitting(self._strategy.mesh),
             "mp_policy": self._policy(None),
             "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offloads else OffloadPolicy(),
-            # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
+            # FSDP2 cannot shard a scalar; it stays whole and is averaged by the reducer.
             "ignored_params": {p for p in module.parameters() if p.dim() == 0 or tables.has(p)},
         }
 
     def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
-        """What FSDP2 is given of a mesh: only what splits, where the average over replicas is ours."""
+        """Return FSDP2's mesh: without replicas if their average is computed separately."""
         if not self._strategy.averaging.after_backward or mesh.ndim == 1:
             return mesh
         assert mesh.mesh_dim_names is not None
@@ -123,7 +123,7 @@ class Splitter:
 
 
 def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
-    """The copies that averaging callbacks made of the whole module before it was split."""
+    """Yield the copies that averaging callbacks made of the whole module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             average = callback._average_model
@@ -132,7 +132,7 @@ def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
 
 
 def _place(strategy: Any, module: nn.Module) -> None:
-    """Convert, move and equalise what of ``module`` is not split yet."""
+    """Convert, move and broadcast the parameters of ``module`` that are not sharded yet."""
     with torch.no_grad():
         strategy.precision_plugin.convert_module(module)
         for sub in module.modules():
@@ -146,7 +146,7 @@ def _place(strategy: Any, module: nn.Module) -> None:
 
 
 def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where parameters of ``module`` are registered that are not split yet."""
+    """Yield owner and name of the parameters of ``module`` that are not sharded yet."""
     for owner in module.modules():
         yield from (
             (owner, name) for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)
@@ -154,7 +154,7 @@ def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _refuse_shared(blocks: Mapping[str, nn.Module]) -> None:
-    """Refuse parameters of several blocks: each block gathers and frees its own."""
+    """Raise if blocks share parameters: each block gathers and frees its own."""
     seen: dict[nn.Parameter, str] = {}
     for name, block in blocks.items():
         for key, parameter in block.named_parameters():
@@ -168,14 +168,14 @@ def _refuse_shared(blocks: Mapping[str, nn.Module]) -> None:
 
 def _warn_without_blocks(name: str) -> None:
     rank_zero_warn(
-        f"{name} has no repeated blocks that ZeRO-3 could gather one after the other, so all its parameters are "
-        "gathered together: each rank holds the whole model during a step, and only gradients and optimizer state are "
-        "split all the time. Name blocks with strategy.blocks=['model.layers.*'], or use strategy=zero2."
+        f"{name} has no repeated blocks that ZeRO-3 could gather one by one, so all its parameters are gathered "
+        "together: each rank holds the whole model during a step, and only gradients and optimizer state stay split. "
+        "Name blocks with strategy.blocks=['model.layers.*'], or use strategy=zero2."
     )
 
 
 def explain(exception: BaseException) -> None:
-    """Say what to do when a split parameter was used where it is not gathered."""
+    """Add notes on what to type to errors caused by sharded parameters."""
     if "got mixed torch.Tensor and DTensor" in str(exception):
         exception.add_note(
             "ZeRO-3 keeps the parameters of a block split (as DTensors) except while the forward of that block "

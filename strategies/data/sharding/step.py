@@ -1,4 +1,4 @@
-"""The step of a module that is split, as FSDP2's root, and calls of the module outside of it."""
+"""FSDP2 root around the user's step, and calls of the module outside of a step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites, refusing_what_is_lost
+from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites, forbidding_lost_updates
 
 
 class Step(nn.Module):
-    """Runs any method of the user's module as a ``forward``, so that FSDP2's root hooks surround it.
+    """Runs any method of the user's module as a ``forward`` inside FSDP2's root hooks.
 
-    The user's module itself keeps its class; its own ``forward`` may be called within a step as often as it likes.
+    The user's module keeps its class; its own ``forward`` may be called any number of times within a step.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,9 +26,9 @@ class Step(nn.Module):
         self.module = module
         self.running = False
         self._is_new = True
-        # Surrounds the call within the root's hooks; a pipeline ends a stage's part of it there.
+        # Called inside the root's hooks; a pipeline ends a stage's part of the step there.
         self.guard: Callable[[Callable[[], Any]], Any] = _call
-        self.writes: GatheredWrites  # once it is split
+        self.writes: GatheredWrites  # set once it is sharded
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.running = True
@@ -42,44 +42,43 @@ class Step(nn.Module):
         return output
 
     def _watch(self) -> AbstractContextManager[Any]:
-        """In the first step alone, and not where code is compiled, which would be traced with it."""
+        """Watch the first step only, and no compiled code, which would be traced with the watch."""
         is_new, self._is_new = self._is_new, False
         if not is_new or any(module._compiled_call_impl is not None for module in self.module.modules()):
             return nullcontext()
-        return refusing_what_is_lost()
+        return forbidding_lost_updates()
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Before a backward pass that the user's step itself runs."""
+        """Prepare a backward pass run by the user's step."""
         self.writes.keep()
-        # FSDP2 learns from outputs of a forward that backward has come. The root's forward, the user's step, has none
-        # yet: where no block had a part in the loss either, nothing would be averaged.
+        # FSDP2 detects backward by outputs of the root's forward, here the user's step, which has not returned yet.
         if loss.requires_grad:
             loss.register_hook(self._get_fsdp_state()._pre_backward)
 
     def gather_again(self, trained: Set[str]) -> None:
-        """Make the parameters outside of the blocks whole again for the rest of the user's step.
+        """Gather the parameters outside of the blocks again for the rest of the user's step.
 
         Args:
-            trained: names of the parameters that are trained.
+            trained: names of trainable parameters.
         """
         self.unshard()
         self.writes.begin()
         for name, parameter in self.module.named_parameters():
             if name in trained and not isinstance(parameter, DTensor):
-                # Gathered while another optimizer was toggled, it would stay frozen for its own turn.
+                # Gathered while another optimizer was toggled, it would stay frozen.
                 parameter.requires_grad_(True)
 
     def leave(self, device: torch.device, failed: bool) -> None:
-        """Split the module again, and take it from ``device`` to the host.
+        """Reshard the module and move it from ``device`` to the host.
 
         Args:
             device: of this rank.
-            failed: the traceback of a step that failed holds tensors that cannot be moved; its error must not be lost.
+            failed: ignore errors of the move, since the traceback of a failed step holds tensors.
         """
         self.reshard()
         if device.type != "cpu":
             with suppress(RuntimeError) if failed else nullcontext():
-                self.cpu()  # through the root, so that FSDP2 takes note of the new memory
+                self.cpu()  # via the root, so that FSDP2 notices the new memory
 
     # Added by fully_shard.
     _get_fsdp_state: Callable[[], Any]
@@ -91,15 +90,14 @@ class Step(nn.Module):
     set_reshard_after_backward: Callable[[bool], None]
 
 
-class CallsOutside:
-    """Gathers the parameters outside of the blocks for as long as a module is called outside of a step.
+class GatherOnCall:
+    """Gathers the parameters outside of the blocks during calls of a module between steps.
 
-    FSDP2 gathers them when a step begins, which is the forward of its root. A sample shown between epochs, a test in a
-    script after the fit: a user who calls the module between steps
-    goes past that root. Such a call is a collective, to be made by all ranks, and gives no gradients.
+    FSDP2 gathers them in the forward of its root, the step, which such calls (a sample between epochs, a test after
+    fit) bypass. A call is a collective of all ranks and computes no gradients.
 
     Args:
-        root: what ``fully_shard`` has split.
+        root: the ``fully_shard`` root.
         module: the user's module.
         blocks: modules that gather themselves.
     """
@@ -115,7 +113,7 @@ class CallsOutside:
                 sub.register_forward_hook(self._leave, always_call=True)
 
     def _is_within_step(self) -> bool:
-        # In backward only a recomputed forward calls a module, and the root still is gathered.
+        # In backward only recomputed forwards call modules, while the root is gathered.
         return self._root.running or torch._C._current_graph_task_id() != -1
 
     def _enter(self, *_: Any) -> None:
@@ -123,7 +121,7 @@ class CallsOutside:
             return
         self._depth += 1
         if self._depth == 1:
-            # Blocks that run with gradients note the order for the next backward, which this call has no part in.
+            # With gradients, blocks would record their order for the next backward.
             self._grad_enabled = torch.is_grad_enabled()
             torch.set_grad_enabled(False)
             self._root._get_fsdp_state()._lazy_init()
@@ -138,8 +136,8 @@ class CallsOutside:
             torch.set_grad_enabled(self._grad_enabled)
 
 
-def earlier_step(module: nn.Module) -> Step | None:
-    """Return the step of a module that is split already; ``None``: it is not."""
+def existing_step(module: nn.Module) -> Step | None:
+    """Return the step of an already sharded module, or ``None``."""
     step = module.__dict__.get("_trainwright_step")
     return step if isinstance(step, FSDPModule) else None  # type: ignore[return-value]
 

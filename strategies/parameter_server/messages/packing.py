@@ -1,4 +1,4 @@
-"""States of optimizers as bytes: a text that says what they are, and the tensors' memory."""
+"""Optimizer states as bytes: a JSON header and the tensors' memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ State = dict[str, Any]
 
 
 def pack(states: Sequence[State]) -> tuple[Tensor, int]:
-    """States as bytes, uint8, of which the first so many are JSON.
+    """Return states as bytes (uint8) and the length of their JSON header.
 
     Raises:
-        ValueError: for values that are neither tensors nor plain numbers, texts or ``None``.
+        ValueError: for values other than tensors, plain numbers, strings or ``None``.
     """
     tensors: list[Tensor] = []
 
@@ -34,7 +34,8 @@ def pack(states: Sequence[State]) -> tuple[Tensor, int]:
         if value is None or isinstance(value, bool | int | float | str):
             return {"value": value}
         raise ValueError(
-            f"The optimizer's state has a {type(value).__name__}, which servers cannot send (tensors, numbers: yes)."
+            f"The optimizer's state has a {type(value).__name__}, which servers cannot send (allowed: tensors, "
+            "numbers)."
         )
 
     tree = [{key: described(value) for key, value in state.items()} for state in states]
@@ -43,10 +44,10 @@ def pack(states: Sequence[State]) -> tuple[Tensor, int]:
 
 
 def unpack(data: Tensor, text: int) -> list[State]:
-    """What :func:`pack` was given, in memory of its own.
+    """Return the states of a :func:`pack` message, as copies.
 
     Raises:
-        ContentError: if ``data`` is nothing that :func:`pack` has made.
+        ContentError: if ``data`` is malformed.
     """
     position = text
 

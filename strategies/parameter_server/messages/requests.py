@@ -1,4 +1,4 @@
-"""What workers ask of a server and what it answers: operations, and what a request's header says of each slice."""
+"""Operations of workers on a server, and the header of a push."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from trainwright.strategies.parameter_server.messages.wire import FIXED
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 
-# A payload of a size that the header says.
+# Tag of a payload whose size is in the header.
 BYTES = 2
-# What a request says of each slice.
+# Flags of each slice in a push.
 HAS_GRADIENT, IS_LATE = 1, 2
 
 
 class Operation(IntEnum):
-    """What a worker asks for."""
+    """Request of a worker."""
 
     HELLO = 0
     PUSH = 1
@@ -36,19 +36,19 @@ class Operation(IntEnum):
 
 
 class Status(IntEnum):
-    """What a server answers."""
+    """Reply of a server."""
 
     OK = 0
     ENDED = 1
 
 
 class StepRequest(NamedTuple):
-    """What a push says of the step to be made.
+    """Step of a push.
 
     Args:
         hyper: options of the optimizer's groups.
-        present: for each slice, whether it has a gradient.
-        late: numbers of the slices that are sent with the request, where parts have been sent before.
+        present: whether each slice has a gradient.
+        late: indices of slices sent with the request, after parts were sent during backward.
     """
 
     hyper: Tensor
@@ -57,15 +57,12 @@ class StepRequest(NamedTuple):
 
 
 def request_size(plan: ShardPlan, server: int) -> int:
-    """Numbers of a request's header: fixed fields, hyper-parameters, and for each slice whether it has a gradient.
-
-    Where parts have been sent before, also whether the slice is sent with the request.
-    """
+    """Return the length of a request's header: fixed fields, hyper-parameters and flags of each slice."""
     return FIXED + plan.hyper.size + len(plan.held[server])
 
 
 def parse(plan: ShardPlan, request: Tensor) -> StepRequest:
-    """Read what a push says of its step."""
+    """Parse the step of a push."""
     end = FIXED + plan.hyper.size
     slices = [int(each) for each in request[end:].tolist()]
     late = [number for number, each in enumerate(slices) if each & IS_LATE]

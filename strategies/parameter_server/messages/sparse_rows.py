@@ -1,8 +1,7 @@
-"""Gradients of which few rows are not zero, as those rows and where they belong: what embeddings push.
+"""Gradients with few nonzero rows, as pushed for embeddings.
 
-A message is, for every slice of the server, how many of its rows follow (-1: all of them), then the numbers of the
-rows, then their values. Rows that do not follow are zero, so that nothing is lost: the server has the dense gradient,
-and any optimizer makes the step that it would make elsewhere.
+A message holds, for every slice of the server, the number of its rows (-1: all of them), then the row indices, then the
+values. Missing rows are zero, so the server reconstructs the dense gradient without loss and any optimizer can step it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Rows(NamedTuple):
     """Some rows of a slice.
 
     Args:
-        numbers: int64 ``(k,)``, ascending.
+        numbers: row indices, int64 ``(k,)``, ascending.
         values: ``(k, ...)``.
     """
 
@@ -31,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def touched_rows(gradient: Tensor, piece: Slice) -> Rows | None:
-    """The rows of a slice that a gradient touches, on the CPU; ``None`` if they would be no shorter than the slice.
+    """Return the nonzero rows of a slice of a gradient, on the CPU; ``None`` if they are no shorter than the slice.
 
     Args:
         gradient: of the whole parameter, sparse along its first dim or dense.
@@ -49,18 +48,18 @@ def touched_rows(gradient: Tensor, piece: Slice) -> Rows | None:
         numbers = part.flatten(1).any(dim=1).nonzero().flatten()
         values = part[numbers]
     width = max(piece.numel // max(piece.stop - piece.start, 1), 1)
-    if numbers.numel() * (width + 2) >= piece.numel:  # a number is as long as two values
+    if numbers.numel() * (width + 2) >= piece.numel:  # an index is as long as two values
         return None
     return Rows(numbers.cpu(), values.cpu())
 
 
 def pack_rows(flat: Tensor, pieces: Sequence[Slice], rows: Sequence[Rows | None]) -> Tensor:
-    """A message, uint8 ``(bytes,)``.
+    """Return a message, uint8 ``(bytes,)``.
 
     Args:
-        flat: the server's slices one after the other; of those whose rows are given it is not looked at.
+        flat: the server's slices, concatenated; ignored where rows are given.
         pieces: the slices.
-        rows: of each slice, ``None``: all.
+        rows: of each slice; ``None``: all.
     """
     counts = torch.tensor([_WHOLE if each is None else each.numbers.numel() for each in rows], dtype=torch.int64)
     parts = flat.split([piece.numel for piece in pieces])
@@ -72,7 +71,7 @@ def pack_rows(flat: Tensor, pieces: Sequence[Slice], rows: Sequence[Rows | None]
 
 
 def unpack_rows(message: Tensor, pieces: Sequence[Slice], dtype: torch.dtype) -> Tensor:
-    """The dense gradient of a server's slices, one after the other.
+    """Return the dense gradient of a server's slices, concatenated.
 
     Raises:
         ValueError: if the message does not fit the slices.
@@ -103,29 +102,29 @@ def unpack_rows(message: Tensor, pieces: Sequence[Slice], dtype: torch.dtype) ->
 
 
 def rows_within(numbers: Tensor, piece: Slice) -> Tensor:
-    """Those of ascending ``numbers`` of rows that lie in a slice, counted from its first."""
+    """Return those of the ascending row indices ``numbers`` in a slice, relative to its start."""
     first, last = torch.searchsorted(numbers, torch.tensor([piece.start, piece.stop])).tolist()
     return numbers[first:last] - piece.start
 
 
 def ask_for(rows: Sequence[Tensor]) -> Tensor:
-    """A request for some rows of each slice of a server, int64: how many of each slice, then their numbers."""
+    """Return a request for rows of each slice of a server, int64: counts, then row indices."""
     return torch.cat([torch.tensor([each.numel() for each in rows], dtype=torch.int64), *rows])
 
 
 def look_up(request: Tensor, slices: Sequence[Tensor]) -> Tensor:
-    """The rows that a request of :func:`ask_for` wants, one after the other.
+    """Return the rows of a :func:`ask_for` request, concatenated.
 
     Args:
-        request: what was asked.
+        request: int64.
         slices: of the server, each in its shape.
 
     Raises:
-        ValueError: if a slice has no such row.
+        ValueError: if a row does not exist.
     """
     counts = request[: len(slices)].tolist()
     numbers = request[len(slices) :].split(counts)
     for own, held in zip(numbers, slices, strict=True):
         if own.numel() and not 0 <= int(own.min()) <= int(own.max()) < len(held):
-            raise ValueError(f"rows {int(own.min())} to {int(own.max())} were asked for of a slice of {len(held)} rows")
+            raise ValueError(f"rows {int(own.min())} to {int(own.max())} were requested of a slice of {len(held)} rows")
     return torch.cat([held[own].flatten() for own, held in zip(numbers, slices, strict=True) if own.numel()])

@@ -1,8 +1,8 @@
-"""Messages between a worker and a server: tensors of known shapes over a process group of the two alone.
+"""Messages between a worker and a server: tensors over a process group of the two.
 
-A group of two per server, worker and incarnation fails alone: who dies takes no other link with it, and who comes again
-gets a new one. The default process group is not touched. Nothing that is received is code: a message is a header, a
-vector of float64, and at most one payload whose size the header or both ends know.
+Each pair of server and worker incarnation has its own group of two, so that failures stay local and a restarted worker
+gets a new link. The default process group is not used. Received data is never code: a message is a header, a vector of
+float64, and at most one payload, whose size is in the header or known to both.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import Tensor
 from trainwright.core.text.bounded import ContentError
 from trainwright.strategies.contract.communication.meter import count_sent
 
-# What a CommunicationMeter knows these bytes under: pushed by workers, pulled from servers.
+# Axis of these bytes in a CommunicationMeter.
 AXIS = "server"
 LOOPBACK = "127.0.0.1"
-# For both ends to come; and for a message, which may be as long in coming as a validation or a save takes. A recv that
-# times out closes the pair for good, and one whose peer has died fails at once whatever the timeout.
+# Timeouts of the connection of a link, and of a message, which may take as long as a validation or a save. A recv that
+# times out closes the pair for good; one whose peer has died fails at once.
 MEETING = timedelta(seconds=120)
 PATIENCE = timedelta(days=30)
-# For what follows a header at once, and for the first header of a link.
+# Timeout of payloads, and of the first header of a link.
 COMING = timedelta(minutes=30)
-# Tags: a header and the payload after it are received at the same time, and so are parts, which count from PART on.
+# Tags: a header and its payload are received concurrently, as are parts, which count from PART on.
 HEADER, PAYLOAD = 0, 1
 PART = 8
 
 
 class LinkError(ConnectionError):
-    """The other end of a link is gone."""
+    """Lost connection to the other end of a link."""
 
 
 class Device:
-    """The network interface over which links are made; give one to all links of a process.
+    """Network interface of links; share one between all links of a process.
 
     Args:
-        interface: its name; ``None``: the loopback address, which other machines do not reach.
+        interface: its name; ``None``: the loopback address, which other machines cannot reach.
     """
 
     def __init__(self, interface: str | None = None) -> None:
@@ -53,14 +53,14 @@ class Link:
     """One end of a link.
 
     Args:
-        store: where the ends meet; a client of its own, since a wait in one thread would block others on it.
+        store: for the rendezvous; a separate client, since a wait would block other threads.
         name: of the link, never used before.
         serves: whether this is the server's end.
         device: see :class:`Device`.
-        lost: makes what is raised, here and later, if the other end does not come or is gone.
+        lost: creates the exception for a missing or lost other end.
 
     Raises:
-        LinkError: if the other end does not come.
+        LinkError: if the other end does not connect.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Link:
         options._threads = 1
         self._peer = 1 if serves else 0
         self.messages = self.sent_bytes = 0
-        """Sent so far."""
+        """Messages and bytes sent so far."""
         try:
             store_of_link = dist.PrefixStore(name, store)
             self._group: Any = gloo(store_of_link, 1 - self._peer, 2, options)
@@ -82,7 +82,7 @@ class Link:
         self._lost = lost
 
     def send(self, tensor: Tensor, tag: int) -> Sending:
-        """Begin to send; ``tensor`` must stay as it is until that has ended.
+        """Start sending; ``tensor`` must not change until the end.
 
         Raises:
             LinkError: if the other end is gone.
@@ -92,7 +92,7 @@ class Link:
         return self._begin("send", tensor, tag)
 
     def receive(self, tensor: Tensor, tag: int) -> Sending:
-        """Begin to receive into ``tensor``.
+        """Start receiving into ``tensor``.
 
         Raises:
             LinkError: if the other end is gone.
@@ -110,18 +110,18 @@ class Link:
             raise self._lost(str(error).splitlines()[0]) from None
 
     def close(self) -> None:
-        """Hang up: the other end hears of it at once. Nothing may be on its way."""
+        """Disconnect: the other end notices at once. No message may be in flight."""
         self._group = None
 
 
 class Sending:
-    """A message on its way."""
+    """Message in flight."""
 
     def __init__(self, work: Any, lost: Callable[[str], Exception]) -> None:
         self._work, self._lost = work, lost
 
     def wait(self, patience: timedelta = PATIENCE) -> None:
-        """Until it has come or gone; after ``patience`` the link is lost.
+        """Wait for completion; after ``patience`` the link is lost.
 
         Raises:
             LinkError: if the other end is gone.
@@ -136,7 +136,7 @@ class Sending:
 
 
 def header(size: int, **fields: float) -> Tensor:
-    """A header of ``size`` numbers, the named ones first in the order of :data:`FIELDS`."""
+    """Return a header of ``size`` numbers with the given :data:`FIELDS`."""
     tensor = torch.zeros(size, dtype=torch.float64)
     for name, value in fields.items():
         tensor[FIELDS[name]] = value
@@ -144,38 +144,38 @@ def header(size: int, **fields: float) -> Tensor:
 
 
 FIELDS = {
-    "operation": 0,  # of a request; of a reply its status
-    "hold": 1,  # answer with the norm, step when that is said
-    "coefficient": 2,  # that gradients are multiplied by
-    "clip_value": 3,  # that their elements are clamped to, after that; 0: not at all
+    "operation": 0,  # of a request; the status of a reply
+    "hold": 1,  # reply with norms and wait for a commit
+    "coefficient": 2,  # multiplies gradients
+    "clip_value": 3,  # clamps their elements after that; 0: off
     "vote": 4,
-    "bytes": 5,  # of the payload, where it is not known
-    "text": 6,  # bytes of it that are JSON
+    "bytes": 5,  # of the payload, if its size is not known
+    "text": 6,  # JSON bytes of the payload
     "digest": 7,
     "clock": 8,
     "staleness": 9,
-    "proof": 10,  # that a worker knows the secret of the run, see Meeting.proof
-    "quiet": 11,  # answer a step without parameters
-    "parts": 13,  # whether the gradient has come in parts
-    "pulls_parts": 14,  # whether parameters are to be sent in parts
-    "returns": 12,  # how often lost workers have come again, at a meeting
-    "notice": 16,  # that the run is to end, see ending.py; 0: none
+    "proof": 10,  # of the run's secret, see ServerRendezvous.proof
+    "quiet": 11,  # no parameters in the reply to a step
+    "parts": 13,  # the gradient was sent in parts
+    "pulls_parts": 14,  # send parameters in parts
+    "returns": 12,  # number of rejoined workers, at a meeting
+    "notice": 16,  # that the run is to end, see end_notice.py; 0: none
     "notice_age": 17,
     "steps_left": 18,
-    "messages": 19,  # that a server has sent so far
+    "messages": 19,  # sent by a server so far
     "sent": 20,  # bytes of these
-    "wanted": 21,  # whether the first worker should offer its state to those that come again
+    "wanted": 21,  # the first worker should offer its state to rejoining workers
 }
 FIXED = max(FIELDS.values()) + 1
 
 
 def field(tensor: Tensor, name: str) -> float:
-    """One field of a header."""
+    """Return one field of a header."""
     return float(tensor[FIELDS[name]])
 
 
 def whole(tensor: Tensor, name: str) -> int:
-    """One field of a header that is a whole number, 0 or more.
+    """Return one field of a header as a non-negative whole number.
 
     Raises:
         ContentError: if it is none.
@@ -188,7 +188,7 @@ def whole(tensor: Tensor, name: str) -> int:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Have whatever a malformed message makes its reader raise be a :class:`ContentError`, the fault of who sent it."""
+    """Raise errors of reading a malformed message as :class:`ContentError`, the sender's fault."""
     try:
         yield
     except ContentError:

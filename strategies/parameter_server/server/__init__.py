@@ -1,1 +1,1 @@
-"""The server: holds parameters and steps them."""
+"""Server: holds parameters and steps them."""

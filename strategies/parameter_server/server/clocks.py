@@ -1,4 +1,4 @@
-"""Who may go on: the rules of consistency, the clocks of workers and the bound between them."""
+"""Consistency rules, worker clocks and the bound between them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Consistency = Literal["sync", "ssp", "async"]
 
 @dataclass(frozen=True)
 class Rules:
-    """How servers treat what workers push.
+    """Treatment of pushes by servers.
 
     Args:
         consistency: ``"sync"``, ``"ssp"`` or ``"async"``.
         staleness: steps that a worker may be ahead of the slowest, with ``"ssp"``.
-        delay_compensation: lambda of DC-ASGD (arXiv:1609.08326, section 3, with constant lambda): a gradient g that was
-            computed at parameters v becomes ``g + lambda * g * g * (w - v)`` where they are w by now; 0: off.
-        scale_by_staleness: divide learning rates by the steps that others made since the worker pulled
-            (arXiv:1511.05950, section 3).
+        delay_compensation: lambda of DC-ASGD (arXiv:1609.08326, section 3, constant lambda): a gradient g computed at
+            parameters v becomes ``g + lambda * g * g * (w - v)`` at current parameters w; 0: off.
+        scale_by_staleness: divide learning rates by the number of steps since the worker's pull (arXiv:1511.05950,
+            section 3).
     """
 
     consistency: Consistency
@@ -28,17 +28,17 @@ class Rules:
 
     @property
     def bound(self) -> int | None:
-        """The bound of :class:`Clocks` that they stand for."""
+        """Bound of :class:`Clocks` under these rules."""
         return {"sync": 0, "ssp": self.staleness, "async": None}[self.consistency]
 
 
 class Clocks:
-    """Counts the steps of each worker and says who may begin the next one.
+    """Step counts of workers and the decision who may start the next step.
 
-    A worker at clock ``c`` has made ``c`` steps. It may go on if the slowest worker has made ``c - bound`` at least:
+    A worker at clock ``c`` has made ``c`` steps. It may proceed if the slowest worker has made at least ``c - bound``:
     bound 0 is bulk synchronous, ``s`` is stale synchronous parallel (Ho et al., "More effective distributed ML via a
-    stale synchronous parallel parameter server", NIPS 2013, section 2), ``None`` is asynchronous. Workers that wait for
-    all others (at a meeting) and those that are gone hold up nobody. Not safe between threads.
+    stale synchronous parallel parameter server", NIPS 2013, section 2), ``None`` is asynchronous. Workers at a meeting
+    and lost ones block no one. Not thread-safe.
 
     Args:
         bound: steps that a worker may be ahead of the slowest; ``None``: any number.
@@ -56,53 +56,53 @@ class Clocks:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Those that live, in order."""
+        """Live workers, in order."""
         return tuple(sorted(self._clocks))
 
     @property
     def training(self) -> tuple[int, ...]:
-        """Those that live and are not waiting for all others, in order."""
+        """Live workers that are not at a meeting, in order."""
         return tuple(worker for worker in self.workers if worker not in self._waiting)
 
     @property
     def slowest(self) -> int:
-        """The least clock of those that are training; of all that live if none is; 0 if none lives."""
+        """Least clock of training workers; of all live ones if none trains; 0 if none lives."""
         return min((self._clocks[worker] for worker in self.training or self.workers), default=0)
 
     def clock(self, worker: int) -> int:
-        """Steps that a living worker has made."""
+        """Return the steps made by a live worker."""
         return self._clocks[worker]
 
     def join(self, worker: int) -> int:
-        """A worker comes, or comes again, and starts where the slowest is; returns its clock."""
+        """Add or re-add a worker at the slowest clock; returns its clock."""
         self.leave(worker)
         self._clocks[worker] = self.slowest
         return self._clocks[worker]
 
     def leave(self, worker: int) -> None:
-        """A worker is gone: no one waits for it any more."""
+        """Remove a worker."""
         self._clocks.pop(worker, None)
         self._waiting.discard(worker)
 
     def tick(self, worker: int) -> None:
-        """A worker has made a step."""
+        """Count a step of a worker."""
         self._clocks[worker] += 1
 
-    def may_go(self, worker: int) -> bool:
-        """Whether a worker may begin its next step."""
+    def may_proceed(self, worker: int) -> bool:
+        """Return whether a worker may start its next step."""
         return self.bound is None or self._clocks[worker] - self.slowest <= self.bound
 
     def wait(self, worker: int) -> None:
-        """A worker waits for all others."""
+        """Mark a worker as waiting at a meeting."""
         self._waiting.add(worker)
 
     @property
-    def have_met(self) -> bool:
-        """Whether all that live wait for each other."""
+    def all_waiting(self) -> bool:
+        """True if all live workers wait at a meeting."""
         return bool(self._clocks) and not self.training
 
-    def go_on(self) -> None:
-        """After a meeting: all are at the same clock, that of the fastest."""
+    def release(self) -> None:
+        """End a meeting: set all clocks to the fastest."""
         latest = max(self._clocks.values(), default=0)
         self._clocks = dict.fromkeys(self._clocks, latest)
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""One step that workers make together: their gradients are averaged, and the parameters are stepped once."""
+"""One synchronous step: workers' gradients are averaged and parameters stepped once."""
 
 from __future__ import annotations
 
@@ -9,54 +9,53 @@ from torch import Tensor
 
 
 class Round:
-    """What has been pushed for one step. Not safe between threads.
+    """Pushes of one step. Not thread-safe.
 
-    Gradients are kept until all are there and are added in the order of the workers, so that the sum does not depend on
-    who came first. Average and norm are computed as DDP and ``torch.nn.utils.clip_grad_norm_`` do, so that on two
-    workers a step is theirs to the bit.
+    Gradients are summed in worker order once all are there, so the sum does not depend on arrival. Average and norm are
+    computed as in DDP and ``torch.nn.utils.clip_grad_norm_``, so that on two workers a step is bit-identical to theirs.
     """
 
     def __init__(self) -> None:
         self.hyper: Tensor | None = None
         self.hold = False
-        """Whether workers want to know the norm before the step is made."""
+        """True if workers need the norm before the step."""
         self.mean: Tensor | None = None
-        """The averaged gradient, once all are there."""
+        """Averaged gradient, once all are there."""
         self.present: list[bool] = []
-        """For each slice, whether any worker has a gradient of it."""
+        """True if any worker has a gradient, for each slice."""
         self.norms = torch.zeros(0, dtype=torch.float64)
-        """With :attr:`hold`, the norm of each slice of :attr:`mean`; -1 where no worker has a gradient of it."""
+        """With :attr:`hold`, the norm of each slice of :attr:`mean`; -1 where no worker has a gradient."""
         self.coefficient, self.clip_value = 1.0, 0.0
         self.made = False
         self._gradients: dict[int, Tensor] = {}
         self._present: dict[int, Sequence[bool]] = {}
-        self._said: set[int] = set()
+        self._committed: set[int] = set()
         self._of: set[int] = set()
 
     @property
     def workers(self) -> set[int]:
-        """Those that have pushed; once averaged, those that are in the average."""
+        """Workers that pushed; after averaging, those in the average."""
         return self._of if self.mean is not None else set(self._gradients)
 
     def add(self, worker: int, gradient: Tensor, present: Sequence[bool], hyper: Tensor) -> None:
-        """A worker has pushed."""
+        """Add the push of a worker."""
         self._gradients[worker], self._present[worker], self.hyper = gradient, present, hyper
 
     def leave(self, worker: int) -> None:
-        """A worker is gone: what it pushed does not count, unless it has been averaged already."""
+        """Remove a lost worker's push, unless it is averaged already."""
         self._gradients.pop(worker, None)
         self._present.pop(worker, None)
-        self._said.discard(worker)
+        self._committed.discard(worker)
 
     def has_all(self, workers: Iterable[int]) -> bool:
-        """Whether these have pushed, and anybody has."""
+        """Return whether all of ``workers``, and at least one, have pushed."""
         return self.mean is None and bool(self._gradients) and set(workers) <= set(self._gradients)
 
     def average(self, split: Callable[[Tensor], Sequence[Tensor]]) -> None:
-        """Average over those that have pushed.
+        """Average the pushed gradients.
 
         Args:
-            split: the slices of a gradient.
+            split: returns the slices of a gradient.
         """
         workers = sorted(self._gradients)
         self._of = set(workers)
@@ -71,20 +70,20 @@ class Round:
                 dtype=torch.float64,
             )
 
-    def say(self, worker: int, coefficient: float, clip_value: float) -> None:
-        """A worker has said how gradients are clipped; all say the same."""
-        self._said.add(worker)
+    def set_clipping(self, worker: int, coefficient: float, clip_value: float) -> None:
+        """Set the clipping of a worker's commit; all send the same."""
+        self._committed.add(worker)
         self.coefficient, self.clip_value = coefficient, clip_value
 
     def may_be_made(self, living: Iterable[int]) -> bool:
-        """Whether the step may be made."""
+        """Return whether the step may be made."""
         if self.mean is None or self.made:
             return False
-        return not self.hold or (bool(self._said) and self._of & set(living) <= self._said)
+        return not self.hold or (bool(self._committed) and self._of & set(living) <= self._committed)
 
     @property
     def clipped(self) -> Tensor:
-        """The gradient to step with."""
+        """Clipped gradient for the step."""
         assert self.mean is not None
         if self.coefficient != 1.0:
             self.mean *= self.coefficient
@@ -94,10 +93,10 @@ class Round:
 
 
 def _mean(gradients: Sequence[Tensor]) -> Tensor:
-    """The mean, in the memory of the first; the others are changed, too."""
+    """Return the mean in the memory of the first tensor; the others change, too."""
     count = len(gradients)
     total, is_exact = gradients[0], count & (count - 1) == 0
-    if is_exact:  # dividing by a power of two before or after the sum is the same
+    if is_exact:  # division by a power of two is exact before or after the sum
         for gradient in gradients[1:]:
             total += gradient
         return total if count == 1 else total.div_(count)

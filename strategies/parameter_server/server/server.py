@@ -1,4 +1,4 @@
-"""A parameter server: threads, one per worker, that take gradients, step a shard and hand out parameters."""
+"""Parameter server with one thread per worker, which receives gradients, steps a shard and sends parameters."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from trainwright.strategies.contract.groups import wait_for_key
 from trainwright.strategies.parameter_server.messages import wire
 from trainwright.strategies.parameter_server.messages.requests import Operation, request_size
 from trainwright.strategies.parameter_server.messages.wire import Device, Link, LinkError
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.services import EndedError, Rules, ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 
-# Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
+# Seconds to wait for a worker's thread on close; one blocked on a live worker ends with the process.
 _PATIENCE = 5.0
 _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Serves one shard.
+    """Server of one shard.
 
     Args:
-        number: of the server among all.
-        plan: what is served.
-        rules: how.
+        number: its index.
+        plan: of all shards.
+        rules: of consistency.
         meeting: where workers announce themselves.
-        workers: how many there are at the beginning; nothing is stepped until all have come.
-        device: to make links over.
-        codec: how pushed gradients are written; ``None``: as they are.
-        replaces: whether lost workers are started anew, so that meetings wait for them.
+        workers: initial number; no step is made before all are connected.
+        device: of links.
+        codec: of pushed gradients; ``None``: uncompressed.
+        replaces: whether lost workers are restarted, so that meetings wait for them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Server:
         number: int,
         plan: ShardPlan,
         rules: Rules,
-        meeting: ServerMeeting,
+        meeting: ServerRendezvous,
         workers: int,
         device: Device,
         codec: Codec | None = None,
@@ -59,18 +59,18 @@ class Server:
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to serve, in threads."""
+        """Start serving, in threads."""
         self._run(self._accept, "accept")
 
     def close(self, why: str = "its rank has ended") -> None:
-        """End. Workers that still live are told at their next request."""
+        """Stop. Live workers are notified at their next request."""
         self.services.end(why)
         self._closing.set()
         for thread in self._threads:
             thread.join(_PATIENCE)
 
     def _run(self, target: Callable[[], None], what: str) -> None:
-        # A daemon: a worker that hangs must not keep this process from ending.
+        # A daemon: a hanging worker must not block the exit of this process.
         thread = threading.Thread(target=target, name=f"parameter server {self._number}: {what}", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -80,27 +80,27 @@ class Server:
         while True:
             key = f"{self._meeting.prefix}/{self._number}/come/{number}"
             try:
-                told = wait_for_key(store, key, self._closing.wait)
+                announcement = wait_for_key(store, key, self._closing.wait)
             except RuntimeError:
-                return  # the store is gone: nobody can come any more
-            if told is None:
+                return  # the store is gone: no worker can connect
+            if announcement is None:
                 return
             try:
-                self._greet(told, number)
+                self._greet(announcement, number)
             except ContentError as error:
-                _log.warning("Parameter server %d takes no worker that is not of this run: %s", self._number, error)
+                _log.warning("Parameter server %d ignores a worker of another run: %s", self._number, error)
             number += 1
 
-    def _greet(self, told: str, number: int) -> None:
-        worker, wants_state = self._meeting.who_comes(told, self._meeting.link(self._number, number))
+    def _greet(self, announcement: str, number: int) -> None:
+        worker, wants_state = self._meeting.parse_announcement(announcement, self._meeting.link(self._number, number))
         if wants_state:
-            self._run(lambda: self._give_state(worker, number), f"state for worker {worker}")
+            self._run(lambda: self._send_state(worker, number), f"state for worker {worker}")
         else:
             self._run(lambda: self._serve(worker, number), f"worker {worker}")
 
     # ---- one worker -------------------------------------------------------------------------------------------------
 
-    def _give_state(self, worker: int, number: int) -> None:
+    def _send_state(self, worker: int, number: int) -> None:
         with suppress(LinkError, EndedError):
             link = self._link(number)
             try:
@@ -116,11 +116,11 @@ class Server:
             self._admit(link, worker, number)
             while self._answer(link, worker) != Operation.LEAVE:
                 pass
-            self.services.goodbye(number)
+            self.services.record_leave(number)
         except (LinkError, EndedError):
-            pass  # the worker or the server is gone: the others go on, or have been told
-        except ContentError as error:  # a fault of this worker: the others go on
-            _log.warning("Parameter server %d hangs up on worker %d: %s", self._number, worker, error)
+            pass  # the worker or the server is gone; other workers are served or notified
+        except ContentError as error:  # a fault of this worker only
+            _log.warning("Parameter server %d disconnects worker %d: %s", self._number, worker, error)
             with suppress(LinkError):
                 if link is not None:
                     self.services.refuse(link, str(error))
@@ -138,10 +138,10 @@ class Server:
         return request
 
     def _admit(self, link: Link, worker: int, number: int) -> None:
-        """Hear who is at the other end before anything else of it counts.
+        """Authenticate a worker before handling requests.
 
         Raises:
-            ContentError: if it is no worker of this run, or has another model.
+            ContentError: if it is not of this run, or has another model.
         """
         request = self._receive(link, wire.COMING)
         proof = self._meeting.proof(self._meeting.link(self._number, number))
@@ -150,7 +150,7 @@ class Server:
         self.services.hello(link, worker, request)
 
     def _answer(self, link: Link, worker: int) -> Operation:
-        """Serve one request; what it was.
+        """Handle one request; returns its operation.
 
         Raises:
             ContentError: if it is malformed.

@@ -1,10 +1,10 @@
-"""What a server does for each request of its workers, and who waits for whom meanwhile."""
+"""Handling of worker requests, and waiting between workers."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,29 +19,29 @@ from trainwright.strategies.parameter_server.messages.requests import BYTES, Ope
 from trainwright.strategies.parameter_server.messages.sparse_rows import look_up, unpack_rows
 from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PART, PAYLOAD, Link, reading, whole
 from trainwright.strategies.parameter_server.server.clocks import Clocks, Rules
-from trainwright.strategies.parameter_server.server.ending import Ending
+from trainwright.strategies.parameter_server.server.end_notice import EndNoticeBoard
 from trainwright.strategies.parameter_server.server.rounds import Round
 from trainwright.strategies.parameter_server.server.shard import Shard, ShardPlan
-from trainwright.strategies.parameter_server.worker.rejoining import LostWorker, Offer
+from trainwright.strategies.parameter_server.worker.rejoining import LostWorkers, Offer
 
-# The worker that offers its state to those that come again, at the first server.
+# Worker that offers its state to rejoining workers, at the first server.
 _FIRST = 0
 
 
 class EndedError(Exception):
-    """The server has been closed or has failed."""
+    """Server that was closed or failed."""
 
 
 class ShardServices:
-    """Steps one shard and hands it out, as workers ask in threads of their own.
+    """Steps one shard and serves it to workers, each in a thread.
 
     Args:
-        number: of the server among all.
-        plan: what is served.
-        rules: how.
-        workers: how many there are at the beginning; nothing is stepped until all have come.
-        codec: how pushed gradients are written; ``None``: as they are.
-        replaces: whether lost workers are started anew, so that meetings wait for them.
+        number: index of the server.
+        plan: of all shards.
+        rules: of consistency.
+        workers: initial number; no step is made before all are connected.
+        codec: of pushed gradients; ``None``: uncompressed.
+        replaces: whether lost workers are restarted, so that meetings wait for them.
     """
 
     def __init__(
@@ -49,60 +49,61 @@ class ShardServices:
     ) -> None:
         self.shard = Shard(plan, number)
         self.links: list[Link] = []
-        """Links to workers; closed ones too, for what went over them."""
+        """Links to workers; also closed ones, for their traffic."""
         self.largest_spread = 0
-        """The most steps that ever lay between the fastest and the slowest worker when one was let go on."""
+        """Largest clock difference between the fastest and the slowest worker when one proceeded."""
         self._number, self._plan, self._rules, self._codec = number, plan, rules, codec
         self._clocks = Clocks(rules.bound)
         self._changed = threading.Condition()
         self._awaited = set(range(workers))
         self._incarnations: dict[int, int] = {}
-        self._gone: set[int] = set()  # numbers of links whose workers have said goodbye
+        self._gone: set[int] = set()  # links of workers that left regularly
         self._round = Round()
         self._votes: dict[int, float] = {}
         self._ballots, self._outcome = 0, 0.0
         self._version = 0
-        self._seen: dict[int, int] = {}  # version that a worker has pulled
-        self._given: dict[int, Tensor] = {}  # parameters that it has pulled, for delay compensation
+        self._seen: dict[int, int] = {}  # version pulled by each worker
+        self._given: dict[int, Tensor] = {}  # parameters pulled by each worker, for delay compensation
         self._meetings, self._met, self._returns = 0, torch.zeros(0), 0
-        self._ending = Ending()
-        self._absent, self._replaces = LostWorker(replaces), replaces
+        self._ending = EndNoticeBoard()
+        self._absent, self._replaces = LostWorkers(replaces), replaces
         self._ended: str | None = None
-        self._coming: dict[Link, _Coming] = {}  # gradients of which parts are on their way
+        self._coming: dict[Link, _PartialGradient] = {}  # gradients received in parts
 
-    # ---- who is there -----------------------------------------------------------------------------------------------
+    # ---- workers
+    # ------------------------------------------------------------------------------------------------------
 
     def expect(self, worker: int, number: int) -> None:
-        """The link of this number is to be a worker's."""
+        """Assign a link to a worker."""
         with self._changed:
             self._incarnations[worker] = number
 
-    def goodbye(self, number: int) -> None:
-        """The worker at the other end of a link ends well."""
+    def record_leave(self, number: int) -> None:
+        """Record that the worker of a link leaves regularly."""
         with self._changed:
             self._gone.add(number)
 
     def lose(self, worker: int, number: int, link: Link | None) -> None:
-        """The link of this number has ended."""
+        """Handle the end of a link."""
         with self._changed:
-            if self._incarnations.get(worker) == number:  # else it has come again meanwhile
+            if self._incarnations.get(worker) == number:  # else it has reconnected
                 self._forget(worker, has_left=number in self._gone)
         if link is not None:
             self._coming.pop(link, None)
             link.close()
 
     def end(self, why: str) -> None:
-        """Nothing is served any more; all that wait hear of it."""
+        """Stop serving and wake all that wait."""
         with self._changed:
             self._ended = self._ended or why
             self._changed.notify_all()
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all workers are gone, at least one of them without a goodbye, and none is started anew."""
+        """True if all workers are gone, at least one unexpectedly, and none is restarted."""
         with self._changed:
-            nobody = self._incarnations and not self._awaited and not self._clocks.workers
-            return bool(nobody) and not self._replaces and not self._gone.issuperset(self._incarnations.values())
+            is_empty = self._incarnations and not self._awaited and not self._clocks.workers
+            return bool(is_empty) and not self._replaces and not self._gone.issuperset(self._incarnations.values())
 
     def _forget(self, worker: int, has_left: bool) -> None:
         self._awaited.discard(worker)
@@ -121,7 +122,7 @@ class ShardServices:
             raise EndedError
 
     def _advance(self) -> None:
-        """Do what may be done now that somebody has come, gone, pushed or said something."""
+        """Make all progress that is possible after a change of workers, pushes, votes or commits."""
         living = self._clocks.training
         if not self._awaited:
             if self._round.has_all(living):
@@ -129,15 +130,15 @@ class ShardServices:
             if self._round.may_be_made(living):
                 self._make(self._round)
             elif self._round.mean is not None and not self._round.workers & set(living):
-                self._round = Round()  # all that pushed are gone before they said how to step
+                self._round = Round()  # all that pushed are gone before their commit
             if self._votes and set(living) <= set(self._votes):
                 self._outcome, self._votes = max(self._votes.values()), {}
                 self._ballots += 1
-            if self._clocks.have_met and not self._absent.any_lost:
-                self._clocks.go_on()
+            if self._clocks.all_waiting and not self._absent.any_lost:
+                self._clocks.release()
                 self._meetings += 1
                 self._met, self._returns = self.shard.flat.clone(), self._absent.returns
-                self._absent.offer = None  # whoever goes on from before would meet where nobody is any more
+                self._absent.offer = None  # a rejoining worker would miss the meeting
         self._changed.notify_all()
 
     def _make(self, made: Round) -> None:
@@ -149,15 +150,15 @@ class ShardServices:
         self._version += 1
         self._round = Round()
 
-    # ---- workers that come again ------------------------------------------------------------------------------------
+    # ---- rejoining workers ------------------------------------------------------------------------------------------
 
     @property
     def wants_offer(self) -> bool:
-        """Whether a worker is lost, or has come again without a state yet, or nothing is offered since ranks met."""
+        """True if a worker is lost, or has rejoined without a state, or there is no offer since the last meeting."""
         return self._absent.wanted or self._absent.offer is None
 
     def offer(self, content: Content, step: int) -> None:
-        """Keep a copy of the state of the run for workers that come again; on the first rank, where a step begins.
+        """Keep a copy of the run's state for rejoining workers; on the first rank, at the start of a step.
 
         Args:
             content: complete, see ``complete`` of ``strategy.run_state``.
@@ -173,10 +174,10 @@ class ShardServices:
             self._changed.notify_all()
 
     def give_state(self, worker: int, link: Link) -> None:
-        """Send a worker that comes again the state of the run, once there is one for it.
+        """Send the run's state to a rejoining worker, once available.
 
         Raises:
-            LinkError, EndedError: if the worker or the server is gone; the worker hears of it by its other links.
+            LinkError, EndedError: if the worker or the server is gone; the worker is notified by its other links.
         """
         try:
             with self._changed:
@@ -191,44 +192,46 @@ class ShardServices:
             self._absent.has_state(worker)
 
     def _has_offer_for(self, worker: int) -> bool:
-        """Whether there is an offer of the clock that a worker starts at, or of the last step before a meeting.
+        """Return whether there is an offer for a worker's clock, or for the last step before a meeting.
 
         Raises:
-            RuntimeError: if the first rank waits in a meeting that follows another one without a step between them.
+            RuntimeError: if the first rank is at a meeting right after another one, without a step between them.
         """
         offer, waits = self._absent.offer, _FIRST not in self._clocks.training
         if worker not in self._clocks.workers:
             return False
         if offer is None and waits:
             raise RuntimeError(
-                f"worker {worker} was lost where all ranks meet, so there is no state that it could go on from"
+                f"worker {worker} was lost at a meeting of all ranks, so there is no state that it could resume from"
             )
         return offer is not None and (waits or offer.clock >= self._clocks.clock(worker))
 
-    # ---- services ---------------------------------------------------------------------------------------------------
+    # ---- requests
+    # -----------------------------------------------------------------------------------------------------
 
     def serve(self, operation: Operation, link: Link, worker: int, request: Tensor) -> None:
-        """Do what a worker asks for, and answer.
+        """Handle a worker's request.
 
         Raises:
             ContentError: if the request is malformed.
             LinkError: if the worker is gone.
-            EndedError: if the server has been closed or has failed, which the worker has been told.
+            EndedError: if the server was closed or failed, of which the worker is notified.
         """
-        if operation not in self._SERVICES:
-            raise ContentError(f"a worker that has come asks for {operation.name}")
+        handle = getattr(self, f"_{operation.name.lower()}", None)
+        if handle is None:
+            raise ContentError(f"a connected worker asks for {operation.name}")
         try:
-            self._SERVICES[operation](self, link, worker, request)
+            handle(link, worker, request)
         except (wire.LinkError, ContentError):
             raise
-        except Exception as error:  # whatever the user's optimizer raises must reach the workers
+        except Exception as error:  # errors of the user's optimizer must reach the workers
             if not isinstance(error, EndedError):
                 self.end(f"{type(error).__name__}: {error}")
             self.refuse(link, self._ended)
             raise EndedError from error
 
     def refuse(self, link: Link, why: str | None) -> None:
-        """Answer that nothing is served any more."""
+        """Reply that the server has ended."""
         text = torch.frombuffer(bytearray((why or "it was closed").encode()), dtype=torch.uint8)
         link.send(wire.header(wire.FIXED, operation=Status.ENDED, bytes=text.numel()), HEADER).wait()
         link.send(text, BYTES).wait()
@@ -252,11 +255,11 @@ class ShardServices:
         """
         if whole(request, "digest") != self._plan.digest:
             raise ContentError(
-                f"worker {worker} has another model or optimizer than the server: names, shapes, types and groups of "
-                "parameters have to be the same on all ranks"
+                f"worker {worker} has another model or optimizer than the server: names, shapes, dtypes and groups of "
+                "parameters must be the same on all ranks"
             )
         with self._changed:
-            self._round.leave(worker)  # what an earlier incarnation pushed, whose end nobody has noticed
+            self._round.leave(worker)  # push of an earlier incarnation that ended unnoticed
             self._votes.pop(worker, None)
             clock = self._clocks.join(worker)
             self._seen[worker] = self._version
@@ -294,15 +297,15 @@ class ShardServices:
         return self._codec.decode(data[None], numel)[0]
 
     def _parts(self, link: Link, worker: int, request: Tensor) -> None:
-        """Gradients are about to come in parts, while the worker computes others; it gets no answer."""
-        self._wait_for_parts(link)  # of a step that was not made
+        """Receive gradients in parts, during the worker's backward; no reply."""
+        self._wait_for_parts(link)  # of a step that was skipped
         gradient, parts = torch.zeros_like(self.shard.flat), self._plan.parts_of(self._number)
         works = [
             link.receive(gradient[part.start : part.stop], PART + number)
             for number, part in enumerate(parts)
             if part.is_early
         ]
-        self._coming[link] = _Coming(gradient, works)
+        self._coming[link] = _PartialGradient(gradient, works)
 
     def _wait_for_parts(self, link: Link) -> Tensor | None:
         coming = self._coming.pop(link, None)
@@ -313,12 +316,12 @@ class ShardServices:
         return coming.gradient
 
     def _receive_rest(self, link: Link, late_bytes: int, late: Sequence[int]) -> Tensor:
-        """A gradient whose parts have been coming, and those of its slices that were not among them or have changed."""
+        """Return a gradient received in parts, completed by slices that were missing or changed since."""
         message = torch.empty(late_bytes, dtype=torch.uint8)
         coming = link.receive(message, PAYLOAD)
         gradient = self._wait_for_parts(link)
         if gradient is None:
-            raise ValueError("a worker ended a push in parts that it had not begun")
+            raise ValueError("a worker ended a push in parts that it had not started")
         coming.wait(COMING)
         if late:
             pieces, targets = [self.shard.slices[each] for each in late], self.shard.split(gradient)
@@ -329,7 +332,7 @@ class ShardServices:
 
     def _push_together(self, link: Link, worker: int, request: Tensor, gradient: Tensor, step: StepRequest) -> None:
         with self._changed:
-            # Only one that came while the others were in the midst of a step waits for its end.
+            # A worker that joined during the others' step waits for its end.
             self._until(lambda: self._round.mean is None)
             mine = self._round
             mine.hold = bool(wire.field(request, "hold"))
@@ -338,7 +341,7 @@ class ShardServices:
             self._advance()
             self._until(lambda: mine.made or (mine.hold and mine.mean is not None))
             ending = self._ending_for(worker)
-        # Nothing is stepped until this worker has pushed again, so what is sent stays as it is.
+        # No step is made until this worker pushes again, so the sent memory does not change.
         if mine.hold:
             self._reply(link, mine.norms, **ending)
         else:
@@ -347,21 +350,21 @@ class ShardServices:
     def _commit(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:
             mine = self._round
-            mine.say(worker, wire.field(request, "coefficient"), wire.field(request, "clip_value"))
+            mine.set_clipping(worker, wire.field(request, "coefficient"), wire.field(request, "clip_value"))
             self._advance()
             self._until(lambda: mine.made)
             ending = self._ending_for(worker)
         self._hand_out(link, request, self.shard.flat, **ending)
 
     def _ending_for(self, worker: int) -> dict[str, float]:
-        """What an answer to a step or a meeting says of a notice to end, see :mod:`ending`."""
+        """Return the reply fields of a notice to end, see :mod:`end_notice`."""
         heard = self._ending.of(self._clocks.clock(worker)) if worker in self._clocks.workers else None
         if heard is None:
             return {}
         return {"notice": heard.number, "notice_age": heard.age, "steps_left": heard.steps_left}
 
     def _hand_out(self, link: Link, request: Tensor, parameters: Tensor, **fields: float) -> None:
-        """Answer a step with the parameters, as the worker wants them: at once, in parts, or not at all."""
+        """Reply to a step with the parameters: at once, in parts, or not at all."""
         is_quiet, in_parts = wire.field(request, "quiet"), bool(wire.field(request, "pulls_parts"))
         self._reply(link, None if is_quiet else parameters, in_parts, **fields)
 
@@ -385,13 +388,13 @@ class ShardServices:
             self._version += 1
             self._clocks.tick(worker)
             self._changed.notify_all()
-            self._until(lambda: self._clocks.may_go(worker))
+            self._until(lambda: self._clocks.may_proceed(worker))
             self.largest_spread = max(self.largest_spread, self._clocks.clock(worker) - self._clocks.slowest)
             parameters, ending = self._handed_out(worker), self._ending_for(worker)
         self._hand_out(link, request, parameters, staleness=staleness, **ending)
 
     def _handed_out(self, worker: int) -> Tensor:
-        """A copy of the parameters, which others may step while it is sent."""
+        """Return a copy of the parameters, since others may step them during the send."""
         self._seen[worker] = self._version
         parameters = self.shard.flat.clone()
         if self._rules.delay_compensation:
@@ -455,23 +458,9 @@ class ShardServices:
             outcome = self._outcome
         self._reply(link, vote=outcome)
 
-    _SERVICES: ClassVar[dict[Operation, Callable[[ShardServices, Link, int, Tensor], None]]] = {
-        Operation.PUSH: _push,
-        Operation.COMMIT: _commit,
-        Operation.PULL: _pull,
-        Operation.MEET: _meet,
-        Operation.STATE: _state,
-        Operation.LOAD: _load,
-        Operation.VOTE: _vote,
-        Operation.ROWS: _rows,
-        Operation.PARTS: _parts,
-        Operation.OFFER: _offer,
-        Operation.TRAFFIC: _traffic,
-    }
 
-
-class _Coming(NamedTuple):
-    """A gradient, into which parts are received."""
+class _PartialGradient(NamedTuple):
+    """Gradient received in parts."""
 
     gradient: Tensor
     works: list[wire.Sending]

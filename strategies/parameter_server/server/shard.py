@@ -1,4 +1,4 @@
-"""What one server holds: rows of parameters and the user's own kind of optimizer over them."""
+"""Shard of one server: rows of parameters, with the user's kind of optimizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.packing import State
-from trainwright.strategies.parameter_server.refusals import needs_closure
-from trainwright.strategies.parameter_server.server.hyper import GroupHyperParameters, plain_options
+from trainwright.strategies.parameter_server.problems import needs_closure
+from trainwright.strategies.parameter_server.server.hyper_parameters import GroupHyperParameters, plain_options
 from trainwright.strategies.parameter_server.server.sharder import (
     Shape,
     ShardPart,
@@ -24,7 +24,7 @@ from trainwright.strategies.parameter_server.server.sharder import (
     share_out,
 )
 
-# Whose update of an element depends on that element alone, so that rows may be stepped apart.
+# Optimizers with element-wise updates, so that rows may be stepped separately.
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
 )
@@ -32,14 +32,14 @@ ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """How to build an optimizer anew over other tensors.
+    """Class and options of an optimizer, to build it over other tensors.
 
-    A copy of the user's own would not do: schedulers put a ``step`` on the instance that steps the worker's parameters.
+    Not a copy of the user's: schedulers replace its ``step`` by one that steps the worker's parameters.
 
     Args:
         cls: its class.
         options: of each group, without parameters.
-        defaults: what its constructor took.
+        defaults: arguments of its constructor.
     """
 
     cls: type[Optimizer]
@@ -48,20 +48,20 @@ class OptimizerRecipe:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerRecipe:
-        """That of the user's optimizer as it is now."""
+        """Return the recipe of the user's current optimizer."""
         groups = tuple(plain_options(group) for group in optimizer.param_groups)
         return cls(type(optimizer), groups, plain_options(optimizer.defaults))
 
     @property
     def splits(self) -> bool:
-        """Whether it may step rows of a tensor apart."""
+        """True if it may step rows of a tensor separately."""
         return self.cls.__name__ in ELEMENTWISE and self.cls.__module__.startswith("torch.optim.")
 
     def build(self, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-        """The optimizer over the parameters of each group.
+        """Build the optimizer over the parameters of each group.
 
         Raises:
-            ValueError: if its constructor cannot be called so.
+            ValueError: if its constructor does not support it.
         """
         known = inspect.signature(self.cls.__init__).parameters
         arguments = {name: value for name, value in self.defaults.items() if name in known}
@@ -70,24 +70,23 @@ class OptimizerRecipe:
             return self.cls(groups, **arguments)
         except TypeError as error:
             raise ValueError(
-                f"A parameter server cannot build a {self.cls.__name__} of its own: {error}. Its constructor has to "
-                "take the parameters (or groups of them) and, by name, the options that it keeps in `defaults`."
+                f"A parameter server cannot build a {self.cls.__name__} of its own: {error}. Its constructor must take "
+                "the parameters (or groups of them) and, by name, the options that it keeps in `defaults`."
             ) from error
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Everything that servers and workers agree on before they talk.
+    """Agreement of servers and workers on what is served.
 
     Args:
         names: of the served parameters, in the order of the optimizer's groups.
         shapes: of these.
         dtypes: of these.
-        groups: number of the group that each belongs to.
+        groups: group index of each.
         recipe: of the optimizer.
         held: slices of each server.
-        parts: of each server what is sent apart, see ``parts``; none:
-            all it holds is one message.
+        parts: of each server, messages sent separately, see ``parts``; empty: one message for all.
     """
 
     names: tuple[str, ...]
@@ -103,16 +102,16 @@ class ShardPlan:
     def of(
         cls, optimizer: Optimizer, names: Mapping[int, str], servers: int, only: Collection[int] | None = None
     ) -> ShardPlan:
-        """The plan for the parameters of an optimizer; ``names`` by ``id``.
+        """Create the plan of an optimizer's parameters.
 
         Args:
-            optimizer: whose.
-            names: of parameters.
+            optimizer: of the user.
+            names: of parameters, by ``id``.
             servers: how many.
             only: ids of the parameters to serve; ``None``: all of the optimizer's.
 
         Raises:
-            ValueError: if there are more servers than they could hold anything.
+            ValueError: if there are more servers than slices.
         """
         pairs = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
         pairs = [(number, p) for number, p in pairs if only is None or id(p) in only]
@@ -130,54 +129,54 @@ class ShardPlan:
         )
 
     def in_parts(self, tables: Collection[int] = ()) -> ShardPlan:
-        """The same with parts, where a server holds enough for two; see :func:`parts_of`."""
+        """Return the plan with parts, where a server holds enough for two; see :func:`parts_of`."""
         return replace(self, parts=tuple(parts_of(held, tables) for held in self.held))
 
     def parts_of(self, server: int) -> tuple[ShardPart, ...]:
-        """Parts of a server; none: all it holds is one message."""
+        """Return the parts of a server; empty: one message for all."""
         return self.parts[server] if self.parts else ()
 
     def pulled_parts(self, server: int) -> tuple[ShardPart, ...]:
-        """What is pulled apart from a server; at least one part, of all it holds."""
+        """Return the parts pulled separately from a server; at least one part."""
         return self.parts_of(server) or (ShardPart(0, len(self.held[server]), 0, self.numel(server)),)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is sent: float32, or float64 where a parameter is."""
+        """Dtype of messages: float32, or float64 if a parameter has it."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
     @property
     def served(self) -> int:
-        """The same where servers hold the same rows, however they are optimized, see :func:`digest_of`."""
+        """Digest of what servers hold, independent of the optimizer, see :func:`digest_of`."""
         return digest_of(self.names, self.shapes, repr(self.held))
 
     @property
     def digest(self) -> int:
-        """The same where the same is served, see :func:`digest_of`."""
+        """Digest of what is served and how it is optimized, see :func:`digest_of`."""
         rest = f"{self.recipe.cls.__qualname__} {self.groups} {self.dtypes} {len(self.held)} {self.hyper.size}"
         return digest_of(self.names, self.shapes, rest)
 
     def numel(self, server: int) -> int:
-        """Numbers that a server holds."""
+        """Return the number of elements on a server."""
         return sum(piece.numel for piece in self.held[server])
 
 
 class Shard:
-    """The part of a plan that one server holds, on the CPU.
+    """One server's part of a plan, on the CPU.
 
     Args:
-        plan: what is served.
-        server: whose part.
+        plan: of all servers.
+        server: its index.
     """
 
     def __init__(self, plan: ShardPlan, server: int) -> None:
         self._plan = plan
         self.slices = plan.held[server]
         self.flat = torch.zeros(plan.numel(server), dtype=plan.dtype)
-        """All parameters of the server, one after the other, as they are sent."""
+        """All parameters of the server, concatenated, as sent."""
         self._views = self.split(self.flat)
         self._parameters = [
-            # Of the type that is sent, a parameter is the memory that is sent.
+            # A parameter of the message dtype shares its memory.
             nn.Parameter(view if plan.dtypes[piece.parameter] == plan.dtype else view.to(plan.dtypes[piece.parameter]))
             for piece, view in zip(self.slices, self._views, strict=True)
         ]
@@ -187,20 +186,20 @@ class Shard:
         self._optimizer = plan.recipe.build(by_group)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Views of a vector like :attr:`flat`, one per slice."""
+        """Return views of a vector like :attr:`flat`, one per slice."""
         parts = flat.split([piece.numel for piece in self.slices])
         return [part.view(piece.shape) for part, piece in zip(parts, self.slices, strict=True)]
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of parameters and of the optimizer's state."""
+        """Bytes of parameters and optimizer state."""
         tensors = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         own = sum(p.nbytes for p, view in zip(self._parameters, self._views, strict=True) if p.dtype != view.dtype)
         return self.flat.nbytes + own, sum(tensor.nbytes for tensor in tensors)
 
     @torch.no_grad()
     def fill(self, flat: Tensor) -> None:
-        """Take other values of the parameters."""
+        """Set the parameters."""
         self.flat.copy_(flat)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.dtype != view.dtype:
@@ -208,13 +207,13 @@ class Shard:
 
     @torch.no_grad()
     def step(self, gradient: Tensor, present: Sequence[bool], hyper: Tensor, lr_factor: float = 1.0) -> None:
-        """One step of the optimizer.
+        """Make one optimizer step.
 
         Args:
             gradient: like :attr:`flat`.
-            present: for each slice whether it has a gradient; without one it is passed over, as ``grad=None`` is.
+            present: whether each slice has a gradient; others are skipped, like ``grad=None``.
             hyper: options of the groups, see :class:`GroupHyperParameters`.
-            lr_factor: what learning rates are multiplied by, for this step.
+            lr_factor: scales learning rates in this step.
         """
         groups = self._optimizer.param_groups
         self._plan.hyper.write(groups, hyper)
@@ -223,7 +222,7 @@ class Shard:
                 group["lr"] = group["lr"] * lr_factor
         for parameter, part, has in zip(self._parameters, self.split(gradient), present, strict=True):
             parameter.grad = part.to(parameter.dtype) if has else None
-        with torch.enable_grad():  # as where a user calls it
+        with torch.enable_grad():  # as in user code
             self._optimizer.step()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = None
@@ -231,11 +230,11 @@ class Shard:
                 view.copy_(parameter)
 
     def state(self) -> list[State]:
-        """The optimizer's state of each slice; empty where it has none."""
+        """Return the optimizer state of each slice; empty where it has none."""
         return [dict(self._optimizer.state.get(parameter, {})) for parameter in self._parameters]
 
     def load(self, states: Sequence[State]) -> None:
-        """Take the optimizer's state of each slice in place of its own."""
+        """Replace the optimizer state of each slice."""
         self._optimizer.state.clear()
         for parameter, state in zip(self._parameters, states, strict=True):
             if state:
@@ -243,7 +242,7 @@ class Shard:
 
 
 def split_state(plan: ShardPlan, states: Sequence[State]) -> list[list[State]]:
-    """The states of whole parameters as those of slices, for each server."""
+    """Split the states of whole parameters into slices, for each server."""
     return [[_rows(plan, piece, states[piece.parameter]) for piece in held] for held in plan.held]
 
 
@@ -256,7 +255,7 @@ def _rows(plan: ShardPlan, piece: Slice, state: State) -> State:
 
 
 def join_state(plan: ShardPlan, states: Sequence[Sequence[State]]) -> list[State]:
-    """The states of slices, for each server, as those of whole parameters."""
+    """Join the states of slices, for each server, into those of whole parameters."""
     parts: list[list[tuple[Slice, State]]] = [[] for _ in plan.names]
     for held, of_server in zip(plan.held, states, strict=True):
         for piece, state in zip(held, of_server, strict=True):
@@ -265,7 +264,7 @@ def join_state(plan: ShardPlan, states: Sequence[Sequence[State]]) -> list[State
 
 
 def join_norms(plan: ShardPlan, norms: Sequence[Tensor]) -> Tensor:
-    """The norms of slices, for each server, as those of whole parameters, without negative ones (not there)."""
+    """Join the norms of slices, for each server, into those of whole parameters, without missing (negative) ones."""
     parts: list[list[float]] = [[] for _ in plan.names]
     for held, of_server in zip(plan.held, norms, strict=True):
         for piece, norm in zip(held, of_server.tolist(), strict=True):
@@ -285,7 +284,7 @@ def _joined(parts: list[tuple[Slice, State]]) -> State:
 
 
 def refuse_unserved(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that computes the loss within its step, or that takes sparse gradients alone.
+    """Raise for an optimizer that needs a closure, or takes sparse gradients only.
 
     Raises:
         ValueError: with what to use instead.
@@ -295,8 +294,8 @@ def refuse_unserved(optimizer: Optimizer) -> None:
         raise ValueError(needs_closure(type(optimizer).__name__))
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            "SparseAdam takes sparse gradients alone, but a server puts the dense gradient together from the rows that "
-            "workers push. Use Adagrad, which leaves rows without a gradient as they are, or strategy=ddp."
+            "SparseAdam takes sparse gradients only, but a server reconstructs the dense gradient from the pushed "
+            "rows. Use Adagrad, which leaves rows without a gradient unchanged, or strategy=ddp."
         )
 
 

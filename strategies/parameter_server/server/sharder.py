@@ -1,4 +1,4 @@
-"""Which server holds which rows of which parameter."""
+"""Assignment of parameter rows to servers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# Numbers of a part, at least: shorter messages cost more than they hide.
+# Least number of elements of a part: shorter messages cost more than they hide.
 LEAST_NUMEL = 2**18
-# Parts of a server, at most.
+# Largest number of parts per server.
 _MOST = 16
 
 Shape = tuple[int, ...]
@@ -17,12 +17,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows of a parameter that one server holds.
+    """Rows of a parameter on one server.
 
     Args:
-        parameter: its index among those that are served.
-        start: the first row, along dim 0; 0 for a scalar.
-        stop: the row after the last; 1 for a scalar.
+        parameter: its index among the served ones.
+        start: first row, along dim 0; 0 for a scalar.
+        stop: row after the last; 1 for a scalar.
         shape: of the slice.
     """
 
@@ -33,22 +33,22 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def share_out(shapes: Sequence[Shape], servers: int, *, whole: bool = False) -> list[list[Slice]]:
-    """Give each server parameters of about as many numbers: the largest first, to whoever has least.
+    """Assign parameters to servers, balanced by elements: the largest first, to the least loaded server.
 
-    A tensor that is larger than a server's share is split by rows first.
+    A tensor larger than a server's share is split by rows first.
 
     Args:
         shapes: of the parameters.
         servers: how many.
-        whole: no tensor is split.
+        whole: split no tensor.
 
     Returns:
-        For each server its slices, in the order of the parameters.
+        For each server its slices, in parameter order.
 
     Raises:
         ValueError: if a server would hold nothing.
@@ -64,7 +64,7 @@ def share_out(shapes: Sequence[Shape], servers: int, *, whole: bool = False) -> 
     held: list[list[Slice]] = [[] for _ in range(servers)]
     sizes = [0] * servers
     for piece in sorted(pieces, key=lambda piece: (-piece.numel, piece.parameter, piece.start)):
-        # A server without any comes before one with empty tensors only.
+        # A server without slices comes before one with empty tensors only.
         least = min(range(servers), key=lambda server: (sizes[server], len(held[server])))
         held[least].append(piece)
         sizes[least] += piece.numel
@@ -82,25 +82,22 @@ def _pieces(index: int, shape: Shape, share: int, whole: bool) -> list[Slice]:
 
 
 def digest_of(names: Sequence[str], shapes: Sequence[Shape], rest: str) -> int:
-    """A number of 52 bits for what is served: names, shapes and how they are optimized; the same on ranks that agree.
-
-    It fits into a float64 without loss.
-    """
+    """Return a 52-bit digest of names, shapes and ``rest``, which fits into a float64."""
     text = "\n".join(f"{name} {tuple(shape)}" for name, shape in zip(names, shapes, strict=True))
     return int.from_bytes(hashlib.blake2b(f"{text}\n{rest}".encode(), digest_size=8).digest(), "big") >> 12
 
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Neighbouring slices of a server.
+    """Consecutive slices of a server, sent together.
 
     Args:
-        first: number of the first slice.
-        last: of the one after the last.
-        start: the first number, where all slices lie one after the other.
-        stop: the number after the last.
-        is_early: whether gradients may be pushed as soon as backward has made them; few rows of those of tables are
-            pushed, which are known then, but whose number is not.
+        first: index of the first slice.
+        last: index after the last slice.
+        start: offset of the first element among all slices.
+        stop: offset after the last element.
+        is_early: whether gradients may be pushed during backward; not for tables, of which few rows are pushed and the
+            number of rows is not known in advance.
     """
 
     first: int
@@ -111,16 +108,16 @@ class ShardPart:
 
     @property
     def slices(self) -> range:
-        """Numbers of its slices."""
+        """Indices of its slices."""
         return range(self.first, self.last)
 
 
 def parts_of(held: Sequence[Slice], tables: Collection[int]) -> tuple[ShardPart, ...]:
-    """Cut what a server holds into parts, in order; none if they would not be two at least.
+    """Split a server's slices into parts, in order; empty if there would be only one.
 
     Args:
         held: slices.
-        tables: indices of parameters whose gradients are pushed late.
+        tables: indices of parameters whose gradients are pushed after backward.
     """
     least = max(LEAST_NUMEL, sum(piece.numel for piece in held) // _MOST)
     found: list[ShardPart] = []

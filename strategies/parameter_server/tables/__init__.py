@@ -1,1 +1,1 @@
-"""Tables of embeddings on servers."""
+"""Embedding tables on servers."""

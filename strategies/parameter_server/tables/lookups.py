@@ -1,4 +1,4 @@
-"""Embeddings that compute with the rows of a batch alone, which somebody else has."""
+"""Embeddings that fetch the rows of a batch from a remote table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Embedding = nn.Embedding | nn.EmbeddingBag
-# From a table and numbers of rows, int64 ``(k,)``, ascending, to these rows ``(k, dim)``.
+# Returns rows ``(k, dim)`` of a table, given ascending row indices, int64 ``(k,)``.
 Source = Callable[[nn.Parameter, Tensor], Tensor]
 
 
-def looks_up_alone(part: Embedding) -> bool:
-    """Whether the forward of an embedding is torch's, which reads the rows of its input and no others."""
+def has_standard_forward(part: Embedding) -> bool:
+    """Return whether an embedding has torch's forward, which reads the rows of its input only."""
     return type(part).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
 
 
 class Lookups:
-    """The embeddings of some tables.
+    """Embeddings of some tables.
 
     Args:
         module: that has them.
@@ -32,19 +32,19 @@ class Lookups:
         ids = {id(table) for table in tables}
         self._parts = [p for p in module.modules() if isinstance(p, Embedding) and id(p.weight) in ids]
         self.running = False
-        """Whether rows come from a source."""
+        """True if rows come from a source."""
 
     def begin(self, source: Source) -> None:
-        """Give up the memory of the tables and take rows from ``source``; gradients become sparse ones."""
+        """Free the tables and fetch rows from ``source``; gradients become sparse."""
         for part in self._parts:
             table: Any = part.weight
-            # Whoever reads it all the same finds no number that could pass for a weight.
+            # NaN, so that other reads are noticed.
             table.data = torch.full((), torch.nan, dtype=table.dtype, device=table.device).expand(table.shape)
             part.__dict__["forward"] = partial(_forward, part, source)
         self.running = True
 
     def end(self) -> None:
-        """Let embeddings read their tables again, which somebody has given memory, or will."""
+        """Read local tables again."""
         for part in self._parts:
             part.__dict__.pop("forward", None)
         self.running = False
@@ -90,7 +90,7 @@ def _look_up(
 
 
 def _place_of(numbers: Tensor, row: int | None) -> int | None:
-    """Where a row is among those that were pulled; ``None`` if it is not."""
+    """Return the position of a row among the fetched ones, or ``None``."""
     if row is None:
         return None
     found = (numbers == row).nonzero()
@@ -98,7 +98,7 @@ def _place_of(numbers: Tensor, row: int | None) -> int | None:
 
 
 def _hand_over(table: nn.Parameter, numbers: Tensor, rows: Tensor) -> None:
-    """Add the gradient of rows to that of their table, as a sparse one."""
+    """Add the gradient of rows to that of their table, as a sparse tensor."""
     assert rows.grad is not None
     gradient = torch.sparse_coo_tensor(numbers[None], rows.grad, table.shape, is_coalesced=True)
     rows.grad = None

@@ -1,4 +1,4 @@
-"""Which parameters are on parameter servers and which have the layout; loads no torch: the command line asks too."""
+"""Placement of parameters on servers; loads no torch, for the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from trainwright.core.config.options import class_of, is_whole
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
-from trainwright.strategies.parameter_server import refusals
+from trainwright.strategies.parameter_server import problems
 
 SERVER, SHARD, REPLICATE = "parameter_server", "shard", "replicate"
 TARGETS = (SERVER, SHARD, REPLICATE)
@@ -18,13 +18,13 @@ _CUTTING_AXES = ("pipeline", "context", "tensor", "expert")
 
 
 def placement_problems(layout: Layout, placement: Any, servers: Any, interface: str | None) -> Iterator[str]:
-    """What is wrong with a placement, each with what to type instead.
+    """Yield the problems of a placement, with what to type instead.
 
     Args:
-        layout: the axes, open or closed.
-        placement: pattern of names of parameters -> target; ``None``: none is given.
-        servers: how many share the tables.
-        interface: network interface that they listen at.
+        layout: open or closed.
+        placement: parameter name pattern -> target; ``None``: none.
+        servers: number of table servers.
+        interface: network interface of the servers.
     """
     if not placement:
         yield from _without_effect({"table_servers": (servers, 1), "interface": (interface, None)})
@@ -32,7 +32,7 @@ def placement_problems(layout: Layout, placement: Any, servers: Any, interface: 
         yield f"strategy.placement={placement}: must map patterns of names to targets; type {_TYPED}"
     elif set(placement.values()) <= set(TARGETS):
         yield from _target_problems(placement, layout)
-        yield from _beside(layout, servers)
+        yield from _layout_problems(layout, servers)
     else:
         for pattern, target in placement.items():
             if target not in TARGETS:
@@ -43,28 +43,28 @@ def placement_problems(layout: Layout, placement: Any, servers: Any, interface: 
 
 
 def placement_run_problems(run: PlannedRun, interface: str | None) -> Iterator[str]:
-    """What cannot be had in the rest of a configuration beside tables on servers.
+    """Yield what a configuration cannot combine with tables on servers.
 
     Args:
         run: to be trained.
-        interface: network interface that servers listen at.
+        interface: network interface of the servers.
     """
     cfg = run.cfg
     if class_of(cfg.optimizer) == "LBFGS":
-        yield refusals.needs_closure("LBFGS")
+        yield problems.needs_closure("LBFGS")
     if cfg.nodes > 1 and interface is None:
-        yield refusals.needs_interface(cfg.nodes)
+        yield problems.needs_interface(cfg.nodes)
     if cfg.launch.recovery in ("replicas", "rejoin"):
         yield (
-            f"launch.recovery={cfg.launch.recovery} with strategy.placement: the tables of a lost rank's server are "
-            "nowhere else; type launch.recovery=restart"
+            f"launch.recovery={cfg.launch.recovery} with strategy.placement: the tables of a lost rank's server have "
+            "no copy; type launch.recovery=restart"
         )
     name, sends = cfg.compression.get("name"), cfg.compression.get("sends")
     if name == "onebit" or sends == "steps":
-        yield refusals.steps_are_served(f"compression={name}" + (" compression.sends=steps" if sends else ""))
+        yield problems.steps_are_served(f"compression={name}" + (" compression.sends=steps" if sends else ""))
     for key, _, callback in run.parts("callbacks", "monitor"):
         if callback in AVERAGING_CALLBACKS:
-            yield refusals.tables_are_not_averaged(callback, key)
+            yield problems.tables_are_not_averaged(callback, key)
 
 
 def _without_effect(options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
@@ -79,50 +79,50 @@ def _without_effect(options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
 def _target_problems(placement: Mapping[str, str], layout: Layout) -> Iterator[str]:
     if SERVER not in placement.values():
         yield (
-            f"strategy.placement names nothing for {SERVER}, so the layout alone decides; leave it out, or type "
+            f"strategy.placement assigns nothing to {SERVER}, so only the layout has an effect; leave it out, or type "
             f"{_TYPED}"
         )
     if placement.get("*") == SERVER:
         yield (
-            f"strategy.placement puts everything on servers; type strategy=parameter_server, or name the tables: "
+            "strategy.placement puts everything on servers; type strategy=parameter_server, or name the tables: "
             f"{_TYPED}"
         )
     dense = {target for target in placement.values() if target != SERVER}
     if len(dense) > 1:
         yield (
-            f"strategy.placement gives parameters both {SHARD} and {REPLICATE}: all that is not on servers has one "
-            f"layout; type one of them"
+            f"strategy.placement gives parameters both {SHARD} and {REPLICATE}: all parameters that are not on servers "
+            "have one layout; type one of them"
         )
     elif dense == {REPLICATE} and layout.shard != 1:
         yield (
-            f"strategy.placement says {REPLICATE} with strategy.shard={layout.shard}, which splits the state; type "
-            f"strategy.shard=1 strategy.replicate=-1, or say {SHARD}"
+            f"strategy.placement gives {REPLICATE} with strategy.shard={layout.shard}, which shards the state; type "
+            f"strategy.shard=1 strategy.replicate=-1, or {SHARD}"
         )
 
 
-def _beside(layout: Layout, servers: Any) -> Iterator[str]:
+def _layout_problems(layout: Layout, servers: Any) -> Iterator[str]:
     if not is_whole(servers, 1):
         yield f"strategy.table_servers={servers}: must be a whole number of at least 1; type strategy.table_servers=1"
     elif -1 not in (layout.replicate, layout.shard):
-        yield from refusals.rank_problems(servers, layout.replicate * layout.shard, "table_servers")
+        yield from problems.rank_problems(servers, layout.replicate * layout.shard, "table_servers")
     given = [f"strategy.{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
     if given:
         off = " ".join(f"strategy.{axis}=1" for axis in _CUTTING_AXES if getattr(layout, axis) != 1)
         yield (
-            f"strategy.placement with {' '.join(given)}: every rank that has a table on servers reads samples of its "
-            f"own, and ranks of these axes share theirs; type {off}"
+            f"strategy.placement with {' '.join(given)}: ranks with tables on servers must read different samples, but "
+            f"ranks of these axes share theirs; type {off}"
         )
 
 
 def served_names(placement: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Names of the parameters that go to servers: of the patterns that match one, the first counts.
+    """Return the names of parameters on servers; the first matching pattern counts.
 
     Args:
-        placement: pattern (``*``, ``?``, ``[...]`` as in a shell; a star goes over dots) -> target.
+        placement: pattern (``*``, ``?``, ``[...]`` as in a shell; a star also matches dots) -> target.
         names: of all parameters.
 
     Raises:
-        ValueError: if a pattern is the first that matches of no parameter.
+        ValueError: if a pattern is the first match of no parameter.
     """
     first: dict[str, list[str]] = {pattern: [] for pattern in placement}
     every = list(names)

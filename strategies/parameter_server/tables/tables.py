@@ -1,4 +1,4 @@
-"""Tables of embeddings that parameter servers hold and step, beside a dense part that the ranks train themselves."""
+"""Embedding tables on parameter servers, beside a dense part trained by the ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.wire import Device
 from trainwright.strategies.parameter_server.server.clocks import Rules
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
-from trainwright.strategies.parameter_server.tables.lookups import Lookups, looks_up_alone
+from trainwright.strategies.parameter_server.tables.lookups import Lookups, has_standard_forward
 from trainwright.strategies.parameter_server.worker.client import Client
 
 
 def find_tables(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """The parameters of these names.
+    """Return the parameters of these names.
 
     Raises:
-        ValueError: if one is no weight of an embedding, or is used by another module, too.
+        ValueError: if one is not the weight of an embedding, or is shared with another module.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": part
@@ -33,45 +33,44 @@ def find_tables(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Paramet
     for name in names:
         if name not in embeddings:
             raise ValueError(
-                f"placement: {name} is no table of an nn.Embedding or nn.EmbeddingBag, and servers hold such tables "
-                "only in a hybrid layout. Choose a pattern that matches tables alone, or strategy=parameter_server, "
-                "which serves all parameters."
+                f"placement: {name} is no table of an nn.Embedding or nn.EmbeddingBag, and in a hybrid layout servers "
+                "hold only such tables. Choose a pattern that matches tables only, or strategy=parameter_server, which "
+                "serves all parameters."
             )
         tied = [other for other, p in parameters.items() if p is parameters[name] and other != name]
         if tied:
             raise ValueError(
-                f"placement: {name} is {tied[0]} as well, which computes with all of its rows in every step. Leave it "
+                f"placement: {name} is tied to {tied[0]}, which computes with all of its rows in every step. Leave it "
                 "to the layout, or do not tie them."
             )
-        if not looks_up_alone(embeddings[name]):
+        if not has_standard_forward(embeddings[name]):
             raise ValueError(
-                f"placement: {name} is the table of a {type(embeddings[name]).__name__}, whose forward is its own and "
-                "may use all rows. Leave it to the layout, or use nn.Embedding or nn.EmbeddingBag."
+                f"placement: {name} is the table of a {type(embeddings[name]).__name__}, whose custom forward may use "
+                "all rows. Leave it to the layout, or use nn.Embedding or nn.EmbeddingBag."
             )
         if embeddings[name].max_norm is not None:
             raise ValueError(
-                f"placement: {name} has max_norm={embeddings[name].max_norm}, which changes rows in the forward of "
-                "each rank for itself. Leave max_norm out, or leave the table to the layout."
+                f"placement: {name} has max_norm={embeddings[name].max_norm}, which changes rows locally in each "
+                "rank's forward. Leave max_norm out, or leave the table to the layout."
             )
     return {name: parameters[name] for name in names}
 
 
 class ServedTables:
-    """Some parameters of a module on parameter servers, in step with all ranks.
+    """Parameters of a module on parameter servers, stepped synchronously with all ranks.
 
-    The user's optimizer is kept: of what is served it sees no gradients, so it passes these parameters over; servers
-    step them by an optimizer of the same class with the same options, which travel with each push. Its ``state_dict``
-    holds the servers' states while it is made.
+    The user's optimizer sees no gradients of served parameters and skips them; servers step them by an optimizer of the
+    same class and options, which are sent with each push. Its ``state_dict`` includes the servers' states.
 
-    While training a rank holds no table: before the forward of an embedding it pulls the rows of the batch, and pushes
+    While training no rank holds a table: before the forward of an embedding it pulls the rows of the batch, and pushes
     their gradients in the step. A parameter keeps its shape, and its memory is a single NaN.
 
     Args:
         module: the user's.
         tables: name -> parameter.
-        optimizer: the user's, with these parameters among its groups.
-        servers: how many; the first ranks hold one each.
-        device: to make links over.
+        optimizer: the user's, with these parameters in its groups.
+        servers: number of servers, one on each of the first ranks.
+        device: of links.
     """
 
     def __init__(
@@ -79,9 +78,9 @@ class ServedTables:
     ) -> None:
         self.optimizer = optimizer
         self.server: Server | None = None
-        """The server that this rank holds, if it does."""
+        """Server on this rank, if any."""
         self.outdated = False
-        """Whether servers have yet to be given what was loaded."""
+        """True if loaded values must be uploaded to servers."""
         names = {id(parameter): name for name, parameter in tables.items()}
         self.plan = ShardPlan.of(optimizer, names, servers, only=names)
         by_name = dict(tables)
@@ -90,7 +89,7 @@ class ServedTables:
         self._lookups = Lookups(module, self.parameters)
         self._device = device
         self._client: Client | None = None
-        self._coefficient: float | None = None  # of gradients that are pushed, but not stepped
+        self._coefficient: float | None = None  # of pushed gradients that are not stepped yet
         self._clip_value = 0.0
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._fetch()),
@@ -102,12 +101,12 @@ class ServedTables:
 
     @property
     def client(self) -> Client:
-        """This rank's worker."""
+        """This rank's client."""
         assert self._client is not None
         return self._client
 
-    def start(self, rank: int, workers: int, meeting: ServerMeeting, barrier: Callable[[], Any]) -> None:
-        """Start servers and workers; tables are those of the first rank."""
+    def start(self, rank: int, workers: int, meeting: ServerRendezvous, barrier: Callable[[], Any]) -> None:
+        """Start servers and workers with the first rank's tables."""
         if rank < len(self.plan.held):
             self.server = Server(rank, self.plan, Rules("sync"), meeting, workers, self._device)
             self.server.start()
@@ -117,28 +116,28 @@ class ServedTables:
         self.upload(barrier)
 
     def upload(self, barrier: Callable[[], Any]) -> None:
-        """Give the servers the first rank's tables and the states that were loaded. A collective."""
+        """Send the first rank's tables and loaded states to the servers. A collective."""
         if self.client.worker == 0:
             self.client.load([dict(self.optimizer.state.get(parameter, {})) for parameter in self.parameters])
         self.outdated = False
         self._forget()
-        barrier()  # nobody pulls before the servers have it
+        barrier()  # no pull before the servers have them
         self.client.free()
         self._lookups.begin(self._look_up)
 
     def retire(self, barrier: Callable[[], Any]) -> None:
-        """Keep tables and states here, and let the servers go. A collective."""
+        """Fetch tables and states, and stop the servers. A collective."""
         self.bring_back()
         self._fetch()
         self._remove_hooks()
-        barrier()  # nobody leaves before all have what they need
+        barrier()  # no rank leaves before all have what they need
         self.client.leave()
         if self.server is not None:
             self.server.close()
         self._client = self.server = None
 
     def stop(self) -> None:
-        """Hang up at once; the others hear of it."""
+        """Disconnect at once; other ranks notice."""
         self._remove_hooks()
         self._lookups.end()
         client, server = self._client, self.server
@@ -176,14 +175,14 @@ class ServedTables:
         self.outdated = True
 
     def wholes(self) -> dict[str, Tensor]:
-        """The tables by name, whole, in memory of their own on the device of this rank."""
+        """Return the whole tables by name, as copies on this rank's device."""
         found = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.parameters]
         self.client.pull(found)
         self.client.free()
         return dict(zip(self.plan.names, found, strict=True))
 
     def bring_back(self) -> None:
-        """Let the module hold its tables itself until the next :meth:`upload`."""
+        """Let the module hold its tables until the next :meth:`upload`."""
         if self._client is None or not self._lookups.running:
             return
         wholes = self.wholes()
@@ -198,31 +197,31 @@ class ServedTables:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def squares(self) -> float:
-        """Push gradients, and hear the squared norm of their average over all ranks."""
+        """Push gradients; returns the squared norm of their average over ranks."""
         return float(self.client.push(self.plan.hyper.read(self.optimizer.param_groups)).double().square().sum())
 
     def clip(self, coefficient: float) -> None:
-        """Scale what :meth:`squares` has pushed in the coming step."""
+        """Scale the gradients pushed by :meth:`squares` in the next step."""
         self._coefficient = coefficient
 
     def clip_value(self, limit: float) -> None:
-        """Clamp the elements of the averaged gradient in the coming step."""
+        """Clamp the elements of the averaged gradient in the next step."""
         self._clip_value = limit
 
     def step(self) -> None:
-        """Let servers make their step, unless nothing is to be made of the gradients; the optimizer sees none."""
+        """Let servers step the tables; the user's optimizer sees no gradients of them."""
         clip_value, self._clip_value = self._clip_value, 0.0
         coefficient, self._coefficient = self._coefficient, None
         self.client.step(self.plan.hyper.read(self.optimizer.param_groups), clip_value, coefficient, pulls=False)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Let the user's optimizer pass the tables over."""
+        """Clear gradients, so that the user's optimizer skips the tables."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place."""
+    """Scale gradients in place."""
     if gradients and factor != 1.0:
         torch._foreach_mul_(list(gradients), factor)

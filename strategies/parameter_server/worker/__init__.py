@@ -1,1 +1,1 @@
-"""The worker: pushes gradients and pulls parameters."""
+"""Worker: pushes gradients and pulls parameters."""

@@ -1,4 +1,4 @@
-"""A worker's end: pushes gradients to all servers at once and pulls parameters from them."""
+"""Client of a worker: pushes gradients to all servers and pulls parameters."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ from trainwright.strategies.parameter_server.messages import requests, sparse_ro
 from trainwright.strategies.parameter_server.messages.packing import State, pack, unpack
 from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size
 from trainwright.strategies.parameter_server.messages.wire import HEADER, PAYLOAD, Device, Link, Sending
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, join_norms, join_state, split_state
 from trainwright.strategies.parameter_server.server.sharder import Slice
-from trainwright.strategies.parameter_server.worker.early import EarlyPush, copy_slice
-from trainwright.strategies.parameter_server.worker.late import LatePull, put_slices
+from trainwright.strategies.parameter_server.worker.deferred_pull import DeferredPull, put_slices
+from trainwright.strategies.parameter_server.worker.overlapped_push import OverlappedPush, copy_slice
 from trainwright.strategies.parameter_server.worker.rejoining import Offer
 
 
 class ServerGoneError(RuntimeError):
-    """A parameter server is gone, and what it held with it."""
+    """Lost parameter server, with its state."""
 
 
 class Client:
-    """Talks to all servers for one worker.
+    """Connection of one worker to all servers.
 
     Args:
-        worker: its number.
-        plan: what is served.
-        parameters: this worker's, in the order of the plan.
-        meeting: where servers are found.
-        device: to make links over.
-        codec: how gradients are written; ``None``: as they are. What a message lacks is added to the next one's
-            gradient (error feedback), apart for each server.
-        tables: indices of parameters of which a batch touches few rows: embeddings. Their rows alone are sent, unless
-            there is a codec. So are those of sparse gradients.
-        module: whose parameters they are. With it, and where the plan has parts, a step leaves parameters on their way
-            until they are needed; who looks at them but in :meth:`watched` calls :meth:`settle` first. ``None``: a step
+        worker: its index.
+        plan: of what is served.
+        parameters: this worker's, in plan order.
+        meeting: rendezvous with the servers.
+        device: of links.
+        codec: of gradients; ``None``: uncompressed. Errors are fed back into the next push, per server.
+        tables: indices of embedding parameters, of which a batch touches few rows; only these are sent, unless there is
+            a codec. Likewise for sparse gradients.
+        module: of the parameters. With it, and if the plan has parts, a step leaves pulls pending until they are
+            needed; readers of parameters outside of :meth:`watched` must call :meth:`settle` first. ``None``: a step
             waits for all.
 
-    Where the plan has parts and there is no codec, gradients are pushed while backward makes others, see :meth:`begin`.
+    If the plan has parts and there is no codec, gradients are pushed during backward, see :meth:`begin`.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Client:
         worker: int,
         plan: ShardPlan,
         parameters: Sequence[Tensor],
-        meeting: ServerMeeting,
+        meeting: ServerRendezvous,
         device: Device,
         codec: Codec | None = None,
         tables: Collection[int] = (),
@@ -64,41 +63,41 @@ class Client:
     ) -> None:
         self.worker = worker
         self.prefix = meeting.prefix
-        """Of keys in the store that nobody else uses."""
+        """Prefix of keys in the store that belong to this fit."""
         self.sent_bytes = 0
-        """Of gradients pushed, without headers."""
+        """Bytes of pushed gradients, without headers."""
         self.staleness = 0
-        """Steps that others made between the last pull and the push after it, at the server that saw most."""
+        """Steps of others between the last pull and its push, at the server with most."""
         self.heard: ReceivedNotice | None = None
-        """That the run is to end, and after how many steps of this worker, as of the last step or meeting."""
+        """Notice of the end of the run, and this worker's remaining steps, as of the last step or meeting."""
         self.notice: Callable[[], EndNotice | None] = lambda: None
-        """Asked at each push whether this worker was told that the run is to end; the first server tells all."""
+        """Called at each push for this worker's notice of the end; the first server tells all."""
         self.wants_offer = True
-        """Whether the first server has asked for :meth:`offer`; as it said with its last reply."""
+        """True if the first server asked for :meth:`offer` in its last reply."""
         self.plan, self._parameters, self._codec = plan, list(parameters), codec
         self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
         self._links: list[Link] = []
         self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
         self.pushes_early = True
-        """Whether gradients may be pushed early; read once, by :meth:`connect`."""
-        self._early: EarlyPush | None = None
-        self._late: LatePull | None = None
+        """True if gradients may be pushed during backward; read by :meth:`connect`."""
+        self._overlapped: OverlappedPush | None = None
+        self._deferred: DeferredPull | None = None
         self._module = module
         self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
-        """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
+        """Compression residual, one vector per server; ``None`` without a codec."""
 
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
     def connect(self) -> int:
-        """Meet all servers; the clock to begin at.
+        """Connect to all servers; returns the initial clock.
 
         Raises:
-            ServerGoneError: if one cannot be met, or does not take this worker.
+            ServerGoneError: if a server is missing or rejects this worker.
         """
         proofs = []
         for server in range(len(self.plan.held)):
-            name = self._meeting.come(server, self.worker)
+            name = self._meeting.announce(server, self.worker)
             proofs.append(self._meeting.proof(name))
             lost = partial(self._lost, server)
             self._links.append(Link(self._meeting.client(), name, False, self._device, lost))
@@ -106,15 +105,17 @@ class Client:
         hellos = {s: self._send(s, Operation.HELLO, digest=digest, proof=proof) for s, proof in enumerate(proofs)}
         replies = self._receive(hellos)
         if any(self.plan.parts) and self._codec is None and self.pushes_early:
-            self._early = EarlyPush(self.plan, self._parameters, self._gradients, self._announce, self._send_early)
+            self._overlapped = OverlappedPush(
+                self.plan, self._parameters, self._gradients, self._announce, self._send_part
+            )
         if any(self.plan.parts) and self._module is not None:
-            self._late = LatePull(self.plan, self._parameters, self._pulled, self._module, self._links)
+            self._deferred = DeferredPull(self.plan, self._parameters, self._pulled, self._module, self._links)
         return int(max(wire.field(reply, "clock") for reply in replies))
 
     def leave(self) -> None:
-        """Say goodbye."""
+        """Leave regularly."""
         self.settle()
-        links, self._links = self._links, []  # a server that is gone takes no other's goodbye
+        links, self._links = self._links, []  # a lost server must not affect the others
         for server, link in enumerate(links):
             with suppress(ServerGoneError):
                 link.send(self._request(server, Operation.LEAVE), HEADER).wait()
@@ -122,9 +123,9 @@ class Client:
         self.drop()
 
     def drop(self) -> None:
-        """Hang up."""
-        self._end_early()
-        late, self._late = self._late, None
+        """Disconnect."""
+        self._stop_overlap()
+        late, self._deferred = self._deferred, None
         if late is not None:
             late.close()
         for link in self._links:
@@ -134,29 +135,29 @@ class Client:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The next backward is the last one of a step, so that its gradients may be pushed while it makes others.
+        """Announce that the next backward is the last of a step, so that gradients are pushed during it.
 
-        What becomes of them afterwards counts all the same: what has changed is pushed again in :meth:`step`.
+        Later changes count: changed gradients are pushed again in :meth:`step`.
         """
-        if self._early is None:
+        if self._overlapped is None:
             return
-        if self._early.is_in_vain:
-            self._end_early()
+        if self._overlapped.is_ineffective:
+            self._stop_overlap()
         else:
-            self._early.begin()
+            self._overlapped.begin()
 
     def step(
         self, hyper: Tensor, clip_value: float = 0.0, coefficient: float | None = None, pulls: bool = True
     ) -> None:
-        """Push the gradients, and pull the parameters when the servers let this worker go on.
+        """Push gradients, and pull parameters once the servers let this worker proceed.
 
         Args:
             hyper: options of the optimizer's groups.
-            clip_value: what elements of the averaged gradient are clamped to, where workers step together; 0: not.
-            coefficient: what the averaged gradient of an earlier :meth:`push` is multiplied by, in place of a push.
-            pulls: ``False``, where workers step together: leave the parameters with the servers.
+            clip_value: clamps elements of the averaged gradient, where workers step together; 0: off.
+            coefficient: scales the averaged gradient of an earlier :meth:`push`, instead of a push.
+            pulls: ``False``, where workers step together: leave the parameters on the servers.
         """
-        late = pulls and self._late is not None and self._late.may_wait
+        late = pulls and self._deferred is not None and self._deferred.may_wait
         fields: dict[str, float] = {"clip_value": clip_value, "quiet": not pulls, "pulls_parts": late}
         if coefficient is None:
             sent = self._push(hyper, **fields)
@@ -164,55 +165,55 @@ class Client:
             sent = self._send_all(Operation.COMMIT, coefficient=coefficient, **fields)
         replies = self._receive(sent, self._pulled if pulls and not late else (), late=late)
         self.staleness = int(max(wire.field(reply, "staleness") for reply in replies))
-        self._hear(replies[0])
+        self._read_notice(replies[0])
         if pulls and not late:
             self._take()
 
     def settle(self) -> None:
-        """Take all parameters that are on their way."""
-        if self._late is not None:
-            self._late.settle()
+        """Wait for all pending pulls."""
+        if self._deferred is not None:
+            self._deferred.settle()
 
     def watched(self) -> AbstractContextManager[Any]:
-        """A context in which each parameter that is on its way is waited for where it is needed, and all at its end."""
-        return nullcontext() if self._late is None or self._late.has_all else self._watch(self._late)
+        """Return a context that waits for each pending parameter on first use, and for all at its end."""
+        return nullcontext() if self._deferred is None or self._deferred.has_all else self._watch(self._deferred)
 
     @contextmanager
-    def _watch(self, late: LatePull) -> Iterator[None]:
+    def _watch(self, late: DeferredPull) -> Iterator[None]:
         with late.watch():
             yield
         late.settle()
 
     def push(self, hyper: Tensor) -> Tensor:
-        """Push the gradients and hear norms of their average; :meth:`step` with a coefficient has to follow.
+        """Push gradients; returns norms of their average. Must be followed by :meth:`step` with a coefficient.
 
         Returns:
-            The norm of each parameter's gradient in the order of the plan, without those that no worker has one of.
+            The norm of each parameter's gradient in plan order, without those that no worker has.
         """
         norms = [torch.zeros(len(held), dtype=torch.float64) for held in self.plan.held]
         self._receive(self._push(hyper, hold=1), norms)
         return join_norms(self.plan, norms)
 
     def pull(self, into: Sequence[Tensor] | None = None) -> None:
-        """Take the servers' parameters as they are.
+        """Pull the servers' parameters.
 
         Args:
-            into: tensors in the order of the plan; ``None``: this worker's parameters.
+            into: tensors in plan order; ``None``: this worker's parameters.
         """
         self._receive(self._send_all(Operation.PULL), self._pulled)
         self._take(into)
 
     def free(self) -> None:
-        """Give back the memory of messages as long as all parameters, until one is sent or received."""
+        """Free message buffers, which are as large as all parameters, until the next use."""
         self._gradients = [torch.zeros(self.plan.numel(s), dtype=self.plan.dtype) for s in range(len(self._pulled))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
 
     def pull_rows(self, index: int, numbers: Tensor) -> Tensor:
-        """Some rows of one parameter, as the servers have them, ``(k, ...)`` on the CPU.
+        """Pull rows of one parameter, ``(k, ...)`` on the CPU.
 
         Args:
             index: of the parameter in the plan.
-            numbers: of the rows, int64 ``(k,)``, ascending, on the CPU.
+            numbers: row indices, int64 ``(k,)``, ascending, on the CPU.
         """
         width = math.prod(self.plan.shapes[index][1:])
         rows = torch.empty(numbers.numel(), width, dtype=self.plan.dtype)
@@ -234,45 +235,45 @@ class Client:
         return rows.view(-1, *self.plan.shapes[index][1:])
 
     def meet(self) -> int:
-        """Wait until all workers do, and take the servers' parameters, the same on all.
+        """Wait for all workers, and pull parameters, equal on all.
 
         Returns:
-            How often lost workers had come again until then, the same on all.
+            How often lost workers have rejoined, equal on all.
         """
         replies = self._receive(self._send_all(Operation.MEET), self._pulled)
-        self._hear(replies[0])
+        self._read_notice(replies[0])
         self._take()
         return int(wire.field(replies[0], "returns"))
 
-    def _hear(self, reply: Tensor) -> None:
+    def _read_notice(self, reply: Tensor) -> None:
         number = int(wire.field(reply, "notice"))
         left = int(wire.field(reply, "steps_left"))
         self.heard = ReceivedNotice(number, wire.field(reply, "notice_age"), left) if number else None
 
-    def _told(self, server: int) -> dict[str, float]:
-        """What a push to a server says of a notice that this worker was given."""
+    def _notice_fields(self, server: int) -> dict[str, float]:
+        """Return the push fields of this worker's notice of the end."""
         notice = self.notice() if server == 0 else None
         return {} if notice is None else {"notice": notice.number, "notice_age": notice.age}
 
     def offer(self, content: Content, step: int) -> None:
-        """Have the first server keep a copy of the state of the run for workers that come again.
+        """Send a copy of the run's state to the first server, for rejoining workers.
 
         Args:
             content: complete, see ``complete`` of ``strategy.run_state``.
             step: optimizer steps done.
         """
-        offer = Offer.of(0, content, step)  # the server knows this worker's clock
+        offer = Offer.of(0, content, step)  # the server sets this worker's clock
         sent = self._send(0, Operation.OFFER)
         offer.give(self._links[0])
         self._receive({0: sent})
 
     def traffic(self) -> list[tuple[int, int]]:
-        """Messages and bytes that each server has sent so far, to all."""
+        """Return the messages and bytes that each server has sent so far, to all workers."""
         replies = self._receive(self._send_all(Operation.TRAFFIC))
         return [(int(wire.field(reply, "messages")), int(wire.field(reply, "sent"))) for reply in replies]
 
     def vote(self, value: float) -> float:
-        """The largest value of all workers, by way of the first server."""
+        """Return the largest value of all workers, via the first server."""
         (reply,) = self._receive({0: self._send(0, Operation.VOTE, vote=value)})
         return wire.field(reply, "vote")
 
@@ -280,19 +281,19 @@ class Client:
         (sending,) = self._send(server, Operation.PARTS)
         return sending
 
-    def _send_early(self, server: int, part: Tensor, tag: int) -> Sending:
+    def _send_part(self, server: int, part: Tensor, tag: int) -> Sending:
         self.sent_bytes += part.nbytes
         return self._links[server].send(part, tag)
 
-    def _end_early(self) -> None:
-        early, self._early = self._early, None
+    def _stop_overlap(self) -> None:
+        early, self._overlapped = self._overlapped, None
         if early is not None:
             early.close()
 
     def _push(self, hyper: Tensor, **fields: float) -> dict[int, list[Sending]]:
         sent = {}
         for server, flat in enumerate(self._gradients):
-            held, early = self.plan.held[server], None if self._early is None else self._early.end(server)
+            held, early = self.plan.held[server], None if self._overlapped is None else self._overlapped.end(server)
             has = torch.tensor([self._parameters[p.parameter].grad is not None for p in held])
             marks = has.double() * requests.HAS_GRADIENT
             on_their_way: list[Sending] = []
@@ -301,9 +302,9 @@ class Client:
             else:
                 on_their_way, late = early
                 marks[late] += requests.IS_LATE
-                body, is_packed = self._late_message([held[each] for each in late], flat), True
+                body, is_packed = self._rest_message([held[each] for each in late], flat), True
             fields |= {"bytes": body.nbytes if is_packed else 0, "parts": early is not None}
-            request = self._request(server, Operation.PUSH, **fields, **self._told(server))
+            request = self._request(server, Operation.PUSH, **fields, **self._notice_fields(server))
             request[wire.FIXED : wire.FIXED + hyper.numel()] = hyper
             request[wire.FIXED + hyper.numel() :] = marks
             self.sent_bytes += body.nbytes
@@ -312,21 +313,21 @@ class Client:
         return sent
 
     def _message(self, server: int, held: Sequence[Slice], flat: Tensor) -> tuple[Tensor, bool]:
-        """This worker's gradients of all that a server holds, and whether they are packed: few rows of some."""
+        """Return this worker's gradients for a server, and whether they are packed as sparse rows."""
         rows = self._gather(held, flat)
         if any(each is not None for each in rows):
             return sparse_rows.pack_rows(flat, held, rows), True
         return self._written(server, flat), False
 
-    def _late_message(self, pieces: Sequence[Slice], flat: Tensor) -> Tensor:
-        """Gradients that follow those that were sent early, which may be on their way still."""
+    def _rest_message(self, pieces: Sequence[Slice], flat: Tensor) -> Tensor:
+        """Return the gradients that follow those sent during backward."""
         if not pieces:
             return flat[:0]
         memory = flat.new_empty(sum(piece.numel for piece in pieces))
         return sparse_rows.pack_rows(memory, pieces, self._gather(pieces, memory))
 
     def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[sparse_rows.Rows | None]:
-        """Gather this worker's gradients of some slices, one after the other; but for those of few rows, these."""
+        """Copy gradients of slices into ``flat``; returns sparse rows where these are shorter."""
         touched: list[sparse_rows.Rows | None] = []
         position = 0
         for piece in pieces:
@@ -351,14 +352,14 @@ class Client:
         return encode_with_feedback(self._codec, flat[None], self.residuals[server][None])[0]
 
     def _take(self, into: Sequence[Tensor] | None = None) -> None:
-        """Put what was pulled into the parameters."""
+        """Copy pulled values into parameters."""
         for held, flat in zip(self.plan.held, self._pulled, strict=True):
             put_slices(held, flat, into or self._parameters)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def state(self) -> list[State]:
-        """The optimizer's state of every parameter, whole, in the order of the plan."""
+        """Return the optimizer state of every parameter, whole, in plan order."""
         states = []
         for server, reply in enumerate(self._receive(self._send_all(Operation.STATE))):
             data = torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8)
@@ -367,7 +368,7 @@ class Client:
         return join_state(self.plan, states)
 
     def load(self, states: Sequence[State]) -> None:
-        """Give the servers this worker's parameters and the optimizer's state of each; no worker may push meanwhile."""
+        """Send this worker's parameters and optimizer states to the servers; no worker may push meanwhile."""
         for server, of_server in enumerate(split_state(self.plan, states)):
             flat, (data, text) = self._pulled[server], pack(of_server)
             position = 0
@@ -378,14 +379,15 @@ class Client:
             bodies = (flat, PAYLOAD), (data, BYTES)
             self._receive({server: self._send(server, Operation.LOAD, *bodies, bytes=data.numel(), text=text)})
 
-    # ---- talking ----------------------------------------------------------------------------------------------------
+    # ---- messages
+    # -----------------------------------------------------------------------------------------------------
 
     def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
-        self.settle()  # what follows must not get in the way of what is coming
+        self.settle()  # pending pulls must come first
         return wire.header(request_size(self.plan, server), operation=operation, **fields)
 
     def _send(self, server: int, operation: Operation, *bodies: tuple[Tensor, int], **fields: float) -> list[Sending]:
-        """Begin to send a request and what follows it, each with its tag."""
+        """Start sending a request and its bodies, each with its tag."""
         request, link = self._request(server, operation, **fields), self._links[server]
         return [link.send(tensor, tag) for tensor, tag in ((request, HEADER), *bodies)]
 
@@ -395,20 +397,20 @@ class Client:
     def _receive(
         self, sent: Mapping[int, Sequence[Sending]], bodies: Sequence[Tensor] = (), late: bool = False
     ) -> list[Tensor]:
-        """Replies of the servers that something was sent to, all on their way at once.
+        """Receive the replies of all servers that something was sent to, concurrently.
 
         Args:
             sent: by server.
-            bodies: where to receive what follows each reply; empty: nothing does.
-            late: parameters follow in parts, which are taken later.
+            bodies: buffers of payloads after each reply; empty: none.
+            late: parameters follow in parts, to be taken later.
         """
         replies = {server: torch.zeros(wire.FIXED, dtype=torch.float64) for server in sent}
         coming = {server: self._links[server].receive(reply, HEADER) for server, reply in replies.items()}
         following = {
             server: self._links[server].receive(body, PAYLOAD) for server, body in zip(sent, bodies, strict=False)
         }
-        if late and self._late is not None:
-            self._late.begin()
+        if late and self._deferred is not None:
+            self._deferred.begin()
         for server, reply in replies.items():
             for each in (*sent[server], coming[server]):
                 each.wait()
@@ -429,6 +431,6 @@ class Client:
     def _lost(self, server: int, why: str) -> ServerGoneError:
         self.drop()
         return ServerGoneError(
-            f"Parameter server {server} is gone ({why}), and the parameters that it held with it. Go on from the newest"
-            " checkpoint with ckpt_path=last, or let the command do so by itself with launch.max_restarts=3."
+            f"Parameter server {server} is gone ({why}), with the parameters that it held. Resume from the latest "
+            "checkpoint with ckpt_path=last, or let the command do so automatically with launch.max_restarts=3."
         )

@@ -1,4 +1,4 @@
-"""What the Trainer takes for the user's optimizer: its ``step`` pushes gradients and pulls parameters."""
+"""Wrapper of the user's optimizer whose ``step`` pushes gradients and pulls parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trainwright.strategies.parameter_server.worker.client import Client
 
 
 class ServedOptimizer(Optimizer):
-    """Stands in for the user's optimizer, which keeps the groups and, at rest, the state; servers do its steps.
+    """Wrapper of the user's optimizer, which keeps the groups and, at rest, the state; servers make its steps.
 
-    Groups are shared, so schedulers (which hold the user's own), clipping and readers of learning rates work as ever.
-    ``state_dict`` and ``load_state_dict`` have torch's standard form.
+    Groups are shared, so schedulers, clipping and monitors of learning rates work unchanged. ``state_dict`` and
+    ``load_state_dict`` have torch's standard form.
 
     Args:
         inner: the user's optimizer.
@@ -31,18 +31,18 @@ class ServedOptimizer(Optimizer):
         self.inner = inner
         self.defaults = inner.defaults
         self.outdated = False
-        """Whether servers have yet to be given what was loaded."""
-        self.apart = False
-        """Whether ``state_dict`` gives groups alone, without asking the servers for states."""
+        """True if loaded values must be uploaded to servers."""
+        self.skips_state = False
+        """True if ``state_dict`` returns groups only, without requests to servers."""
         self._client: Client | None = None
         self._plan: ShardPlan | None = None
         self._clip_value = 0.0
-        self._coefficient: float | None = None  # of gradients that are pushed, but not stepped
+        self._coefficient: float | None = None  # of pushed gradients that are not stepped yet
         self.__setstate__({})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the user's optimizer."""
+        """Groups of the user's optimizer."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -51,7 +51,7 @@ class ServedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """State that was gathered for a checkpoint, or loaded; empty while training."""
+        """State fetched for a checkpoint, or loaded; empty while training."""
         return self.inner.state
 
     @state.setter
@@ -60,32 +60,32 @@ class ServedOptimizer(Optimizer):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of all groups, in order."""
+        """Parameters of all groups, in order."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
     def client(self) -> Client:
-        """Of the servers, while they do the steps."""
+        """Client of the servers, while training."""
         assert self._client is not None
         return self._client
 
     # ---- serving ----------------------------------------------------------------------------------------------------
 
     def serve(self, client: Client, plan: ShardPlan) -> None:
-        """Let servers do the steps from now on."""
+        """Let servers make the steps from now on."""
         self._client, self._plan = client, plan
 
     def upload(self) -> None:
-        """Give the servers this rank's parameters and the state that was loaded."""
+        """Send this rank's parameters and loaded state to the servers."""
         self.client.load(self._states())
 
     def forget_state(self) -> None:
-        """The servers have it."""
+        """Clear the local state, which the servers have."""
         self.inner.state.clear()
         self.outdated = False
 
     def retire(self) -> None:
-        """Keep the state of the servers, which are about to end."""
+        """Fetch the state of the servers, which are about to stop."""
         self._fetch()
         self._client = None
 
@@ -93,7 +93,7 @@ class ServedOptimizer(Optimizer):
         return [dict(self.inner.state.get(parameter, {})) for parameter in self.parameters]
 
     def _fetch(self) -> None:
-        if self._client is None or self.outdated or self.apart:
+        if self._client is None or self.outdated or self.skips_state:
             return
         self.inner.state.clear()
         for parameter, state in zip(self.parameters, self._client.state(), strict=True):
@@ -106,24 +106,24 @@ class ServedOptimizer(Optimizer):
     # ---- what the Trainer calls -------------------------------------------------------------------------------------
 
     def clip_norm(self, max_norm: float, error_if_nonfinite: bool) -> None:
-        """Clip the average of all workers' gradients in the coming step, by a norm that the servers compute.
+        """Clip the average of all workers' gradients in the next step, by a norm computed on the servers.
 
         Raises:
-            RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set, on every rank.
+            RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite`` is set.
         """
         assert self._plan is not None
-        # From here on as torch.nn.utils.clip_grad_norm_ does it, to the bit; a NaN spreads.
+        # Bit-identical to torch.nn.utils.clip_grad_norm_; NaN propagates.
         norm = torch.linalg.vector_norm(self.client.push(self._plan.hyper.read(self.param_groups)))
         if error_if_nonfinite:
             refuse_nonfinite(float(norm), max_norm)
         self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     def clip_value(self, limit: float) -> None:
-        """Clamp the elements of the averaged gradient in the coming step."""
+        """Clamp the elements of the averaged gradient in the next step."""
         self._clip_value = limit
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Compute, push and pull."""
+        """Run the closure, push gradients and pull parameters."""
         loss = None
         if closure is not None:
             if self._client is not None:
@@ -133,40 +133,40 @@ class ServedOptimizer(Optimizer):
         if self._client is None or self._plan is None:
             raise RuntimeError("The optimizer steps on parameter servers, which run while trainer.fit does.")
         if self.inner.state:
-            self.inner.state.clear()  # of a checkpoint; from here on it is old
+            self.inner.state.clear()  # outdated state of a checkpoint
         clip_value, self._clip_value = self._clip_value, 0.0
         coefficient, self._coefficient = self._coefficient, None
         self._client.step(self._plan.hyper.read(self.param_groups), clip_value, coefficient)
         inner: Any = self.inner
-        inner._opt_called = True  # schedulers warn if theirs has not stepped
+        inner._opt_called = True  # else schedulers warn
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, and the state of all servers put together; while training, all ranks have to call it."""
+        """Return groups and the state of all servers; while training, a collective of all ranks."""
         self._fetch()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take groups and state; the servers are given them before the next step."""
+        """Load groups and state; uploaded to servers before the next step."""
         self.inner.load_state_dict(state_dict)
         self.outdated = True
 
 
 class ServedClipping:
-    """Clips the average of all workers; a :class:`~trainwright.strategies.contract.precision.GradientClipper`.
+    """Clipping of the average of all workers; a :class:`~trainwright.strategies.contract.precision.GradientClipper`.
 
     Args:
-        served: the optimizer that servers step.
+        served: the optimizer stepped by servers.
         in_step: whether all workers make each step together.
     """
 
     def __init__(self, served: ServedOptimizer, in_step: bool) -> None:
         self._served, self._in_step = served, in_step
-        # Whether this step is skipped because a scaled gradient of some worker is not finite.
+        # True if this step is skipped because a scaled gradient of some worker is not finite.
         self._overflows = False
 
     def attach(self, plugin: Precision) -> None:
-        """Let a precision plugin ask this."""
+        """Set this as the clipper of a precision plugin."""
         given: Any = plugin
         if hasattr(given, "clipper"):
             given.clipper = self if self._in_step else None
@@ -175,17 +175,17 @@ class ServedClipping:
             scaler.always_agrees, scaler.agree = True, self._agree
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
-        """Scale the averaged gradient of the coming step so that its norm is at most ``max_norm``."""
+        """Scale the averaged gradient of the next step so that its norm is at most ``max_norm``."""
         if not self._overflows:
             self._served.clip_norm(max_norm, error_if_nonfinite)
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp the elements of the averaged gradient of the coming step."""
+        """Clamp the elements of the averaged gradient of the next step."""
         if not self._overflows:
             self._served.clip_value(limit)
 
     def _agree(self, flag: Tensor) -> Tensor:
-        """Whether any worker's gradients overflow, where all make the step; else whether this one's do."""
+        """Return whether any worker's gradients overflow, if all step together; otherwise this worker's."""
         if self._in_step:
             flag = flag.new_tensor(self._served.client.vote(float(flag)))
         self._overflows = bool(flag)

@@ -1,15 +1,16 @@
-"""How a worker that is started anew takes the place of one that was lost, while the others go on.
+"""Replacement of a lost worker while the others keep training.
 
-1. Servers hear the end of the lost worker's links. Others do not wait for it in steps, but at meetings they do.
-2. The new process builds module and optimizer by itself, alone in a process group of its own, and links itself to the
-   servers: it starts at the clock of the slowest. Where workers make steps together, they wait for it from here on.
-3. It takes the state of the run (loops, schedulers, callbacks; not what servers have) that the first rank offers: as it
-   was when the step of that clock began, or an earlier one where the first rank makes no steps any more.
-4. At the next meeting all ranks make the process group of all ranks anew, as it had lost a member.
+1. Servers detect the lost links. Others do not wait for the worker in steps, but at meetings they do.
+2. The restarted process builds module and optimizer alone, in a process group of its own, and connects to the servers
+at the slowest clock. Synchronous workers wait for it from now on.
+3. It receives the state of the run (loops, schedulers, callbacks; not the servers' state) offered by the first rank: as
+of the start of that clock's step, or earlier if the first rank makes no more steps.
+4. At the next meeting all ranks rebuild the process group, which lost a member.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -29,32 +30,33 @@ from trainwright.checkpoint.write.staging import Staging
 from trainwright.strategies.contract.groups import destroy_groups
 from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PAYLOAD, Device, Link, reading
 from trainwright.strategies.parameter_server.options import INCARNATION
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 
-# An offer costs at most this part of the time, while nobody needs it.
+# Fraction of the time spent on offers that are not needed.
 _PART = 0.005
-# Where the first rank says at which meeting servers and workers of this run find each other.
+# Key of the current rendezvous prefix in the run's store.
 _PLACE = "parameter_server/place"
 _LENGTHS = 2
-# The name of the phase with which a micro-batch begins.
+# Phase at the start of a micro-batch.
 _STEP_BEGINS = "data"
 
 
 def incarnation() -> int | None:
-    """How often this rank was started before; ``None``: lost ranks are not started anew."""
+    """Return how often this rank was restarted; ``None``: lost ranks are not restarted individually."""
     given = os.environ.get(INCARNATION)
     return None if given is None else int(given)
 
 
-# ---- the state that a new worker takes up ----------------------------------------------------------------------------
+# ---- state for rejoining workers
+# --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A copy of the first rank's state of the run.
+    """Copy of the first rank's state of the run.
 
     Args:
-        clock: steps that its worker had made.
+        clock: steps made by its worker.
         header: everything but tensors, as bytes.
         block: the tensors' memory.
     """
@@ -65,20 +67,20 @@ class Offer:
 
     @classmethod
     def of(cls, clock: int, content: Content, step: int) -> Offer:
-        """Copy what a rank contributes to a state.
+        """Copy the state of a rank.
 
         Args:
-            clock: steps that its worker has made.
+            clock: steps made by its worker.
             content: complete, see ``complete`` of ``strategy.run_state``.
             step: optimizer steps done.
         """
-        staged = Staging().stage(content.tensors)  # memory of its own: an earlier offer may be on its way
+        staged = Staging().stage(content.tensors)  # new memory: an earlier offer may be in flight
         staged.wait()
         return cls(clock, pack(content, staged.slots, step), staged.block)
 
     @classmethod
     def receive(cls, clock: int, link: Link) -> Offer:
-        """What :meth:`give` sends, from a worker that has made so many steps.
+        """Receive the message of :meth:`give` from a worker at this clock.
 
         Raises:
             LinkError: if the other end is gone.
@@ -86,7 +88,7 @@ class Offer:
         return cls(clock, *_received(link))
 
     def give(self, link: Link) -> None:
-        """Send it.
+        """Send the offer.
 
         Raises:
             LinkError: if the other end is gone.
@@ -97,13 +99,13 @@ class Offer:
             link.send(part, PAYLOAD).wait()
 
 
-def take(meeting: ServerMeeting, worker: int, device: Device) -> Snapshot:
-    """Take the state of the run that the first server has for a worker that comes again.
+def take(meeting: ServerRendezvous, worker: int, device: Device) -> Snapshot:
+    """Receive the state of the run from the first server, as a rejoining worker.
 
     Raises:
         LinkError: if the server is gone.
     """
-    link = Link(meeting.client(), meeting.come(0, worker, wants_state=True), False, device)
+    link = Link(meeting.client(), meeting.announce(0, worker, wants_state=True), False, device)
     try:
         return mark_transferred(unpack(*_received(link)))
     finally:
@@ -120,73 +122,41 @@ def _received(link: Link) -> tuple[Tensor, Tensor]:
     return head, block
 
 
-class WorkerPace:
-    """When to copy the state for workers that may come.
-
-    Args:
-        clock: seconds that only grow.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last: tuple[float, float] | None = None
-
-    def is_due(self, needed: bool) -> bool:
-        """Whether to copy at the beginning of this step.
-
-        Args:
-            needed: somebody waits for a copy, or would find none.
-        """
-        if needed or self._last is None:
-            return True
-        end, cost = self._last
-        return self._clock() - end > cost / _PART
-
-    def copied(self, begin: float) -> None:
-        """A copy was begun at ``begin``, and is done."""
-        now = self._clock()
-        self._last = (now, now - begin)
-
-    @property
-    def now(self) -> float:
-        """The clock."""
-        return self._clock()
-
-
 def keep_offering(trainer: Any, keeper: Any, state: Callable[[], Content]) -> Callable[[str], None]:
-    """Keep a copy of the first rank's state for workers that come again, from where steps begin.
+    """Offer the first rank's state at the start of steps.
 
     Args:
-        trainer: whose phases are heard.
-        keeper: takes the copy, and knows whether it is wanted: the first server, or a client of it.
-        state: makes it.
+        trainer: whose phases are observed.
+        keeper: receives offers and knows whether one is wanted: the first server, or its client.
+        state: creates the copy.
 
     Returns:
-        What is to be called with the name of each phase that begins.
+        A listener for phase names.
     """
-    pace, last = WorkerPace(), -1
+    last, offered, cost = -1, -math.inf, 0.0
 
     def hear(phase: str) -> None:
-        nonlocal last
+        nonlocal last, offered, cost
         if phase != _STEP_BEGINS or trainer.global_step == last:
             return
-        last = trainer.global_step
-        if pace.is_due(keeper.wants_offer):
-            begin = pace.now
+        last, begin = trainer.global_step, time.monotonic()
+        if keeper.wants_offer or begin - offered > cost / _PART:
             keeper.offer(state(), trainer.global_step)
-            pace.copied(begin)
+            offered = time.monotonic()
+            cost = offered - begin
 
     return hear
 
 
-# ---- who is lost -----------------------------------------------------------------------------------------------------
+# ---- lost workers
+# -----------------------------------------------------------------------------------------------------
 
 
-class LostWorker:
-    """The workers that a server waits for at meetings, because they are started anew. Not safe between threads.
+class LostWorkers:
+    """Lost workers that are restarted and that meetings wait for. Not thread-safe.
 
     Args:
-        replaces: whether lost workers come again.
+        replaces: whether lost workers are restarted.
     """
 
     def __init__(self, replaces: bool) -> None:
@@ -194,50 +164,51 @@ class LostWorker:
         self._lost: set[int] = set()
         self._without_state: set[int] = set()
         self.returns = 0
-        """How often a lost one has come again."""
+        """Number of rejoined workers."""
         self.offer: Offer | None = None
-        """What they are given; with the first server alone."""
+        """State for rejoining workers; on the first server only."""
 
     @property
     def any_lost(self) -> bool:
-        """Whether a meeting has to wait."""
+        """True if a meeting must wait."""
         return bool(self._lost)
 
     @property
     def wanted(self) -> bool:
-        """Whether a fresh offer is needed soon."""
+        """True if a fresh offer is needed soon."""
         return bool(self._lost or self._without_state)
 
     def lose(self, worker: int) -> None:
-        """A worker's links have broken."""
+        """Record lost links of a worker."""
         if self._replaces:
             self._without_state.discard(worker)
             self._lost.add(worker)
 
     def come(self, worker: int) -> None:
-        """A worker has linked itself to the server."""
+        """Record the connection of a worker."""
         if worker in self._lost:
             self._lost.remove(worker)
             self._without_state.add(worker)
             self.returns += 1
 
     def has_state(self, worker: int) -> None:
-        """A worker has taken the offer."""
+        """Record that a worker received the offer."""
         self._without_state.discard(worker)
 
 
-# ---- the process group of all ranks ----------------------------------------------------------------------------------
+# ---- process group
+# ------------------------------------------------------------------------------------------------------
 
 
-def meet_alone() -> None:
-    """Make the process group of all ranks one of this process alone, until it meets the others."""
+def init_single_process_group() -> None:
+    """Create a process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def meet_anew(
+def rebuild_process_group(
     store: dist.Store, name: str, rank: int, size: int, backend: str | None, timeout: timedelta | None
 ) -> None:
-    """Leave the process group of all ranks, which has lost a member, and make it anew.
+    """Rebuild the process group of all ranks, which lost a member.
 
     Args:
         store: of the run.
@@ -253,17 +224,17 @@ def meet_anew(
 
 
 def run_store() -> dist.Store:
-    """A connection of its own to the store of the run, which outlives any process group."""
+    """Return a new connection to the store of the run, which outlives process groups."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(minutes=5))
 
 
-def tell_place(store: dist.Store, prefix: str) -> None:
-    """Say where servers and workers meet in this fit."""
+def publish_prefix(store: dist.Store, prefix: str) -> None:
+    """Publish the rendezvous prefix of this fit."""
     store.set(_PLACE, prefix)
 
 
-def told_place(store: dist.Store) -> str:
-    """Where servers and workers meet in the fit that is under way."""
+def current_prefix(store: dist.Store) -> str:
+    """Return the rendezvous prefix of the current fit."""
     prefix: str = store.get(_PLACE).decode()
     return prefix

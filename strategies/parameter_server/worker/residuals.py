@@ -1,4 +1,4 @@
-"""What workers have not pushed yet, as compression had left it out: in a run state, and taken up again."""
+"""Compression residuals of workers in run states."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import Tensor
 from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.layout import Layout
-from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.averaging.compression.options import CompressionChoice
+from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.state.rank_state import COMPRESSION, NOTHING_KEPT, KeptBack, of_rank, rank_of
 
-# What a run state says of it.
+# Key in run states.
 PUSHES = "pushes"
 
 
 class PushResiduals:
-    """What the pushes of one worker have left out.
+    """Compression residuals of one worker's pushes.
 
     Args:
-        compression: of pushes; ``None``: nothing is left out.
+        compression: of pushes; ``None``: no residuals.
     """
 
     def __init__(self, compression: CompressionChoice | None) -> None:
         self._compression = compression
-        self._loaded: tuple[dict[str, Tensor], int] | None = None  # by server, and of which plan
+        self._loaded: tuple[dict[str, Tensor], int] | None = None  # residuals by server, and digest of their plan
 
     @property
     def left_behind(self) -> dict[str, str] | None:
-        """What a run state says to those who cannot read this; ``None``: there is nothing to say."""
+        """Entry of a run state for strategies that cannot read residuals; ``None``: none."""
         return None if self._compression is None else {"of": PUSHES, "text": _unpushed(self._compression.name)}
 
     def kept_back(self, client: Client) -> KeptBack:
-        """For a run state."""
+        """Return the residuals for a run state."""
         if self._compression is None or client.residuals is None:
             return NOTHING_KEPT
         of_rank = {f"{PUSHES}/{server}": residual for server, residual in enumerate(client.residuals)}
@@ -45,45 +45,45 @@ class PushResiduals:
         return KeptBack({}, of_rank, about)
 
     def load(self, state: RunState | SnapshotReader, saved: Mapping[str, Any], rank: int | None) -> None:
-        """Read what a worker had left out, to be taken up when there is a client.
+        """Read a worker's residuals, to be restored once there is a client.
 
         Args:
-            state: that was saved.
-            saved: what it says of compression.
-            rank: of the worker; ``None``: its run had other workers, so that nothing is read.
+            state: saved state.
+            saved: its metadata of compression.
+            rank: of the worker; ``None``: other workers, so that nothing is read.
         """
         if self._compression is None or PUSHES not in saved or rank is None:
-            self._say_what_is_dropped(saved)
+            self._log_dropped(saved)
         else:
             self._loaded = of_rank(state, rank, f"{PUSHES}/"), saved[PUSHES]
 
     def take_up(self, client: Client) -> None:
-        """Go on with what was loaded, if the same servers have the same."""
+        """Restore loaded residuals, if servers hold the same slices."""
         if self._loaded is None:
             return
         (residuals, served), self._loaded = self._loaded, None
         assert self._compression is not None
         assert client.residuals is not None
         if served != client.plan.served:
-            self._say_what_is_dropped({"name": self._compression.name, PUSHES: served})
+            self._log_dropped({"name": self._compression.name, PUSHES: served})
             return
         for server, residual in enumerate(client.residuals):
             residual.copy_(residuals[str(server)])
 
     @staticmethod
-    def _say_what_is_dropped(saved: Mapping[str, Any]) -> None:
+    def _log_dropped(saved: Mapping[str, Any]) -> None:
         if PUSHES in saved:
-            rank_zero_warn(f"Going on with other workers, servers or compression: {_unpushed(saved['name'])}.")
+            rank_zero_warn(f"Resumed with other workers, servers or compression: {_unpushed(saved['name'])}.")
         elif saved["kinds"]:
-            rank_zero_info(f"What compression={saved['name']} had kept back of averaged gradients is dropped.")
+            rank_zero_info(f"The residual of compression={saved['name']} on averaged gradients is dropped.")
 
 
 class PushedAverages(Averaging):
-    """Servers average; what is left out of a push is kept back.
+    """Averages made by servers, with residuals of pushes.
 
     Args:
         strategy: of parameter servers.
-        residuals: what its worker has left out.
+        residuals: of its worker.
     """
 
     def __init__(self, strategy: Any, residuals: PushResiduals) -> None:
@@ -101,9 +101,9 @@ class PushedAverages(Averaging):
         if Layout(**of_run["layout"]) == strategy.layout:
             rank = rank_of(state) if isinstance(state, SnapshotReader) else strategy._rank
         self._residuals.load(state, saved, rank)
-        if strategy.client is not None:  # training goes back
+        if strategy.client is not None:  # rolled back within a run
             self._residuals.take_up(strategy.client)
 
 
 def _unpushed(name: str) -> str:
-    return f"what workers had not pushed yet, as compression={name} had left it out, is dropped"
+    return f"the residual of compression={name} in workers (not pushed yet) is dropped"

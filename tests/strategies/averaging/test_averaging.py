@@ -1,4 +1,4 @@
-"""Means over replicas: the same numbers whatever the way, and fewer bytes across nodes in two levels."""
+"""Means over replicas: equal results in all ways, and fewer bytes across nodes."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity.harness import Case, bare_loop, differences, train
 from trainwright.core.layout import Layout
-from trainwright.strategies.averaging.means import MeansOfCopies
+from trainwright.strategies.averaging.means import ReplicaMeans
 from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.communication.options import (
@@ -33,8 +33,8 @@ TWO_NODES = {"average_by": HIERARCHICAL, "ranks_per_node": 2}
 
 
 def averaged(layout: Layout) -> dict[str, tuple[Tensor, dict[Any, Any]]]:
-    """Way -> mean of each rank's numbers over all ranks, and what was sent for it."""
-    means, found = MeansOfCopies(layout.groups("replicate"), copies_of_a_node(layout, 2)), {}
+    """Return way -> mean over all ranks, and what was sent for it."""
+    means, found = ReplicaMeans(layout.groups("replicate"), copies_of_a_node(layout, 2)), {}
     for way in means.ways:
         mean = means.by(way)
         flat = torch.linspace(-1, 1, NUMEL) * (dist.get_rank() + 1)
@@ -44,7 +44,7 @@ def averaged(layout: Layout) -> dict[str, tuple[Tensor, dict[Any, Any]]]:
     return found
 
 
-def test_each_way_gives_the_mean_and_two_levels_send_less_across_nodes(ranks):
+def test_all_ways_agree_and_hierarchical_sends_less_across_nodes(ranks):
     results = ranks(averaged, 4, Layout(replicate=4))
     expected = torch.linspace(-1, 1, NUMEL) * 2.5
     for found in results:
@@ -62,13 +62,13 @@ def test_each_way_gives_the_mean_and_two_levels_send_less_across_nodes(ranks):
         ("replicate-across", "all_reduce"),
         ("replicate-within", "all_gather"),
     }
-    # All of a flat ring may cross the border of a node; of two levels only the part of a rank.
+    # A flat ring may send all of it across nodes, hierarchical means only a rank's part.
     assert flat_bytes / sent["replicate-across", "all_reduce"].bytes == pytest.approx(3 / 4 * size * 2 / (size / 2))
     _, sent = results[0][IN_PARTS]
     assert sum(each.bytes for each in sent.values()) == pytest.approx(flat_bytes, rel=0.01)
 
 
-def test_two_levels_need_several_copies_on_several_nodes():
+def test_hierarchical_needs_several_replicas_on_several_nodes():
     assert copies_of_a_node(Layout(replicate=8), 4) == 4
     assert copies_of_a_node(Layout(pipeline=2, replicate=4, tensor=2), 4) == 2
     assert copies_of_a_node(Layout(replicate=2, shard=8), 8) == 1
@@ -114,7 +114,7 @@ def trained() -> list[Any]:
     return [train(CASE, strategy, options) for strategy, options in RUNS]
 
 
-def test_training_is_that_of_one_process(ranks):
+def test_training_matches_one_process(ranks):
     expected = bare_loop(CASE)
     for records in ranks(trained, 4, timeout=120):
         for run, record in zip(RUNS, records, strict=True):
@@ -122,7 +122,7 @@ def test_training_is_that_of_one_process(ranks):
 
 
 def held_while_sending() -> tuple[list[int], list[int]]:
-    """Whole gradients that are alive at each reduce-scatter, and buckets on their way when one is packed."""
+    """Return live whole gradients at each reduce-scatter, and buckets in flight when one is packed."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(BUCKETS)))
     gradients: list[weakref.ref[Any]] = []
@@ -147,7 +147,7 @@ def held_while_sending() -> tuple[list[int], list[int]]:
     return alive, on_their_way
 
 
-def test_a_bucket_on_its_way_takes_its_memory_once(ranks):
+def test_buckets_in_flight_hold_their_memory_once(ranks):
     for alive, on_their_way in ranks(held_while_sending, 2):
         assert alive == [0] * BUCKETS, "gradients are gone when they are packed"
         assert on_their_way == [0] + [1] * (BUCKETS - 1), "room is made before the next is packed"

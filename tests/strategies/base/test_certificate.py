@@ -81,7 +81,7 @@ FAULTS: dict[str, Fault] = {
     "a lost hook": ("gpt", {"stage": 2}, reducer.GradientReducer, "__init__", _lost_hook),
     "a wrong group": ("gpt", {"stage": 1}, reducer, "reduce_scatter", _own_part_alone),
     "a wrong activation": ("gpt", {"pipeline": 2, "shard": 1}, stage, "arrive", _half),
-    "a lost gradient": ("gpt", {"pipeline": 2, "shard": 1}, stage, "_taken_gradient", torch.zeros_like),
+    "a lost gradient": ("gpt", {"pipeline": 2, "shard": 1}, stage, "_pop_gradient", torch.zeros_like),
     "a stray write": ("gpt", {"pipeline": 2, "shard": 1}, PipelineEngine, "_run_schedule", _stray_write),
     "wrong positions": ("gpt", {"context": 2, "shard": 1}, context_attention, "_unpack", _shifted),
     "a wrong scale": ("mixtral", {"expert": 2, "shard": 2}, expert_engine, "_scale_gradient", _without_factor),

@@ -100,7 +100,7 @@ def warnings_of(strategy: str, options: dict[str, Any], statistics: bool) -> lis
 
 
 @pytest.mark.parametrize(("strategy", "words"), [
-    ("local_sgd", "whenever replicas are synchronised"), ("parameter_server", "where all ranks meet"),
+    ("local_sgd", "at synchronizations, validations"), ("parameter_server", "when all ranks meet"),
 ])  # fmt: skip
 def test_warns_about_running_statistics(ranks: Any, strategy: str, words: str) -> None:
     (line,), others = ranks(warnings_of, 2, strategy, {}, True)

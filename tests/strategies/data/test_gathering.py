@@ -1,4 +1,4 @@
-"""Blocks gathered ahead: as many as asked for, with the same numbers."""
+"""Prefetched blocks: depth, and results that match one process."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ def trained(variants: list[dict[str, Any]]) -> list[Any]:
     return [train(CASE, "zero3", options) for options in variants]
 
 
-def test_numbers_stay_the_same(ranks):
+def test_prefetch_matches_one_process(ranks):
     expected = bare_loop(CASE)
     for records in ranks(trained, 2, VARIANTS, timeout=120):
         for options, record in zip(VARIANTS, records, strict=True):
@@ -40,14 +40,14 @@ def test_numbers_stay_the_same(ranks):
     ("gpt2", {"pipeline": 2, "shard": 2, "schedule": "interleaved_1f1b", "micro_batches": 4}, 4),
     ("mixtral", {"expert": 2}, 2),
 ])  # fmt: skip
-def test_composes_with_layouts(ranks, name, options, world):
+def test_prefetch_with_other_axes(ranks, name, options, world):
     case = LayoutCase(name, {**options, "prefetch": 2})
     records = ranks(run, world, case, timeout=120)
     assert differences(records[0], reference(case)) == []
 
 
 class Skipping(pl.LightningModule):
-    """Equal blocks, the last of which is left out when ``short`` says so."""
+    """Equal blocks, the last of which is skipped if ``short`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Skipping(pl.LightningModule):
 
 
 class Watching(pl.Callback):
-    """Counts how many gathers have begun when a block computes, in both directions."""
+    """Counts the all-gathers started when a block computes, in both directions."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -108,8 +108,7 @@ def gathers(depths: list[int | None]) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def test_as_many_are_gathered_as_asked_for(ranks):
-    """Nothing is outside of these blocks, so the root gathers nothing."""
+def test_prefetch_depth(ranks):
     for found in ranks(gathers, 2, [0, 1, 2]):
         for depth, (forward, backward) in enumerate(found):
             expected = [min(index + 1 + depth, BLOCKS) for index in range(BLOCKS)]
@@ -118,7 +117,7 @@ def test_as_many_are_gathered_as_asked_for(ranks):
 
 
 def after_a_block_was_left_out() -> tuple[Tensor, Tensor]:
-    """Input and output of the module under new weights; its last block was gathered ahead before, and not run."""
+    """Return input and output with new weights, after the last block was prefetched and skipped."""
     torch.manual_seed(0)
     trainer = make_trainer("zero3", {"prefetch": 2}, max_steps=1, max_epochs=-1)
     module, seen = Skipping(), []
@@ -135,7 +134,7 @@ def after_a_block_was_left_out() -> tuple[Tensor, Tensor]:
     return seen[-1]
 
 
-def test_weights_gathered_for_a_block_that_did_not_run_are_not_used_later(ranks):
+def test_unused_prefetched_weights_are_dropped(ranks):
     for rows, output in ranks(after_a_block_was_left_out, 2):
         for _ in range(BLOCKS):
             rows = torch.tanh(rows.sum(1, keepdim=True) / 4 + 0.25).expand(-1, 4)
@@ -152,13 +151,7 @@ def test_refusals():
         ZeroStrategy(1, prefetch=1)
     with pytest.raises(ValueError, match="shard=1 has no effect"):
         HybridStrategy(tensor=2, shard=1, prefetch=1)
-
-
-def test_whole_gradients_are_refused_where_they_are_held_anyway() -> None:
     with pytest.raises(ValueError, match="no_sync_accumulation=true with stage 1 has no effect"):
         ZeroStrategy(1, no_sync_accumulation=True)
-
-
-def test_buckets_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"bucket_mib=0: must be above 0 \(MiB\)"):
         ZeroStrategy(2, bucket_mib=0)

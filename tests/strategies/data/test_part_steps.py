@@ -1,4 +1,4 @@
-"""Optimizers that step on local tensors: equal to the bit, DTensors to callers, and what a failed step leaves."""
+"""Optimizer steps on local tensors: bit-exact, DTensors to callers, and restored after a failed step."""
 
 import gc
 import weakref
@@ -16,12 +16,12 @@ from trainwright.strategies.data.optimizers.optimizer_probe import study
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
 
 STEPS = 4
-# The second is not divisible: on two ranks the last has one row less.
+# The second is not divisible by two ranks.
 SHAPES = ((4, 3), (5,), (1, 2), ())
 
 
 class Wrapped(torch.optim.SGD):
-    """Its step calls that of its base, so that torch runs hooks of steps twice."""
+    """Calls the step of its base class, so that torch runs step hooks twice."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 def _trained(case: str, split: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Parameters and tensors of their state, put together where they are split."""
+    """Return gathered parameters and tensors of their state."""
     kind, options = CASES[case]
     mesh, generator = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), torch.Generator().manual_seed(0)
 
@@ -49,7 +49,6 @@ def _trained(case: str, split: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
 
     parameters = [nn.Parameter(made(shape)) for shape in SHAPES]
     unused = nn.Parameter(torch.ones(3))
-    # Two groups, of which the second has a parameter that gets no gradient.
     optimizer = kind([{"params": parameters[:2]}, {"params": [*parameters[2:], unused], "lr": 0.05}], **options)
     if split:
         PartSteps().attach(optimizer)
@@ -74,8 +73,7 @@ def _twice(case: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_the_bit(ranks: Callable[..., list[Any]], case: str) -> None:
-    """Parameters and state are those of steps on whole tensors, and the state is made of DTensors."""
+def test_part_steps_are_bit_exact(ranks: Callable[..., list[Any]], case: str) -> None:
     for (parameters, state), (own, own_state) in ranks(_twice, 2, case):
         assert all(torch.equal(a, b) for a, b in zip(parameters, own, strict=True))
         assert state.keys() == own_state.keys()
@@ -84,7 +82,7 @@ def test_equal_to_the_bit(ranks: Callable[..., list[Any]], case: str) -> None:
 
 
 class Fails(torch.optim.AdamW):
-    """Fails in its third step, with all that it has exchanged."""
+    """Fails in its third step, with exchanged tensors."""
 
     steps = 0
 
@@ -97,7 +95,7 @@ class Fails(torch.optim.AdamW):
 
 
 def _failed() -> bool:
-    """Whether the optimizer holds what it held before the step that failed."""
+    """Return whether the optimizer is restored after a failed step."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     optimizer, steps = Fails([parameter]), PartSteps()
@@ -112,13 +110,11 @@ def _failed() -> bool:
     return held is parameter and parameter in optimizer.state and isinstance(state["exp_avg"], DTensor)
 
 
-def test_a_step_that_fails(ranks: Callable[..., list[Any]]) -> None:
-    """What is saved then has parameters and state as ever."""
+def test_a_failed_step_is_restored(ranks: Callable[..., list[Any]]) -> None:
     assert ranks(_failed, 2) == [True, True]
 
 
-def test_an_optimizer_goes_with_its_last_reference() -> None:
-    """Its state is not kept until Python's collector comes by."""
+def test_no_reference_cycle_through_the_optimizer() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
     PartSteps().attach(optimizer)
     gone = weakref.ref(optimizer)

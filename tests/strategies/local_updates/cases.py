@@ -1,4 +1,4 @@
-"""Runs with local updates, as ranks see them, and the same by hand on one process."""
+"""Runs with local updates, and reference loops in one process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ GLOBAL_BATCH = 12
 
 @dataclass
 class Seen:
-    """What one rank has seen of a run."""
+    """Records of one rank."""
 
     replica: int = 0
     batches: list[Tensor] = field(default_factory=list)  # tokens of each optimizer step
@@ -32,7 +32,7 @@ class Seen:
 
 
 class Watch(pl.Callback):
-    """Fills a :class:`Seen`; of steps that are dropped or made again, with what is left of them."""
+    """Fills a :class:`Seen`, discarding steps that are rolled back."""
 
     keeps_its_state = True
 
@@ -84,7 +84,7 @@ def fit(
     callbacks: Sequence[Any] = (),
     **trainer_options: Any,
 ) -> Seen:
-    """Train on the ranks of the default process group; what this rank has seen."""
+    """Train on the ranks of the default process group; returns the records of this rank."""
     watch = Watch()
     validation: dict[str, Any] = {"limit_val_batches": 0}
     if validate_every is not None:
@@ -112,7 +112,7 @@ def fit(
 
 @dataclass
 class Outer:
-    """What brings the replicas of the reference together; DiLoCo and its streaming variant as the papers write them."""
+    """Outer optimization of the reference: DiLoCo and its streaming variant, as in the papers."""
 
     sync_every: int
     lr: float = 1.0
@@ -126,16 +126,16 @@ class Outer:
 def by_hand(
     seen: Sequence[Seen], outer: Outer, *, network: str = "gpt", optimizer: str = "sgd", clip: float | None = None
 ) -> list[Any]:
-    """Train one module per replica on the batches that the ranks have read.
+    """Train one module per replica on the batches of the ranks.
 
     Args:
-        seen: by each rank.
-        outer: what brings the replicas together.
-        network, optimizer: as of :func:`fit`.
-        clip: largest norm of a replica's gradient; ``None`` is off.
+        seen: records of all ranks.
+        outer: optimization of the reference.
+        network, optimizer: as in :func:`fit`.
+        clip: largest norm of a replica's gradient; ``None``: off.
 
     Returns:
-        For each replica the parameters after every step, by name.
+        Parameters by name after every step, for each replica.
     """
     replicas = max(each.replica for each in seen) + 1
     modules = [make_module(network, optimizer) for _ in range(replicas)]
@@ -153,7 +153,7 @@ def by_hand(
     history: list[Any] = [[] for _ in modules]
     for step in range(1, len(seen[0].batches) + 1):
         for replica, module in enumerate(modules):
-            # Ranks of one replica may have read the same batch, or parts of one.
+            # Ranks of one replica may share a batch, or read parts of it.
             read = {tuple(row.tolist()) for each in seen if each.replica == replica for row in each.batches[step - 1]}
             loss = module.loss({"tokens": torch.tensor(sorted(read))})
             optimizers[replica].zero_grad()
@@ -193,11 +193,11 @@ def _fragment(name: str, count: int) -> int:
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest relative difference of two sets of parameters, each to the norm of its tensor."""
+    """Return the largest relative difference of two sets of parameters."""
     assert one.keys() == other.keys()
     return max(float((one[n] - other[n]).norm() / other[n].norm().clamp_min(1e-8)) for n in one)
 
 
 def mean_of(several: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Their mean, by name."""
+    """Return the mean by name."""
     return {name: torch.stack([each[name] for each in several]).mean(0) for name in several[0]}

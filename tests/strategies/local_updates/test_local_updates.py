@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo against loops written by hand, over replicas of every kind."""
+"""Local SGD and DiLoCo match reference loops, with replicas of every kind."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def follows(seen: list[Seen], history: list[Any]) -> bool:
-    """Whether every rank had the parameters of its replica in the reference after every step."""
+    """Return whether every rank matches its replica in the reference after every step."""
     return all(
         difference(own, expected) < TIGHT
         for each in seen
@@ -31,7 +31,7 @@ def follows(seen: list[Seen], history: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("kind", list(REPLICAS))
-def test_diloco_is_the_loop_of_the_paper(ranks: Any, kind: str) -> None:
+def test_diloco_matches_the_paper(ranks: Any, kind: str) -> None:
     world, layout = REPLICAS[kind]
     network = "mixtral" if kind == "experts" else "gpt"
     more: dict[str, Any] = {"network": network, "accumulation": 3, "gradient_clip_val": CLIP}
@@ -39,7 +39,7 @@ def test_diloco_is_the_loop_of_the_paper(ranks: Any, kind: str) -> None:
     history = by_hand(seen, Outer(2, 0.7, 0.9, True), network=network, clip=CLIP)
     assert follows(seen, history)
     assert difference(history[0][2], history[1][2]) > 1e-3, "replicas that never differ prove nothing"
-    # What is validated and what is left at the end is the mean, the same bits on every rank.
+    # Validation and final parameters are the mean, bit-identical on every rank.
     for each in seen:
         assert difference(each.final, mean_of([past[-1] for past in history])) < TIGHT
         assert difference(each.validated[0], mean_of([past[2] for past in history])) < TIGHT
@@ -48,7 +48,7 @@ def test_diloco_is_the_loop_of_the_paper(ranks: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["one rank", "zero3", "pipeline"])
-def test_streaming_is_that_of_the_paper(ranks: Any, kind: str) -> None:
+def test_streaming_matches_the_paper(ranks: Any, kind: str) -> None:
     world, layout = REPLICAS[kind]
     seen = ranks(fit, world, "diloco", {**STREAMING, **layout}, steps=11)
     assert follows(seen, by_hand(seen, Outer(4, 0.7, 0.9, True, 2, 1, 0.5)))
@@ -70,7 +70,7 @@ def test_plain_outer_steps_are_local_sgd(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_one_step_between_averages_is_ddp(ranks: Any, accumulation: int) -> None:
+def test_sync_every_1_is_ddp(ranks: Any, accumulation: int) -> None:
     ddp = ranks(fit, 2, "ddp", {}, steps=4, accumulation=accumulation)
     local = ranks(fit, 2, "local_sgd", {"sync_every": 1}, steps=4, accumulation=accumulation)
     for one, other in zip(ddp, local, strict=True):
@@ -89,6 +89,6 @@ def test_warmup_is_ddp(ranks: Any, kind: str) -> None:
     ddp = ranks(fit, 2, "ddp", {}, optimizer="adamw", steps=4, **clip)
     local = ranks(fit, world, "diloco", options, optimizer="adamw", steps=6, **clip)
     for each in local:
-        # AdamW divides by the root of small numbers, and so enlarges in which order gradients were summed.
+        # AdamW amplifies the rounding of gradient sums.
         assert max(map(difference, each.own[:4], ddp[0].own)) < 1e-5
-    assert difference(local[0].own[4], local[-1].own[4]) > 1e-4  # the first step that each made by itself
+    assert difference(local[0].own[4], local[-1].own[4]) > 1e-4  # the first local step

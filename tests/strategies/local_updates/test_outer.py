@@ -1,4 +1,4 @@
-"""Rounds of the parameters that replicas have in common."""
+"""Rounds of the common parameters."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ CPU = torch.device("cpu")
 
 
 def outer_of(parts: dict[str, Tensor]) -> OuterParameters:
-    """Of one replica, whose outer step takes over what it has; the head is a fragment of its own."""
+    """One replica with plain outer steps; the head is a separate fragment."""
     mean = ReplicaMean(None, CPU, lambda name: "", 1 << 20)
     options = OuterOptions(lr=1.0, momentum=0.0, nesterov=False)
     return OuterParameters(parts, lambda name: int(name == "head"), mean, options)
 
 
-def test_what_begins_to_be_trained_while_an_average_is_on_its_way_joins_the_next() -> None:
+def test_parameters_unfrozen_during_a_flight_join_the_next_round() -> None:
     parts = {"body": torch.zeros(3), "head": torch.zeros(2)}
     outer = outer_of(parts)
     parts["body"] += 1.0

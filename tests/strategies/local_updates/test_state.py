@@ -1,4 +1,4 @@
-"""Run states of replicas that differ: resumed between two synchronisations, and moved to other strategies and back."""
+"""Run states of replicas that differ: resumed between synchronizations, and by other strategies."""
 
 import warnings
 from pathlib import Path
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 class Saving(pl.Callback):
-    """Saves after a number of steps; at a validation while it shows the means, if asked."""
+    """Saves after ``SAVED`` steps, or at their validation, on the means."""
 
     def __init__(self, path: str, within_validation: bool = False) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Saving(pl.Callback):
 
 
 def run(path: str, strategy: str, options: dict[str, Any], **more: Any) -> tuple[Seen, list[str]]:
-    """Train eight steps, saving on the way, or go on with those that are left."""
+    """Train eight steps and save on the way, or resume."""
     within = more.pop("within_validation", False)
     callbacks = [] if more.get("resume") else [Saving(path, within)]
     with warnings.catch_warnings(record=True) as told:
@@ -52,9 +52,9 @@ def run(path: str, strategy: str, options: dict[str, Any], **more: Any) -> tuple
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_going_on_between_two_synchronisations_is_exact(ranks: Any, tmp_path: Path, case: str) -> None:
+def test_resume_between_synchronizations_is_bit_exact(ranks: Any, tmp_path: Path, case: str) -> None:
     world, strategy, options = CASES[case]
-    within = case == "zero1 pairs"  # while the module shows the means
+    within = case == "zero1 pairs"  # on the means
     more: dict[str, Any] = {"validate_every": SAVED, "within_validation": within} if within else {}
     path = str(tmp_path / "state")
     whole = ranks(run, world, path, strategy, options, **more)
@@ -68,7 +68,7 @@ def test_going_on_between_two_synchronisations_is_exact(ranks: Any, tmp_path: Pa
 
 
 class SavingTwice(pl.Callback):
-    """Saves where the last hook of training is, and once the Trainer has let go of the run."""
+    """Saves in the last hook of training, and after the strategy's teardown."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -77,7 +77,6 @@ class SavingTwice(pl.Callback):
         trainer.save_checkpoint(f"{self.path}/end")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Called after the strategy's own teardown."""
         trainer.save_checkpoint(f"{self.path}/after")
 
 
@@ -86,14 +85,14 @@ def train_and_save(path: str, strategy: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["local_sgd", "streaming zero3"])
-def test_a_state_is_saved_after_the_run(ranks: Any, tmp_path: Path, case: str) -> None:
-    """As ``trainer.fit(...)`` and then ``trainer.save_checkpoint(...)`` of a script; replicas go on from the means."""
+def test_save_after_fit(ranks: Any, tmp_path: Path, case: str) -> None:
+    """Like ``trainer.save_checkpoint(...)`` after ``trainer.fit(...)``: both states have the means."""
     world, strategy, options = CASES[case]
     ranks(train_and_save, world, str(tmp_path), strategy, options)
     end, after = (RunState.open(str(tmp_path / name)) for name in ("end", "after"))
     assert set(end.keys()) == set(after.keys())
     for key in end.keys():  # noqa: SIM118 - a source is no dict
-        if "/weights/" not in key:  # of a replica's own
+        if "/weights/" not in key:  # a replica's own
             assert torch.equal(end.read(key), after.read(key)), key
 
 
@@ -115,7 +114,7 @@ MOVES: dict[str, tuple[tuple[int, str, dict[str, Any]], tuple[int, str, dict[str
 
 
 def parameters_at_start(path: str, strategy: str, options: dict[str, Any]) -> tuple[Any, Any, list[str]]:
-    """Parameters and outer state with which a run goes on from ``path``."""
+    """Return the parameters and outer state of a run resumed from ``path``."""
     found: dict[str, Any] = {}
 
     class Start(pl.Callback):
@@ -132,7 +131,7 @@ def parameters_at_start(path: str, strategy: str, options: dict[str, Any]) -> tu
 
 
 @pytest.mark.parametrize("move", list(MOVES))
-def test_other_strategies_go_on_from_the_means(ranks: Any, tmp_path: Path, move: str) -> None:
+def test_other_strategies_resume_from_the_means(ranks: Any, tmp_path: Path, move: str) -> None:
     written, read, told = MOVES[move]
     path = str(tmp_path / "state")
     seen = [each for each, _ in ranks(run, written[0], path, *written[1:])]

@@ -1,4 +1,4 @@
-"""What is sent, running statistics, mixed precision and what watches replicas, under local updates."""
+"""Traffic, running statistics, mixed precision and guards under local updates."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ STEPS, EVERY = 6, 3
 
 
 class Traffic(pl.Callback):
-    """Elements of every collective from the first step to the end of the last one."""
+    """Counts elements of collectives from the first to the last step."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -36,13 +36,13 @@ class Traffic(pl.Callback):
         if trainer.global_step == STEPS:
             self._open.__exit__(None, None, None)
             for each in self._seen:
-                if each.elements > 4:  # not what ranks agree on when they begin
+                if each.elements > 4:  # not agreements at the start
                     self.sent[each.name] += each.elements
 
 
 def traffic(options: dict[str, Any]) -> tuple[Counter[str], int]:
     watch = Traffic()
-    # On a slow machine the ranks would ask each other in between whether one was told to end.
+    # No checks for preemption in between.
     trainer = make_trainer(
         "diloco" if "compression" in options else "local_sgd",
         options,
@@ -57,17 +57,17 @@ def traffic(options: dict[str, Any]) -> tuple[Counter[str], int]:
     return watch.sent, sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_parameters_are_sent_once_in_so_many_steps(ranks: Any) -> None:
+def test_parameters_are_sent_every_sync_every_steps(ranks: Any) -> None:
     sent, numel = ranks(traffic, 2, {"sync_every": EVERY})[0]
     assert sent == {"all_reduce": numel * STEPS // EVERY}
     sent, numel = ranks(traffic, 2, {"sync_every": EVERY, "compression": "bf16"})[0]
-    # Bytes: halves of them go to the other rank, and their means come back.
+    # Bytes: halves are sent to the other rank, and their means back.
     assert sum(sent.values()) == 2 * 2 * numel * STEPS // EVERY
     assert "all_reduce" not in sent
 
 
 class Normed(pl.LightningModule):
-    """A net with running statistics and numbers that overflow in half precision on one replica."""
+    """Running statistics, and a half-precision overflow on one replica."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Normed(pl.LightningModule):
 
 
 class Statistics(pl.Callback):
-    """Running means in training, while validating, and afterwards; and steps of the optimizer."""
+    """Records running means in training and validation."""
 
     def __init__(self) -> None:
         self.own: list[Tensor] = []
@@ -127,7 +127,7 @@ def test_running_statistics_are_averaged(ranks: Any) -> None:
     assert torch.equal(final, final_other)
 
 
-def test_a_replica_skips_a_step_that_overflows_by_itself(ranks: Any) -> None:
+def test_each_replica_skips_its_own_overflow(ranks: Any) -> None:
     (*_, steps, scale), (*_, steps_other, scale_other) = ranks(train_normed, 2, "16-mixed")
     assert steps == steps_other + 1
     assert scale == 2 * scale_other
@@ -139,13 +139,13 @@ def watched(strategy: str, options: dict[str, Any]) -> tuple[int | None, int]:
     return check.equal_at, len(check.found)
 
 
-def test_replica_check_compares_what_is_alike(ranks: Any) -> None:
+def test_replica_check_compares_synchronized_state(ranks: Any) -> None:
     assert ranks(watched, 2, "diloco", {"sync_every": 3}) == [(4, 0)] * 2
     assert ranks(watched, 4, "local_sgd", {"sync_every": 3, "tensor": 2}) == [(4, 0)] * 4
 
 
 class Spoil(pl.Callback):
-    """Makes the loss of one replica NaN, once."""
+    """Sets the loss of one replica to NaN, once."""
 
     keeps_its_state = True
 
@@ -169,7 +169,7 @@ GUARDED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def guarded(policy: str, strategy: str, options: dict[str, Any]) -> Any:
-    """A run without a fault, if it is gone back for, and one with it."""
+    """Return a run without a fault, if rolled back, and one with it."""
     spoil = Spoil()
     guard = LossGuard(policy, snapshot_every_n_steps=2, threshold=None)  # type: ignore[arg-type]
     whole = fit(strategy, options, steps=8) if policy == "rollback" else None
@@ -177,15 +177,15 @@ def guarded(policy: str, strategy: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", list(GUARDED))
-def test_replicas_go_back_together(ranks: Any, kind: str) -> None:
-    # From a copy after the fifth step, while the average of a fragment is on its way.
+def test_replicas_roll_back_together(ranks: Any, kind: str) -> None:
+    # From a snapshot after the fifth step, with an average in flight.
     for whole, back, backs in ranks(guarded, 2, "rollback", *GUARDED[kind]):
         assert backs == 1
         for one, other in zip([*whole.own, whole.final], [*back.own, back.final], strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_replicas_drop_a_step_together(ranks: Any) -> None:
+def test_replicas_skip_a_step_together(ranks: Any) -> None:
     seen = [each for _, each, _ in ranks(guarded, 2, "skip", "diloco", STREAMING)]
     history = by_hand(seen, Outer(4, 0.7, 0.9, True, 2, 2, 0.5))
     for each in seen:

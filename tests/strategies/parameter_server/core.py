@@ -1,4 +1,4 @@
-"""Servers and workers without Lightning: a small model, the same gradients for everybody who asks."""
+"""Servers and workers without Lightning, on a small model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainwright.strategies.parameter_server.messages.wire import Device
 from trainwright.strategies.parameter_server.server import sharder
 from trainwright.strategies.parameter_server.server.clocks import Rules
-from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
@@ -20,13 +20,13 @@ PREFIX = "parameter_server"
 
 
 def make_model() -> nn.Module:
-    """Seven by five, with a bias; a part that gets no gradient."""
+    """Create a network of two linear layers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
 
 
 def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
-    """Two groups with options of their own."""
+    """Create an optimizer with two groups of different options."""
     first, second = list(model[0].parameters()), list(model[2].parameters())  # type: ignore[index]
     groups: list[dict[str, Any]] = [{"params": first}, {"params": second, "lr": 0.02}]
     if kind == "sgd":
@@ -35,30 +35,30 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimiz
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    """Samples of a worker's step."""
+    """Return the samples of a worker's step."""
     generator = torch.Generator().manual_seed(1000 * worker + step)
     inputs = torch.randn(4, 5, generator=generator)
     return inputs, inputs[:, :2] * 2
 
 
 def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-    """Mean squared error of a worker's batch."""
+    """Return the mean squared error of a worker's batch."""
     inputs, targets = batch(worker, step)
     return nn.functional.mse_loss(model(inputs), targets)
 
 
 class Peer:
-    """A rank with a worker and, if it has the number of one, a server.
+    """A rank with a worker and, on the first ranks, a server.
 
     Args:
-        rank: number of the worker.
+        rank: of the worker.
         workers: how many.
-        servers: how many; the first ranks hold them.
+        servers: how many, on the first ranks.
         kind: of optimizer.
         codec: of pushes.
-        store: where they meet; ``None``: that of the default process group.
-        serves: whether a rank with the number of a server holds it.
-        least_numel: numbers of a part that is pushed early and pulled late; ``None``: there are none.
+        store: for the rendezvous; ``None``: that of the default process group.
+        serves: whether the first ranks run servers.
+        least_numel: least elements of a part; ``None``: no parts.
         **rules: see :class:`Rules`.
     """
 
@@ -80,7 +80,7 @@ class Peer:
         if least_numel is not None:
             with patch.object(sharder, "LEAST_NUMEL", least_numel):
                 self.plan = self.plan.in_parts()
-        meeting = ServerMeeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
+        meeting = ServerRendezvous(store or dist.distributed_c10d._get_default_store(), PREFIX)
         device = Device()
         self.server: Server | None = None
         if serves and rank < servers:
@@ -93,12 +93,12 @@ class Peer:
 
     @staticmethod
     def plan_of(servers: int = 1, kind: str = "adamw") -> ShardPlan:
-        """What peers agree on, for a server that stands alone."""
+        """Return the plan of the peers."""
         model = make_model()
         return _plan(model, make_optimizer(model, kind), servers)
 
     def begin(self) -> None:
-        """Let all start from the first worker's parameters."""
+        """Start from the first worker's parameters."""
         if self.client.worker == 0:
             self.client.load([{} for _ in self.plan.names])
         self.client.meet()
@@ -106,7 +106,7 @@ class Peer:
     def step(
         self, number: int, clip_norm: float | None = None, then: Callable[[nn.Module], None] = lambda _: None
     ) -> float:
-        """One step of this worker; its loss. ``then`` is called after backward."""
+        """Make one step of this worker; returns its loss. ``then`` is called after backward."""
         self.model.zero_grad()
         with self.client.watched():
             loss = loss_of(self.model, self.client.worker, number)
@@ -130,12 +130,12 @@ def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, servers: int) -> S
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters as one vector."""
+    """Return all parameters as one vector."""
     return torch.cat([p.detach().view(-1) for p in model.parameters()])
 
 
 def reference(workers: int, steps: int, kind: str = "adamw", clip_norm: float | None = None) -> Tensor:
-    """The parameters of one process that averages the losses of all workers."""
+    """Return the parameters of one process that averages the losses of all workers."""
     model = make_model()
     optimizer = make_optimizer(model, kind)
     for step in range(steps):

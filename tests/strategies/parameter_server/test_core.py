@@ -1,4 +1,4 @@
-"""Servers and workers as they are, without Lightning."""
+"""Servers and workers without Lightning."""
 
 import time
 from typing import Any
@@ -24,7 +24,7 @@ def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: d
             peer.client.notice = lambda: EndNotice(15, 2.0)
         losses.append(peer.step(step, clip_norm))
         heard = peer.client.heard
-        # The step that brings the notice is made, and is the last of all.
+        # The step with the notice is the last one of all workers.
         assert heard is None if step < steps - 1 else heard is not None and heard[::2] == (15, 0) and heard.age >= 2
     peer.client.meet()
     spread = 0 if peer.server is None else peer.server.services.largest_spread
@@ -33,7 +33,7 @@ def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: d
 
 
 @pytest.mark.parametrize(("servers", "kind", "clip_norm"), [(1, "adamw", None), (2, "adamw", 0.3), (2, "sgd", None)])
-def test_in_step_is_the_mean_of_all(ranks, servers, kind, clip_norm):
+def test_sync_averages_all_workers(ranks, servers, kind, clip_norm):
     results = ranks(train, 2, servers, kind, clip_norm, 6, {"consistency": "sync"})
     expected = reference(2, 6, kind, clip_norm)
     for parameters, _, _ in results:
@@ -41,8 +41,8 @@ def test_in_step_is_the_mean_of_all(ranks, servers, kind, clip_norm):
     assert torch.equal(results[0][0], results[1][0])
 
 
-def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
-    """Steps of which some are not made, or whose gradients are changed after backward."""
+def overlapped_steps(least_numel: int | None, rules: dict[str, Any]) -> Any:
+    """Make steps, skip one, and change gradients after backward."""
     rank = dist.get_rank()
     peer = Peer(rank, 2, servers=2, least_numel=least_numel, **rules)
     peer.begin()
@@ -57,7 +57,7 @@ def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
         model[0].bias.grad = None
 
     for step in range(6):
-        if step == 2:  # nothing becomes of this one
+        if step == 2:  # a skipped step
             peer.client.begin()
             (peer.model[2](torch.ones(1, 7)).sum() * (rank + 1)).backward()
         before, alias = peer.client.sent_bytes, peer.model[2].weight.data if step == 5 else None
@@ -65,7 +65,7 @@ def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
         pushed[-1] -= before
         weight, version = peer.model[2].weight, peer.model[2].weight._version
         with peer.client.watched():
-            seen = weight.detach().clone()  # by no forward of the module that has it
+            seen = weight.detach().clone()  # without a forward of its module
         late.append(weight._version > version)
         assert torch.equal(seen, weight)
         assert alias is None or torch.equal(alias, weight)
@@ -76,18 +76,18 @@ def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
     return flat(peer.model), pushed, late, hooks
 
 
-def test_parts_pushed_early_and_pulled_late_make_the_same_steps(ranks):
-    plain, early = (ranks(push_early, 2, numel, {"consistency": "sync"}) for numel in (None, 4))
+def test_overlapped_pushes_and_deferred_pulls_are_bit_exact(ranks):
+    plain, early = (ranks(overlapped_steps, 2, numel, {"consistency": "sync"}) for numel in (None, 4))
     for (expected, *before, _), (parameters, *after, hooks) in zip(plain, early, strict=True):
         assert torch.equal(parameters, expected)
         assert not any(map(any, before))
         assert all(after[0])
-        assert after[1] == [True] * 5 + [False]  # whose memory another tensor shares is not waited for later
+        assert after[1] == [True] * 5 + [False]  # not deferred if another tensor shares the memory
         assert hooks == 0
 
 
-def go_alone(consistency: str) -> Any:
-    """Rank 0 makes all its steps before rank 1 begins its first."""
+def independent_steps(consistency: str) -> Any:
+    """Rank 0 makes all steps before rank 1 starts."""
     rank = dist.get_rank()
     peer = Peer(rank, 2, consistency=consistency)
     peer.begin()
@@ -102,13 +102,13 @@ def go_alone(consistency: str) -> Any:
     return flat(peer.model)
 
 
-def test_asynchronous_workers_do_not_wait(ranks):
-    first, second = ranks(go_alone, 2, "async")
+def test_async_workers_do_not_wait(ranks):
+    first, second = ranks(independent_steps, 2, "async")
     assert torch.equal(first, second)
 
 
 def keep_bound(staleness: int) -> Any:
-    """Three workers of different speed."""
+    """Three workers of different speeds."""
     rank = dist.get_rank()
     peer = Peer(rank, 3, servers=2, kind="sgd", consistency="ssp", staleness=staleness, delay_compensation=0.01)
     peer.begin()
@@ -120,10 +120,10 @@ def keep_bound(staleness: int) -> Any:
     return flat(peer.model), -1 if peer.server is None else peer.server.services.largest_spread
 
 
-def test_no_worker_is_ever_further_ahead_than_the_bound(ranks):
+def test_ssp_bounds_the_spread(ranks):
     results = ranks(keep_bound, 3, 2)
     spreads = [spread for _, spread in results[:2]]
-    assert max(spreads) == 2  # the fast ones did run ahead
+    assert max(spreads) == 2  # fast workers did run ahead
     assert all(torch.equal(parameters, results[0][0]) for parameters, _ in results)
 
 
@@ -137,7 +137,7 @@ def push_coded(name: str, options: dict[str, Any]) -> Any:
     return flat(peer.model), peer.client.sent_bytes, peer.client.residuals
 
 
-def test_codecs_write_what_is_pushed(ranks):
+def test_compressed_pushes(ranks):
     parameters, sent, residuals = ranks(push_coded, 2, "topk", {"ratio": 1.0})[0]
     torch.testing.assert_close(parameters, reference(2, 6), rtol=1e-6, atol=1e-7)
     assert all(not residual.any() for residual in residuals)
@@ -147,7 +147,7 @@ def test_codecs_write_what_is_pushed(ranks):
     assert not torch.equal(parameters, reference(2, 6))
 
 
-def end_early() -> Any:
+def lose_server() -> Any:
     peer = Peer(dist.get_rank(), 2, consistency="sync")
     peer.begin()
     peer.step(0)
@@ -163,8 +163,8 @@ def end_early() -> Any:
     return None
 
 
-def test_a_server_that_ends_is_told_of_in_one_message(ranks):
-    kind, text = ranks(end_early, 2)[1]
+def test_error_of_a_lost_server(ranks):
+    kind, text = ranks(lose_server, 2)[1]
     assert kind == "ServerGoneError"
     assert "Parameter server 0 is gone" in text
     assert "ckpt_path=last" in text
@@ -186,7 +186,7 @@ def count() -> Any:
     return counted, 3 * (parameters + 8 * request_size(peer.plan, 0)), 3 * 2 * (parameters + 8 * FIXED)
 
 
-def test_a_step_sends_gradients_once_and_parameters_once_for_every_worker(ranks):
+def test_bytes_per_step(ranks):
     (with_server, pushed, pulled), (without, _, _) = ranks(count, 2)
     assert with_server == {"push": pushed, "pull": pulled}
     assert without == {"push": pushed}

@@ -1,4 +1,4 @@
-"""Workers that are killed, and others that take their place; real processes, without Lightning."""
+"""Killed workers and their replacements, in real processes without Lightning."""
 
 import json
 import os
@@ -17,7 +17,7 @@ WORKERS, STEPS, DIES_AT = 3, 12, 3
 
 
 def work(worker: int, rules: dict[str, Any], replaces: bool) -> None:
-    """What a process does: steps until its clock says that all are made."""
+    """Make steps until the clock has reached all of them."""
     store = dist.FileStore("store", -1)
     if replaces:
         store.wait(["come"])
@@ -33,7 +33,7 @@ def work(worker: int, rules: dict[str, Any], replaces: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if worker == 0 and clock == DIES_AT + 3:
             store.set("come", "1")
-            store.wait(["joined"])  # so that it comes while there is something left to do
+            store.wait(["joined"])  # joins while there are steps left
         peer.step(clock)
     peer.client.meet()
     store.set(f"result/{worker}", json.dumps({"joined": joined, "parameters": flat(peer.model).tolist()}))
@@ -53,17 +53,17 @@ def fork(worker: int, rules: dict[str, Any], replaces: bool = False) -> int:
 
 
 def serve(rules: dict[str, Any]) -> Any:
-    """The server's process, which starts the workers before it has any thread."""
+    """Serve, after starting the workers, before there are threads."""
     from trainwright.strategies.parameter_server.messages.wire import Device
     from trainwright.strategies.parameter_server.server.clocks import Rules
-    from trainwright.strategies.parameter_server.server.meeting import ServerMeeting
+    from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
     from trainwright.strategies.parameter_server.server.server import Server
 
     pids = [fork(worker, rules) for worker in range(WORKERS)] + [fork(1, rules, replaces=True)]
     store = dist.FileStore("store", -1)
     with patch.object(sharder, "LEAST_NUMEL", 4):
         plan = Peer.plan_of().in_parts()
-    server = Server(0, plan, Rules(**rules), ServerMeeting(store, "parameter_server"), WORKERS, Device())
+    server = Server(0, plan, Rules(**rules), ServerRendezvous(store, "parameter_server"), WORKERS, Device())
     server.start()
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     results = [json.loads(store.get(f"result/{worker}")) for worker in range(WORKERS)] if not any(ends[2:]) else []
@@ -74,7 +74,7 @@ def serve(rules: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("rules", [
     {"consistency": "sync"}, {"consistency": "ssp", "staleness": 2}, {"consistency": "async"},
 ], ids=lambda rules: rules["consistency"])  # fmt: skip
-def test_a_killed_worker_is_missed_by_nobody_and_replaced(pool, rules):
+def test_a_killed_worker_is_replaced(pool, rules):
     ((ends, results, spread),) = pool.run(serve, 1, rules, init_group=False)
     assert ends == [0, -signal.SIGKILL, 0, 0]
     first = torch.tensor(results[0]["parameters"])

@@ -1,4 +1,4 @@
-"""``strategy=hybrid`` with tables on parameter servers, against DDP."""
+"""``strategy=hybrid`` with tables on parameter servers matches DDP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TwoGroups(WideDeep):
         bag: Any = self.embedding["bag"]
         logits = super().forward(ids, dense) + bag(ids % 32)[:, 0]
         step = self.trainer.global_step
-        # All ranks look it up, none does, and one alone.
+        # Looked up by all ranks, by none and by one.
         touched = self.training and (step == 1 or (step == 3 and self.trainer.is_global_zero))
         return logits + self.embedding["rare"](ids[:, 0] % 16)[:, 0] if touched else logits
 
@@ -110,16 +110,16 @@ def against_ddp() -> Any:
     return results
 
 
-def test_it_computes_what_ddp_computes(ranks):
+def test_mixed_placement_matches_ddp(ranks):
     first, second = ranks(against_ddp, 2)
     for (ours, theirs), (others, _) in zip(first, second, strict=True):
-        assert_alike(ours, theirs)
-        assert_alike(others, theirs)
-        # Rows of tables are the same on both ranks to the bit, as they come from one server.
+        assert_equal_runs(ours, theirs)
+        assert_equal_runs(others, theirs)
+        # Rows come from one server, so they are bit-identical on both ranks.
         assert all(torch.equal(ours[0][name], others[0][name]) for name in ours[0] if name.startswith("embedding."))
 
 
-def assert_alike(ours: Any, theirs: Any) -> None:
+def assert_equal_runs(ours: Any, theirs: Any) -> None:
     (parameters, losses, validated), (expected, their_losses, their_validated) = ours, theirs
     assert losses == pytest.approx(their_losses, rel=1e-5)
     assert validated == pytest.approx(their_validated, rel=1e-5)
@@ -133,7 +133,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def across() -> Any:
-    """Runs that change between mixed placement and DDP in the middle, against one that does not."""
+    """Return the parameters of runs that change between mixed placement and DDP, and of one that does not."""
     mixed = {"placement": PLACEMENT, "table_servers": 2}
     results = {"whole": outcome(*fit("ddp", {}, "adamw", 6))[0]}
     for before, after in (("hybrid", "ddp"), ("ddp", "hybrid"), ("hybrid", "hybrid")):
@@ -159,7 +159,7 @@ def test_run_states_move_between_mixed_placement_and_ddp(ranks):
 
 
 def refusals() -> Any:
-    """What is refused when a fit begins, on every rank."""
+    """Return the errors at the start of fits, on every rank."""
     texts = []
     for placement in (
         {"embeddings.*": "parameter_server"},
@@ -172,7 +172,7 @@ def refusals() -> Any:
     return texts
 
 
-def test_patterns_that_name_no_tables_are_refused_on_every_rank(ranks):
+def test_pattern_errors_on_every_rank(ranks):
     words = [
         ["embeddings.* matches no parameter", "embedding.wide.weight"],
         ["deep.0.0.weight is no table"],
@@ -192,25 +192,25 @@ def test_patterns_that_name_no_tables_are_refused_on_every_rank(ranks):
         ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without strategy.placement"]),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options, words):
+def test_option_errors(options, words):
     with pytest.raises(ValueError, match=words[0]) as refused:
         HybridStrategy(**{"placement": PLACEMENT, **options})
     assert all(word in str(refused.value) for word in words)
 
 
-def test_tables_that_are_used_elsewhere_are_refused():
+def test_unsupported_tables():
     module = nn.Module()
     module.table, module.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
     module.head.weight = module.table.weight
     module.limited = nn.Embedding(8, 4, max_norm=1.0)
-    with pytest.raises(ValueError, match=r"table.weight is head.weight as well"):
+    with pytest.raises(ValueError, match=r"table.weight is tied to head.weight"):
         find_tables(module, ["table.weight"])
     with pytest.raises(ValueError, match=r"limited.weight has max_norm=1.0"):
         find_tables(module, ["limited.weight"])
 
 
 class Watch(pl.Callback):
-    """What a rank holds and what servers send in the second step, and which rows its batch touches."""
+    """Measures held bytes, sent bytes and touched rows of the second step."""
 
     def __init__(self) -> None:
         self.rows = self.held = self.sent = self.pulled = 0
@@ -233,17 +233,17 @@ class Watch(pl.Callback):
             return
         self.held = trainer.strategy.measures.held_bytes().total
         tables = len(self.hooks)
-        pulled = torch.tensor([self.rows * 4 + 8 * FIXED * (tables + 1)])  # headers: of each table, and of the step
+        pulled = torch.tensor([self.rows * 4 + 8 * FIXED * (tables + 1)])  # with headers of each table and the step
         dist.all_reduce(pulled)
         self.pulled = int(pulled)
-        if trainer.is_global_zero:  # its server may still have to count what has arrived already
+        if trainer.is_global_zero:  # its server may still be counting
             end = time.monotonic() + 30
             while self.sent < self.pulled and time.monotonic() < end:
                 self.sent += int(self.meter.take().get(("server", "pull"), Sent()).bytes)
                 time.sleep(0.01)
         else:
             self.sent = int(self.meter.take().get(("server", "pull"), Sent()).bytes)
-        dist.barrier()  # the others go on to pull whole tables
+        dist.barrier()  # others pull whole tables next
         self.meter.stop()
         for hook in self.hooks:
             hook.remove()
@@ -258,11 +258,11 @@ def watch() -> Any:
     return {name: getattr(seen, name) for name in ("sent", "pulled", "held", "is_number")}, dense, after
 
 
-def test_a_rank_pulls_the_rows_of_its_batch_and_holds_no_table(ranks):
+def test_ranks_pull_rows_and_hold_no_table(ranks):
     (first, _, after), (second, dense, _) = ranks(watch, 2)
     assert first["sent"] == first["pulled"]
-    assert second["sent"] == 0  # it has no server
-    # Parameters and their gradients, and half of Adam's two states and scalars: nothing of a table.
+    assert second["sent"] == 0  # no server
+    # Parameters, gradients and half of Adam's states, without tables.
     assert second["held"] < 4 * dense * 4
     assert after
     assert not first["is_number"]

@@ -1,3 +1,5 @@
+"""Sparse gradients of embedding tables."""
+
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +23,7 @@ SHAPES = [(40, 3), (7,), (30, 2, 2), (), (5, 2)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_what_is_packed_is_unpacked(dtype: torch.dtype, sparse: bool) -> None:
+def test_pack_and_unpack_rows(dtype: torch.dtype, sparse: bool) -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
     for table, rows in ((0, [2, 3, 39]), (2, [])):
@@ -52,7 +54,7 @@ def test_what_is_packed_is_unpacked(dtype: torch.dtype, sparse: bool) -> None:
     assert all(torch.equal(a, b.to_dense()) for a, b in zip(found, gradients, strict=True))
 
 
-def test_rows_that_save_nothing_and_rows_that_are_not_there() -> None:
+def test_dense_rows_and_missing_rows() -> None:
     (pieces,) = share_out([(6, 4)], 1)
     assert touched_rows(torch.ones(6, 4), pieces[0]) is None
     gradient = torch.zeros(6, 4)
@@ -96,14 +98,14 @@ def fit(strategy: Any, sparse: bool = False, **options: Any) -> dict[str, Any]:
         gradient_clip_val=None if sparse else 0.5,
         **QUIET,
     )
-    with patch.object(sharder, "LEAST_NUMEL", 64):  # else all of it is one part, pushed after backward
+    with patch.object(sharder, "LEAST_NUMEL", 64):  # several parts, pushed during backward
         trainer.fit(module, ClickData(16, samples=400))
     weights = {name: weight.detach() for name, weight in module.named_parameters()}
     return {"losses": losses.losses, "pushed": losses.pushed, "early": losses.early, "weights": weights}
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[..., list[Any]], sparse: bool) -> None:
+def test_tables_push_touched_rows_and_match_ddp(ranks: Callable[..., list[Any]], sparse: bool) -> None:
     expected = ranks(fit, 2, "ddp", sparse)
     found = ranks(fit, 2, ParameterServerStrategy, sparse, servers=2)
     for ours, theirs in zip(found, expected, strict=True):
@@ -116,7 +118,7 @@ def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[.
         assert 0 < ours["early"] < ours["pushed"]
 
 
-def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused():
+def test_sparse_adam_is_refused():
     table = torch.nn.Embedding(3, 2, sparse=True)
-    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients alone.*Use Adagrad"):
+    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients only.*Use Adagrad"):
         refuse_unserved(torch.optim.SparseAdam(list(table.parameters())))

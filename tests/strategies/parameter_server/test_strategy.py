@@ -23,9 +23,9 @@ from trainwright.strategies.parameter_server.strategy import ParameterServerStra
 
 
 def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Any:
-    with patch.object(sharder, "LEAST_NUMEL", 64):  # else these modules are one part, which is pushed after backward
+    with patch.object(sharder, "LEAST_NUMEL", 64):  # several parts, pushed during backward
         record = train_case(case, strategy, options, **trainer_options)
-    record.gradients = {}  # the average is the servers' alone
+    record.gradients = {}  # only servers have the average
     return record
 
 
@@ -34,22 +34,22 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
     (Case(module="decoder-adamw", clipping="norm", accumulation=2, steps=20), 2),
     (Case(module="decoder-adamw", clipping="value"), 2),
 ], ids=["sgd", "norm", "value"])  # fmt: skip
-def test_in_step_is_ddp(ranks, case, servers):
+def test_sync_is_bit_identical_to_ddp(ranks, case, servers):
     ours = ranks(train, 2, case, "parameter_server", {"servers": servers})
     theirs = ranks(train, 2, case, "ddp", {})
     for each in ours:
-        assert each.losses == theirs[0].losses  # to the bit: of two numbers there is one sum
+        assert each.losses == theirs[0].losses  # a sum of two is bit-exact
         assert all(torch.equal(each.parameters[name], p) for name, p in theirs[0].parameters.items())
 
 
 class Groups(pl.LightningModule):
-    """Two groups with options of their own, a schedule, a frozen and a tied parameter, running statistics."""
+    """Two groups, a schedule, a frozen and a tied parameter, and running statistics."""
 
     def __init__(self, manual: bool = False, lbfgs: bool = False, width: int = 8, gamma: float = 0.5) -> None:
         super().__init__()
         self.automatic_optimization = not manual
         self.lbfgs, self.gamma = lbfgs, gamma
-        # A bias before BatchNorm has no gradient but rounding, which Adam makes large.
+        # The gradient of a bias before BatchNorm is rounding noise, which Adam amplifies.
         self.first, self.norm = nn.Linear(4, width, bias=False), nn.BatchNorm1d(width)
         self.second, self.third = nn.Linear(width, width), nn.Linear(width, width)
         self.third.weight = self.second.weight
@@ -89,7 +89,7 @@ def loader() -> DataLoader:
 def fit(
     strategy: str, options: dict[str, Any], steps: int, ckpt: str | None = None, gamma: float = 0.5, **more: Any
 ) -> Any:
-    """Train and validate; the module and its Trainer."""
+    """Train and validate; returns the module and its Trainer."""
     pl.seed_everything(3, verbose=False)
     module = Groups(gamma=gamma)
     trainer = make_trainer(strategy, options, max_steps=steps, max_epochs=-1, **more)
@@ -103,7 +103,7 @@ def outcome(module: pl.LightningModule, trainer: Any) -> tuple[torch.Tensor, lis
 
 
 def features(precision: str) -> Any:
-    """The same run under DDP and in step; what parameters are at the end, and learning rates."""
+    """Return parameters, losses and learning rates of the same run under DDP and sync."""
     more = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "precision": precision}
     results = []
     for strategy, options in (("ddp", {}), ("parameter_server", {"servers": 2})):
@@ -114,7 +114,7 @@ def features(precision: str) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_groups_schedule_clipping_and_accumulation_are_those_of_ddp(ranks, precision):
+def test_groups_schedule_clipping_and_accumulation_match_ddp(ranks, precision):
     for (theirs, losses, rates, steps), (ours, our_losses, our_rates, our_steps) in ranks(features, 2, precision):
         tolerance = 1e-5 if precision == "32-true" else 2e-3
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
@@ -123,7 +123,7 @@ def test_groups_schedule_clipping_and_accumulation_are_those_of_ddp(ranks, preci
 
 
 def across() -> Any:
-    """Runs that change their strategy in the middle, against one that does not."""
+    """Return the parameters of runs that change their strategy midway, and of one that does not."""
     server, results = {"servers": 2}, {}
     module, trainer = fit("ddp", {}, 8)
     results["whole"] = outcome(module, trainer)[0]
@@ -141,7 +141,7 @@ def across() -> Any:
     return results
 
 
-def test_run_states_go_from_strategy_to_strategy(ranks):
+def test_run_states_move_between_strategies(ranks):
     results = ranks(across, 2)[0]
     whole = results.pop("whole")
     assert torch.equal(results["same"], results["served"])
@@ -150,8 +150,7 @@ def test_run_states_go_from_strategy_to_strategy(ranks):
 
 
 def pushed() -> Any:
-    """A run whose pushes leave something out: whole, resumed with the same servers, gone back for a fault; and what is
-    said when it is resumed with others."""
+    """Return parameters of compressed runs (whole, resumed, rolled back), and warnings with other servers."""
     options: dict[str, Any] = {"servers": 2, "compression": {"name": "topk", "ratio": 0.1}}
     saver = RunStateCheckpoint("pushed", every_n_steps=3, save_at_end=False)
     fit("parameter_server", options, 4, callbacks=[saver], enable_checkpointing=True)
@@ -165,20 +164,20 @@ def pushed() -> Any:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             fit(strategy, others, 4, ckpt=saver.last_model_path)
-        said.append([str(each.message) for each in warned if "had not pushed yet" in str(each.message)])
+        said.append([str(each.message) for each in warned if "not pushed yet" in str(each.message)])
     return whole, same, back, said
 
 
-def test_what_pushes_left_out_goes_with_the_same_servers(ranks):
+def test_push_residuals_are_restored_with_the_same_servers(ranks):
     (whole, same, back, said), others = ranks(pushed, 2)
     for parameters in (same, back, *others[:3]):
         assert torch.equal(whole, parameters)
     assert [len(texts) for texts in said] == [1, 1]
-    assert all("as compression=topk had left it out, is dropped" in text for (text,) in said)
+    assert all("the residual of compression=topk in workers" in text for (text,) in said)
 
 
-def alone(options: dict[str, Any]) -> Any:
-    """Epochs with each rank at its own steps; a save by number of steps in the midst of one."""
+def independent(options: dict[str, Any]) -> Any:
+    """Train with independent steps, saving within an epoch, and resume."""
     saver = RunStateCheckpoint("saved", every_n_steps=5, save_at_end=False)
     more = {"callbacks": [saver], "enable_checkpointing": True}
     module, trainer = fit("parameter_server", options, 54, gamma=1.0, **more)
@@ -192,23 +191,23 @@ def alone(options: dict[str, Any]) -> Any:
     {"consistency": "async", "delay_compensation": 0.04, "compression": "int8"},
     {"consistency": "ssp", "staleness": 1, "scale_by_staleness": True, "servers": 2},
 ], ids=["async", "ssp"])  # fmt: skip
-def test_ranks_that_step_alone_learn_and_end_alike(ranks, options):
-    (first, buffers, loss, steps, made), second = ranks(alone, 2, options)
+def test_independent_workers_converge_to_equal_parameters(ranks, options):
+    (first, buffers, loss, steps, made), second = ranks(independent, 2, options)
     assert torch.equal(first, second[0])
     assert torch.equal(buffers, second[1])
     assert loss < 1.0  # of targets with a variance of 4
-    assert (steps, made) == (56, 6)  # it went on from step 50
+    assert (steps, made) == (56, 6)  # resumed from step 50
 
 
 class TooFast(Groups):
-    """With a learning rate that is too large."""
+    """Learning rate that is too large."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e3, momentum=0.5)
 
 
 def diverging(options: dict[str, Any]) -> Any:
-    """What a rank is warned of, and the first loss of its own that was not finite."""
+    """Return the warnings on a rank, and the ranks of the first non-finite loss."""
     losses = GlobalLoss(2)
     trainer = make_trainer("parameter_server", options, max_steps=12, max_epochs=-1, callbacks=[losses])
     with warnings.catch_warnings(record=True) as caught:
@@ -221,8 +220,8 @@ def diverging(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("options", "at_start"), [
     ({"consistency": "async"}, True), ({"consistency": "ssp", "scale_by_staleness": True}, False), ({}, False),
 ], ids=["async", "scaled", "sync"])  # fmt: skip
-def test_workers_that_step_alone_are_warned_of_their_learning_rate(ranks, options, at_start):
-    """Where they start, unless it is divided anyway, and where the loss is not finite; by the first rank."""
+def test_learning_rate_warning_of_independent_workers(ranks, options, at_start):
+    """Logged by the first rank at the start, unless rates are scaled, and at a non-finite loss."""
     (said, diverged), (second, also_diverged) = ranks(diverging, 2, options)
     assert second == []
     assert (diverged, also_diverged) == (((0,), (1,)) if options else ((0, 1), (0, 1)))
@@ -232,7 +231,7 @@ def test_workers_that_step_alone_are_warned_of_their_learning_rate(ranks, option
 
 
 def refusals() -> Any:
-    """What is refused when a fit begins, on every rank."""
+    """Return the errors at the start of fits, on every rank."""
     first = dist.get_rank() == 0
     cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         ({"manual": True}, {}, {}),
@@ -254,13 +253,13 @@ def refusals() -> Any:
     return texts
 
 
-def test_what_cannot_be_is_refused_on_every_rank(ranks):
+def test_setup_errors_on_every_rank(ranks):
     words = [
         ["optimizes manually", "strategy=ddp"],
         ["LBFGS", "closure", "AdamW"],
         ["Rank(s) 1", "a different model", "first.weight"],
         ["servers=3 with 2 rank(s)", "servers=2"],
-        ["Stragglers", "step by themselves", "consistency=sync"],
+        ["Stragglers", "step independently", "consistency=sync"],
     ]
     for texts in ranks(refusals, 2):
         for text, expected in zip(texts, words, strict=True):
@@ -277,7 +276,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
     ({"delay_compensation": 0.1}, ["delay_compensation=0.1", "never late"]),
     ({"overlap": "always"}, ["overlap=always", "true or false"]),
 ])  # fmt: skip
-def test_options_that_contradict_each_other_are_refused(options, words):
+def test_option_errors(options, words):
     with pytest.raises(ValueError, match=words[0]) as refused:
         ParameterServerStrategy(**options)
     assert all(word in str(refused.value) for word in words)

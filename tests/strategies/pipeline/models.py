@@ -25,7 +25,7 @@ class Hidden:
 
 
 class Block(nn.Module):
-    """One block; ``style`` says what it takes and gives."""
+    """One block; ``style`` is the structure of its input and output."""
 
     def __init__(self, style: str = "tensor") -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def train(
 
 
 def reference(model: Model, *batches: Any, scale: float = 1.0) -> tuple[list[Any], dict[str, Tensor]]:
-    """What one process computes: results, and gradients accumulated over the batches."""
+    """Return results and accumulated gradients of one process."""
     whole, results = copy.deepcopy(model), []
     for batch in batches:
         output = whole.training_step(batch, 0)
@@ -167,7 +167,7 @@ def reference(model: Model, *batches: Any, scale: float = 1.0) -> tuple[list[Any
 
 
 def worst_gradient(model: nn.Module, engine: PipelineEngine, expected: dict[str, Tensor]) -> float:
-    """The largest difference of an own gradient; those of tied parameters are summed over the ranks that hold them."""
+    """Return the largest error of an owned gradient; tied parameters are summed over their ranks."""
     worst = 0.0
     for name, stages in engine.cut.holders.items():
         holding = {engine._ranks[stage] for stage in stages}

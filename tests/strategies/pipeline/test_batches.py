@@ -1,9 +1,8 @@
-"""Batches of any nesting split into micro-batches."""
+"""Splitting of nested batches into micro-batches."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ class Rich(UserDict):  # type: ignore[type-arg]
     extra = "kept"
 
 
-def test_everything_in_a_batch_is_split() -> None:
+def test_split_nested_batch() -> None:
     x = torch.arange(14).view(7, 2)
     batch = {
         "x": x,
@@ -58,14 +57,14 @@ def test_everything_in_a_batch_is_split() -> None:
     assert len(batch["names"]) == 7  # type: ignore[arg-type]
 
 
-def test_batch_encodings_stay_what_they_are() -> None:
+def test_split_batch_encoding() -> None:
     transformers = pytest.importorskip("transformers")
     parts = split_batch(transformers.BatchEncoding({"ids": torch.arange(4)}), 2)
     assert isinstance(parts[1], transformers.BatchEncoding)
     assert parts[1]["ids"].tolist() == [2, 3]
 
 
-def test_other_dims_by_path() -> None:
+def test_split_along_other_dims() -> None:
     batch = ({"x": torch.zeros(4, 3)}, torch.zeros(5, 4), torch.zeros(9))
     with pytest.raises(ValueError, match=r"'1' .* batch_dims=\{'1': <dim>\}.*batch_dims=\{'1': null\}"):
         split_batch((batch[0], batch[1], torch.zeros(4)), 2)
@@ -77,12 +76,7 @@ def test_other_dims_by_path() -> None:
         split_batch(batch, 2, {"1": 2, "2": None})
 
 
-def test_a_tensor_alone() -> None:
-    assert [part.tolist() for part in split_batch(torch.arange(3), 2)] == [[0, 1], [2]]
-    assert batch_size_of(torch.zeros(2, 6), {"": 1}) == 6
-
-
-def test_what_cannot_be_split_is_refused() -> None:
+def test_split_errors() -> None:
     class Graph:
         def __init__(self) -> None:
             self.x = torch.zeros(4)
@@ -93,13 +87,12 @@ def test_what_cannot_be_split_is_refused() -> None:
         split_batch(torch.zeros(2), 3)
     with pytest.raises(TypeError, match="Graph at 'g'"):
         split_batch({"x": torch.zeros(4), "g": Graph()}, 2)
+
+
+def test_sizes_and_signatures() -> None:
     assert part_sizes(7, 3) == [3, 2, 2]
-
-
-def test_a_signature_tells_shapes_apart() -> None:
-    def of(value: Any) -> Any:
-        return signature(value)
-
-    assert of({"x": torch.zeros(2)}) == of({"x": torch.ones(2)})
-    assert of({"x": torch.zeros(2)}) != of({"x": torch.zeros(3)})
-    assert of({"x": torch.zeros(2)}) != of({"x": torch.zeros(2).long()})
+    assert [part.tolist() for part in split_batch(torch.arange(3), 2)] == [[0, 1], [2]]
+    assert batch_size_of(torch.zeros(2, 6), {"": 1}) == 6
+    assert signature({"x": torch.zeros(2)}) == signature({"x": torch.ones(2)})
+    assert signature({"x": torch.zeros(2)}) != signature({"x": torch.zeros(3)})
+    assert signature({"x": torch.zeros(2)}) != signature({"x": torch.zeros(2).long()})

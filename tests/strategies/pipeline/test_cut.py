@@ -1,4 +1,4 @@
-"""Blocks dealt out to stages, what each rank owns, and errors that say what to type."""
+"""Assignment of blocks and parameters to stages, and errors of steps that a pipeline does not support."""
 
 import re
 import subprocess
@@ -16,10 +16,11 @@ from tests.strategies.pipeline.models import Block, Model, build, engine_of, mak
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.schedules import (
     CHOICES,
+    block_problems,
+    can_run,
     ranks_of_stages,
     split_blocks,
     stages_of_rank,
-    validate_pipeline,
 )
 
 Ranks = Callable[..., list[Any]]
@@ -29,7 +30,7 @@ def lengths(weights: list[float], stages: int) -> list[int]:
     return [len(span) for span in split_blocks(weights, stages)]
 
 
-def test_blocks_are_split_evenly_by_weight() -> None:
+def test_split_blocks_by_weight() -> None:
     assert sorted(lengths([1.0] * 6, 4)) == [1, 1, 2, 2]
     assert lengths([1.0] * 8, 4) == [2, 2, 2, 2]
     assert lengths([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == [1, 5]
@@ -39,7 +40,7 @@ def test_blocks_are_split_evenly_by_weight() -> None:
         split_blocks([1.0, 1.0], 3)
 
 
-def test_the_heaviest_stage_is_as_light_as_possible() -> None:
+def test_split_blocks_minimizes_the_heaviest_stage() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         weights = torch.randint(1, 20, (9,), generator=generator).tolist()
@@ -57,25 +58,31 @@ def test_stages_of_a_rank() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ((8, 2, "1f1b", 4), None),
-    ((8, 2, "2f2b", 4), "Choose one of: gpipe, 1f1b"),
-    ((8, 4, "1f1b", 2), "Possible are: 4, 5"),
-    ((3, 2, "zbv", 4), "Set pipeline to at most 1"),
-    ((8, 2, "zbv", 4, 3), "takes exactly 2"),
-    ((8, 2, "dualpipev", 3), "Possible are: 4"),
-    ((8, 2, "interleaved_1f1b", 5), "Possible are: 1, 2, 3, 4, 6"),
-    ((8, 2, "1f1b", 4, None, [3, 4]), r"split=\[3, 4\].*\[4, 4\]"),
-    ((8, 2, "1f1b", 4, None, [3, 5]), None),
+    ((8, 2, "1f1b"), None),
+    ((3, 2, "zbv"), "Set pipeline to at most 1"),
+    ((5, 2, "looped_bfs", 3), "stages_per_rank to at most 2"),
+    ((8, 2, "1f1b", None, [3, 4]), r"split=\[3, 4\].*\[4, 4\]"),
+    ((8, 2, "1f1b", None, [3, 5]), None),
 ])  # fmt: skip
-def test_validation_says_what_is_possible(arguments: Any, message: str | None) -> None:
-    problems = validate_pipeline(*arguments)
+def test_block_problems(arguments: Any, message: str | None) -> None:
+    problems = block_problems(*arguments)
     assert bool(problems) == (message is not None)
     assert message is None or re.search(message, " ".join(problems))
 
 
-def test_validation_does_not_import_torch() -> None:
-    code = "import sys; from trainwright.strategies.pipeline.schedules import validate_pipeline as v; "
-    code += "assert v(4, 2, '1f1b', 2) == []; assert 'torch' not in sys.modules"
+@pytest.mark.parametrize(("schedule", "ranks", "stages", "possible"), [
+    ("gpipe", 2, 2, [1, 2, 3, 4, 5, 6]),
+    ("1f1b", 4, 4, [4, 5, 6]),
+    ("dualpipev", 2, 4, [4, 5, 6]),
+    ("interleaved_1f1b", 2, 4, [1, 2, 3, 4, 6]),
+])  # fmt: skip
+def test_can_run(schedule: str, ranks: int, stages: int, possible: list[int]) -> None:
+    assert [m for m in range(7) if can_run(schedule, m, ranks, stages)] == possible
+
+
+def test_schedules_import_no_torch() -> None:
+    code = "import sys; from trainwright.strategies.pipeline.schedules import block_problems as problems; "
+    code += "assert problems(4, 2, '1f1b') == []; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -84,20 +91,20 @@ def cut_of(model: Any, stages: int, mine: list[int], **changes: Any) -> Pipeline
     return PipelineCut(model, plan, split_blocks([1.0] * len(plan.blocks), stages), mine)
 
 
-def test_each_parameter_has_its_stage() -> None:
+def test_holders_of_parameters() -> None:
     cut = cut_of(Model(4, tied=True), 2, [1])
     assert cut.holders["embed.weight"] == (0, 1)
     assert cut.holders["layers.1.inner.weight"] == (0,)
     assert cut.holders["norm.weight"] == (1,)
     assert cut.owned == {name for name, stages in cut.holders.items() if 1 in stages}
-    assert "head.weight" not in cut.holders  # the embedding's name is the tied weight's
+    assert "head.weight" not in cut.holders  # tied to the embedding
     both = cut_of(Model(4), 2, [0], first=("embed", "norm"))
     assert both.holders["norm.weight"] == (0, 1)
     longer = cut_of(Model(4), 2, [0], first=("embed", ""), last=("norm", "head"))
     assert longer.holders["norm.weight"] == (1,)
 
 
-def test_a_cut_module_is_a_shell() -> None:
+def test_apply_leaves_placeholders() -> None:
     model = Model(4, tied=True)
     names = [name for name, _ in model.named_parameters()]
     cut = cut_of(model, 2, [1])
@@ -114,7 +121,7 @@ def test_a_cut_module_is_a_shell() -> None:
     assert set(model.state_dict()) == {*cut.owned, "mask", "head.weight"}
 
 
-def test_a_module_built_on_meta_takes_no_memory_for_others() -> None:
+def test_apply_on_meta() -> None:
     with torch.device("meta"):
         model = Model(4)
     cut_of(model, 2, [0]).apply(torch.device("cpu"))
@@ -123,7 +130,7 @@ def test_a_module_built_on_meta_takes_no_memory_for_others() -> None:
     assert model.embed.weight.is_meta
 
 
-def test_recurrent_modules_let_go_of_their_weights() -> None:
+def test_recurrent_modules_release_their_weights() -> None:
     model = Model(2)
     model.add_module("memory", nn.LSTM(8, 8))
     cut_of(model, 2, [1], first=("embed", "memory")).apply()
@@ -132,13 +139,13 @@ def test_recurrent_modules_let_go_of_their_weights() -> None:
     memory(torch.zeros(1, 1, 8))
 
 
-def test_errors_of_a_cut_say_what_to_type() -> None:
-    assert cut_of(Model(4), 2, [0], last=("head",)).holders["norm.weight"] == (0,)  # sent to where it is used
+def test_cut_errors() -> None:
+    assert cut_of(Model(4), 2, [0], last=("head",)).holders["norm.weight"] == (0,)  # sent to its users
     with pytest.raises(ValueError, match="has no such module"):
         cut_of(Model(4), 2, [0], last=("norm", "haed"))
     shared = Model(4)
     shared.layers[1] = shared.layers[0]
-    with pytest.raises(ValueError, match="one and the same module"):
+    with pytest.raises(ValueError, match="the same module"):
         cut_of(shared, 2, [0])
     with pytest.raises(ValueError, match="do not cover"):
         PipelineCut(Model(4), plan_of(Model(4)), [range(2), range(2, 3)], [0])
@@ -151,7 +158,7 @@ def through(layers: Any, x: Any, *inputs: Any) -> Any:
 
 
 class Skip(Model):
-    """Uses the embedding's result again after the blocks."""
+    """Uses the embedding's output again after the blocks."""
 
     def hidden(self, ids: Any) -> Any:
         return super().hidden(ids) + self.embed(ids)
@@ -165,7 +172,7 @@ class Early(Model):
 
 
 class Bias(Model):
-    """Gives every block something computed from the embedding."""
+    """Gives every block a value computed from the embedding."""
 
     def hidden(self, ids: Any) -> Any:
         x = self.embed(ids)
@@ -219,19 +226,19 @@ _SHARED: list[Tensor] = []
 
 
 class Hidden(Model):
-    """What a block computes within is put into a list."""
+    """An inner value of a block is put into a list."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         _SHARED.clear()
         forward = Block.forward
-        Block.forward = _told_to_a_list  # type: ignore[method-assign]
+        Block.forward = _append_inner  # type: ignore[method-assign]
         try:
             return super().training_step(batch, batch_idx) + sum(x.mean() for x in _SHARED)
         finally:
             Block.forward = forward  # type: ignore[method-assign]
 
 
-def _told_to_a_list(self: Block, x: Tensor, mask: Any = None, *, scale: float = 1.0) -> Tensor:
+def _append_inner(self: Block, x: Tensor, mask: Any = None, *, scale: float = 1.0) -> Tensor:
     inner = torch.tanh(self.inner(self.norm(x)))
     _SHARED.append(inner)
     return x + self.outer(inner)
@@ -263,7 +270,7 @@ class Listed(Model):
 
 
 class Modest(Model):
-    """Reads shapes and dtypes of whatever it likes."""
+    """Reads shapes and dtypes of values on other stages."""
 
     def hidden(self, ids: Any) -> Any:
         x = self.embed(ids).to(self.head.weight.dtype)
@@ -281,10 +288,10 @@ MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
     (Short, {}, "ended after the block 'layers.0'"),
     (Penalty, {}, "sees only the parameters of this rank's stage"),
     (Between, {}, None),
-    (Opaque, {}, "returns a object, which cannot be passed on"),
+    (Opaque, {}, "returns a object, which cannot be sent"),
     (Hidden, {}, "uses a tensor that the block 'layers.0' computes but neither returns nor keeps"),
-    (Collective, {}, r"a collective \(all_reduce\) in which ranks \[0, 1\]"),
-    (Running, {}, "changes 'mean' .Running. by the samples that it sees.*each of 2 micro-batches"),
+    (Collective, {}, r"a collective \(all_reduce\) of ranks \[0, 1\]"),
+    (Running, {}, "changes 'mean' .Running. depending on samples.*each of 2 micro-batches"),
     (Listed, {}, "keeps tensors in 'outputs' .list."),
     (Modest, {}, None),
     (Model, {"first": ("embed", "norm"), "last": ("head",)}, None),
@@ -292,7 +299,7 @@ MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
 
 
 def misuse() -> list[str | None]:
-    """What the first step of each model says; its state is as if it had not begun."""
+    """Return the error of each model's first step, which must leave its state unchanged."""
     found: list[str | None] = []
     for kind, changes, _ in MISUSES:
         model = build(kind, 4)
@@ -309,7 +316,7 @@ def misuse() -> list[str | None]:
     return found
 
 
-def test_misuse_is_found_on_every_rank_before_the_first_step(ranks: Ranks) -> None:
+def test_misuse_is_reported_on_every_rank_before_the_first_step(ranks: Ranks) -> None:
     for found in ranks(misuse, 2, timeout=60):
         for (kind, _, message), text in zip(MISUSES, found, strict=True):
             if message is None:
@@ -325,13 +332,13 @@ def first_step(model: type[Model], changes: dict[str, Any]) -> str:
         train(engine, make_batch())
     except TypeError as error:
         assert all(stage.live == 0 for stage in engine.stages)
-        # The other rank waits for a gradient that never comes; a launcher would end it.
+        # The other rank waits for a gradient; a launcher would end it.
         raise AssertionError(error) from error
     train(engine, make_batch())
     return "done"
 
 
-def test_the_first_step_is_watched_and_an_error_clears_what_was_held(ranks: Ranks) -> None:
+def test_errors_release_activations(ranks: Ranks) -> None:
     assert ranks(first_step, 2, Modest, {}, timeout=30) == ["done", "done"]
     with pytest.raises(RankError, match="a loss of shape"):
         ranks(first_step, 2, Vector, {}, timeout=30)

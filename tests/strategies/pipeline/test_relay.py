@@ -1,4 +1,4 @@
-"""Evaluation under a pipeline: every rank sees what one process would."""
+"""Evaluation in a pipeline matches one process on every rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ Ranks = Callable[..., list[Any]]
 
 
 def evaluated(schedule: str, style: str, blocks: int) -> Any:
-    """Logits of several passes of several shapes, and whether ghosts came back."""
+    """Return the worst error of logits of several passes and shapes, and check that ghosts are restored."""
     model = build(Model, blocks, style=style, tied=True)
     twin = build(Model, blocks, style=style, tied=True)
     engine = engine_of(model, schedule)
@@ -26,7 +26,7 @@ def evaluated(schedule: str, style: str, blocks: int) -> Any:
         return dict(model.named_parameters())[name]
 
     def step() -> list[Any]:
-        """A greedy generation loop: one pass per word."""
+        """Generate greedily, one pass per token."""
         found = []
         for ids in batches:
             for _ in range(3):
@@ -54,19 +54,16 @@ def evaluated(schedule: str, style: str, blocks: int) -> Any:
     return worst
 
 
-@pytest.mark.parametrize(
-    ("schedule", "style", "blocks"), [("1f1b", "tensor", 3), ("interleaved_1f1b", "dict", 4), ("zbv", "tuple", 5)]
-)
-def test_every_rank_sees_the_whole_output(ranks: Ranks, schedule: str, style: str, blocks: int) -> None:
-    assert max(ranks(evaluated, 2, schedule, style, blocks, timeout=60)) < 1e-6
-
-
-def test_four_ranks_in_a_loop(ranks: Ranks) -> None:
-    assert max(ranks(evaluated, 4, "interleaved_1f1b", "tensor", 8, timeout=60)) < 1e-6
+@pytest.mark.parametrize(("world", "schedule", "style", "blocks"), [
+    (2, "1f1b", "tensor", 3), (2, "interleaved_1f1b", "dict", 4), (2, "zbv", "tuple", 5),
+    (4, "interleaved_1f1b", "tensor", 8),
+])  # fmt: skip
+def test_relay_matches_one_process(ranks: Ranks, world: int, schedule: str, style: str, blocks: int) -> None:
+    assert max(ranks(evaluated, world, schedule, style, blocks, timeout=60)) < 1e-6
 
 
 class Normed(Model):
-    """Has running statistics before the blocks."""
+    """Running statistics before the blocks."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -82,7 +79,7 @@ class Normed(Model):
 def statistics() -> Any:
     model = build(Normed)
     plan = plan_of(model, first=("embed", "batch_norm"))
-    with pytest.raises(RuntimeError, match="'batch_norm.running_mean' .BatchNorm1d. by the samples.*micro_batches=1"):
+    with pytest.raises(RuntimeError, match="'batch_norm.running_mean' .BatchNorm1d. depending on .*micro_batches=1"):
         train(engine_of(build(Normed), "1f1b", 2, plan), make_batch())
     engine = engine_of(model, "1f1b", 1, plan)
     train(engine, make_batch())
@@ -90,14 +87,14 @@ def statistics() -> Any:
         return model.batch_norm.running_mean.tolist(), engine.cut.buffer_stages["batch_norm.running_mean"]
 
 
-def test_buffers_before_the_blocks_are_those_of_the_first_stage(ranks: Ranks) -> None:
+def test_buffers_before_the_blocks_come_from_the_first_stage(ranks: Ranks) -> None:
     (first, stage), (second, _) = ranks(statistics, 2, timeout=60)
     assert stage == 0
     assert first == second
     assert any(first)
 
 
-def cache_refused() -> str:
+def relay_errors() -> str:
     model = build(Model, 4)
     for layer in model.layers:
         forward = layer.forward
@@ -115,22 +112,15 @@ def cache_refused() -> str:
         engine.relay(lambda: passes(2, [object(), object()]))
         with pytest.raises(RuntimeError, match="use_cache=False") as raised:
             engine.relay(lambda: passes(2, [cache, cache]))
-    return str(raised.value)
-
-
-def test_a_reused_cache_is_refused(ranks: Ranks) -> None:
-    assert all("past_key_values" in message for message in ranks(cache_refused, 2, timeout=60))
-
-
-def unfinished() -> None:
     model = build(Model, 4)
     engine = engine_of(model, "1f1b")
     with torch.no_grad(), engine.evaluating(), pytest.raises(RuntimeError, match="ended after the block 'layers.0'"):
         engine.relay(lambda: model.layers[0](model.embed(make_batch()["ids"])))
+    return str(raised.value)
 
 
-def test_an_unfinished_pass_is_found(ranks: Ranks) -> None:
-    ranks(unfinished, 2, timeout=60)
+def test_errors_of_reused_caches_and_incomplete_passes(ranks: Ranks) -> None:
+    assert all("past_key_values" in message for message in ranks(relay_errors, 2, timeout=60))
 
 
 def test_ghosts_have_no_gradient() -> None:

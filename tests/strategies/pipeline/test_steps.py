@@ -1,4 +1,4 @@
-"""Steps of a pipeline change the module as one process would, or are refused."""
+"""Module state after pipeline steps matches one process; other batches are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ WIDTH = 6
 
 
 class Net(pl.LightningModule):
-    """Four blocks between two layers; the data are rows of numbers."""
+    """Four blocks between two layers, on rows of numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(pl.LightningModule):
 
 
 class Counting(Net):
-    """State that does not depend on samples: a counter, a schedule, power iterations, inside of blocks and outside."""
+    """State independent of samples: a counter, a schedule, power iterations, in blocks and outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Probe(Net):
 
 
 class Constants(Net):
-    """A batch with a list of numbers, and weights that are no samples."""
+    """A batch with a list of numbers, and weights that are not samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * batch["weights"].sum() * sum(batch["numbers"])
@@ -101,7 +101,7 @@ def collate(name: str) -> Callable[[list[Tensor]], dict[str, Any]]:
 
 
 def fitted(name: str, pipeline: int, dims: bool = True) -> dict[str, Any]:
-    """State, parameters and learning rate after three steps."""
+    """Return state, parameters and learning rate after three steps."""
     module = KINDS[name]()
     rows = list(torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1)))
     strategy, options = ("hybrid", {"pipeline": pipeline, "shard": 1, "micro_batches": 4})
@@ -124,7 +124,7 @@ def fitted(name: str, pipeline: int, dims: bool = True) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*KINDS])
-def test_steps_leave_what_one_process_leaves(ranks: Ranks, name: str) -> None:
+def test_module_state_matches_one_process(ranks: Ranks, name: str) -> None:
     (alone,) = ranks(fitted, 1, name, 1, init_group=False)
     for found in ranks(fitted, 2, name, 2, timeout=60):
         assert found.keys() == alone.keys()
@@ -141,7 +141,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_batches_that_cannot_be_split_by_dim_0_are_refused(ranks: Ranks) -> None:
+def test_batch_dims_errors(ranks: Ranks) -> None:
     for constants, times in ranks(refused, 2, timeout=60):
         assert "batch_dims={'weights': null}" in constants
         assert "length 3 along the dim of samples" in times

@@ -1,4 +1,4 @@
-"""Values that leave a block on other ways than to the next block reach the stage that uses them."""
+"""Values that leave a block other than as its output reach the stages that use them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,13 @@ from tests.strategies.pipeline.models import (
     reference,
     train,
     worst_gradient,
-)
+)  # fmt: skip
 
 Ranks = Callable[..., list[Any]]
 
 
 class Deep(Model):
-    """A loss on the output of every block."""
+    """Losses on the output of every block."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, losses = self.embed(batch["ids"]), []
@@ -36,7 +36,7 @@ class Deep(Model):
 
 
 class LongSkip(Model):
-    """Outputs of early blocks are joined to the inputs of late ones, by layers between the blocks."""
+    """Outputs of early blocks are joined to inputs of late ones by layers between the blocks."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -57,7 +57,7 @@ _SEEN: list[Tensor] = []
 
 
 class Hooked(Model):
-    """The outputs of blocks and of a part of each are collected by hooks."""
+    """Hooks collect the outputs of blocks and of a part of each."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -73,7 +73,7 @@ class Hooked(Model):
 
 
 class Auxiliary(Model):
-    """A part of each block keeps a loss as an attribute."""
+    """A part of each block sets a loss as an attribute."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -93,7 +93,7 @@ class _Penalised(nn.Linear):
 
 
 class Uneven(Model):
-    """The first block returns more than the others do, which all get it."""
+    """A value computed from the first block's output is given to all others."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         x, extra = self.embed(ids), None
@@ -105,7 +105,7 @@ class Uneven(Model):
 
 
 class Skip(Model):
-    """What was computed before the blocks is used by all of them and after them."""
+    """A value computed before the blocks is used by all of them and after them."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         x = first = self.embed(ids)
@@ -115,7 +115,7 @@ class Skip(Model):
 
 
 class Tied(Model):
-    """The head is the embedding's weight, without a module of its own."""
+    """The head uses the embedding's weight directly."""
 
     def logits(self, ids: Tensor) -> Tensor:
         return F.linear(self.hidden(ids), self.embed.weight) + self.head(self.hidden_of_none(ids))
@@ -125,7 +125,7 @@ class Tied(Model):
 
 
 class Root(Model):
-    """Parameters of the root, used after the blocks; one of a block, used outside of it."""
+    """A root parameter used after the blocks, and a block's parameter used outside of it."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -136,7 +136,7 @@ class Root(Model):
 
 
 class InPlace(Model):
-    """Outputs of blocks are changed in place, at the border of stages and elsewhere, and used again."""
+    """Outputs of blocks are changed in place, at stage boundaries and elsewhere, and used again."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         x, kept = self.embed(ids), []
@@ -148,7 +148,7 @@ class InPlace(Model):
 
 
 class Decides(Model):
-    """Python decides by the value of an early output."""
+    """Python reads the value of an early output."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -166,7 +166,7 @@ FIRST = {"LongSkip": ("embed", "joins")}
 
 
 def compared(name: str, schedule: str) -> tuple[float, float, float]:
-    """Worst error of two losses, of a gradient, and of the loss in evaluation, on this rank."""
+    """Return the worst errors of losses, gradients and the evaluation loss on this rank."""
     kind = MODELS[name]
     batches = [make_batch(8, 6, 0), make_batch(7, 5, 1)]
     losses, gradients = reference(build(kind), *batches)
@@ -184,6 +184,6 @@ def compared(name: str, schedule: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 @pytest.mark.parametrize("name", [*MODELS])
-def test_values_reach_the_stage_that_uses_them(ranks: Ranks, name: str, schedule: str) -> None:
+def test_values_are_sent_to_the_stages_that_use_them(ranks: Ranks, name: str, schedule: str) -> None:
     for errors in ranks(compared, 2, name, schedule, timeout=60):
         assert max(errors) < 2e-6

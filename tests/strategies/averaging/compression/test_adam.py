@@ -1,4 +1,4 @@
-"""Averages within Adam's steps under DDP against the algorithms, written down for one process."""
+"""Compressed Adam steps under DDP match reference algorithms in one process."""
 
 import warnings
 from typing import Any
@@ -27,7 +27,7 @@ def rows_of(rank: int, step: int) -> list[int]:
 
 
 class Decayed(LanguageModel):
-    """AdamW, or Adam whose decay is a part of the gradient."""
+    """AdamW, or Adam with coupled weight decay."""
 
     decoupled = True
 
@@ -38,7 +38,7 @@ class Decayed(LanguageModel):
 
 
 def rate_of(step: int) -> float:
-    """Of a step, from 1."""
+    """Return the learning rate of a step, from 1."""
     return LR * 0.1 ** ((step - 1) // 3)
 
 
@@ -49,7 +49,7 @@ def module_of(decoupled: bool) -> Decayed:
     return module
 
 
-# Whole matrices: what is tested here is not how they are shortened.
+# PowerSGD without factors: their error is tested elsewhere.
 OPTIONS: dict[str, dict[str, Any]] = {
     "onebit": {"block": BLOCK},
     "topk": {"ratio": RATIO},
@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def trained(name: str, decoupled: bool) -> dict[str, Any]:
-    """By Lightning's own Trainer, whose hooks are called in another way than those of ours."""
+    """Train with Lightning's own Trainer, whose hook order differs."""
     recorder = Recorder()
     strategy = DDPStrategy(compression={"name": name, "warmup_steps": WARMUP, **OPTIONS[name]})
     options: dict[str, Any] = {**QUIET, "use_distributed_sampler": False, "max_steps": STEPS, "max_epochs": 1}
@@ -67,14 +67,14 @@ def trained(name: str, decoupled: bool) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.fit(module_of(decoupled), DataLoader(Tokens(SAMPLES), batch_sampler=batches))
-    # Of a variance that stays after so few steps, the first rank warns.
+    # The first rank warns of a short warm-up.
     is_warned = any("Type compression.warmup_steps=100" in str(each.message) for each in said)
     assert is_warned == (name != "powersgd" and dist.get_rank() == 0)
     return {"losses": recorder.record.losses, "parameters": recorder.record.parameters}
 
 
 def signs(row: Tensor, residual: Tensor) -> Tensor:
-    """What is sent of a row, each block as its signs times its mean magnitude; what is lacking stays behind."""
+    """Return a row as signs times mean magnitudes of blocks, updating its residual."""
     corrected = row + residual
     sent = torch.cat([torch.where(block >= 0, 1.0, -1.0) * block.abs().mean() for block in corrected.split(BLOCK)])
     residual.copy_(corrected - sent)
@@ -82,7 +82,7 @@ def signs(row: Tensor, residual: Tensor) -> Tensor:
 
 
 def one_bit(momentum: Tensor, gradients: list[Tensor], own: list[Tensor], of_chunks: list[Tensor]) -> Tensor:
-    """The next momentum by 1-bit Adam; the residuals of ranks and of chunks change."""
+    """Return the next momentum of 1-bit Adam, updating the residuals of ranks and chunks."""
     numel, chunk = len(momentum), len(own[0]) // RANKS
     received: list[list[Tensor]] = [[] for _ in range(RANKS)]
     for rank, gradient in enumerate(gradients):
@@ -103,7 +103,7 @@ def one_bit(momentum: Tensor, gradients: list[Tensor], own: list[Tensor], of_chu
 
 
 def largest_steps(frozen: Tensor, gradients: list[Tensor], lr: float, kept: list[Tensor]) -> Tensor:
-    """Mean of the largest of the steps that ranks have not made yet, in units of ``lr``; ``kept`` changes."""
+    """Return the mean of the largest pending steps of ranks, in units of ``lr``, updating ``kept``."""
     total = torch.zeros_like(frozen)
     most = (1 - BETA2) ** -0.5
     for rank, gradient in enumerate(gradients):
@@ -166,7 +166,7 @@ CASES = [("onebit", True), ("onebit", False), ("topk", False), ("powersgd", True
 
 
 @pytest.mark.parametrize(("name", "decoupled"), CASES)
-def test_it_is_the_algorithm(ranks: Any, name: str, decoupled: bool) -> None:
+def test_steps_match_the_algorithm(ranks: Any, name: str, decoupled: bool) -> None:
     expected = reference(name, decoupled)
     for found in ranks(trained, RANKS, name, decoupled):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
@@ -174,7 +174,7 @@ def test_it_is_the_algorithm(ranks: Any, name: str, decoupled: bool) -> None:
             assert (found["parameters"][name] - value).norm() <= 1e-4 * value.norm(), name
 
 
-def test_other_optimizers_are_refused() -> None:
+def test_unsupported_optimizers() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert list(adam_problems([torch.optim.AdamW([parameter])], "compression=onebit", "type compression=topk")) == []
     for optimizer, words in (

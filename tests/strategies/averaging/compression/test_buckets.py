@@ -1,4 +1,4 @@
-"""Buckets of named parts: what is kept back belongs to its part, and waits where there is no gradient."""
+"""Buckets of named parameters, and their residuals."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.strategies.averaging.compression.buckets import CHUNK_RESIDUAL, RESIDUAL, ReplicaPart, make_buckets
-from trainwright.strategies.averaging.compression.names import compressor_names, make_compressor
+from trainwright.strategies.averaging.compression.names import make_compressor
 from trainwright.strategies.averaging.compression.options import choose_compression
-from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
+from trainwright.strategies.averaging.compression.replica_average import ReplicaAverage
 
 SHAPES = {"a": (12, 8), "b": (8,), "c": (), "d": (5, 7), "e": (3, 0), "f": (40,)}
 
@@ -24,37 +24,47 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=generator)
 
 
-def chosen(name: str) -> Any:
-    """Of a rank so small that matrices of this size are shortened."""
-    options = {"powersgd": {"rank": 1, "warmup_steps": 0}, "topk": {"warmup_steps": 0}}
-    return choose_compression({"name": name, **options.get(name, {})})
+OPTIONS: dict[str, dict[str, Any]] = {
+    "topk": {"warmup_steps": 0},
+    "topk, int8": {"warmup_steps": 0, "ratio": 0.1, "values": "int8"},
+    "powersgd": {"rank": 1, "warmup_steps": 0, "values": "fp32"},
+    "powersgd, bf16": {"rank": 1, "warmup_steps": 0, "values": "bf16"},
+    "onebit": {},
+}
+RESIDUALS = pytest.mark.parametrize("name", OPTIONS)
+
+
+def average_of(name: str, scale: Any = None) -> ReplicaAverage:
+    choice = choose_compression({"name": name.partition(",")[0], **OPTIONS[name]})
+    assert choice is not None
+    return ReplicaAverage(choice, torch.device("cpu"), scale)
+
+
+def residuals_of(average: ReplicaAverage) -> dict[tuple[str, str], Tensor]:
+    return {(part.name, kind): value.clone() for part, kind, value in average.kept_back()}
 
 
 def averaged(name: str, steps: int, skipped: tuple[str, int]) -> dict[str, Any]:
-    """Sums of what was averaged, and what is kept back; ``skipped`` part has no gradient in that step."""
-    average = ReplicaAverage(chosen(name), torch.device("cpu"))
-    held = parts()
+    """Sums of averages, and residuals; the part ``skipped`` has no gradient in that step."""
+    average, held = average_of(name), parts()
     average.take(held)
     sent = {part.name: torch.zeros_like(part.parameter.detach()) for part in held}
     for step in range(steps):
         for part in held:
-            is_left_out = (part.name, step) == skipped
-            part.parameter.grad = None if is_left_out else gradient(part.name, step, dist.get_rank())
-        before = {(part.name, kind): value.clone() for part, kind, value in average.kept_back()}
+            is_skipped = (part.name, step) == skipped
+            part.parameter.grad = None if is_skipped else gradient(part.name, step, dist.get_rank())
+        before = residuals_of(average)
         average.average()
         for part, kind, value in average.kept_back():
-            if (part.name, step) == skipped:
-                assert torch.equal(value, before[part.name, kind]), "it waits"
+            assert (part.name, step) != skipped or torch.equal(value, before[part.name, kind]), "unchanged"
         for part in held:
             if part.parameter.grad is not None:
                 sent[part.name] += part.parameter.grad
-    kept = {(part.name, kind): value.clone() for part, kind, value in average.kept_back()}
-    return {"sent": sent, "kept": kept}
+    return {"sent": sent, "kept": residuals_of(average)}
 
 
-@pytest.mark.parametrize("name", ["topk", "powersgd", "onebit"])
-def test_what_is_kept_back_belongs_to_its_part(ranks: Any, name: str) -> None:
-    """What was averaged and what is kept back add up to the mean of the gradients, part by part."""
+@RESIDUALS
+def test_averages_plus_residuals_are_the_mean_of_gradients(ranks: Any, name: str) -> None:
     steps, skipped = 4, ("d", 2)
     results = ranks(averaged, 3, name, steps, skipped)
     for part in SHAPES:
@@ -65,42 +75,42 @@ def test_what_is_kept_back_belongs_to_its_part(ranks: Any, name: str) -> None:
         for result in results:
             found += result["kept"].get((part, RESIDUAL), torch.zeros(SHAPES[part])) / 3
             found += result["kept"].get((part, CHUNK_RESIDUAL), torch.zeros(SHAPES[part]))  # of one rank's chunk each
-        torch.testing.assert_close(found, given / 3, rtol=1e-4, atol=1e-4)
+        # Errors of bf16 factors are in neither, where one cast of a mean follows another.
+        tolerance = 2e-2 if name == "powersgd, bf16" else 1e-4
+        torch.testing.assert_close(found, given / 3, rtol=tolerance, atol=tolerance)
 
 
 def moved(name: str) -> None:
-    """What is kept back can be taken out and put into other buckets, and stays where parts come and go."""
-    average = ReplicaAverage(chosen(name), torch.device("cpu"))
-    held = parts()
+    """Move residuals to other buckets, and remove a part."""
+    average, held = average_of(name), parts()
     average.take(held)
     for part in held:
         part.parameter.grad = gradient(part.name, 0, dist.get_rank())
     average.average()
-    kept = {(part.name, kind): value.clone() for part, kind, value in average.kept_back()}
+    kept = residuals_of(average)
     assert any(value.any() for value in kept.values())
-    other = ReplicaAverage(chosen(name), torch.device("cpu"))
+    other = average_of(name)
     other.take(parts())
     for kind in (RESIDUAL, CHUNK_RESIDUAL):
         other.keep_back(kind, {part: value for (part, of_kind), value in kept.items() if of_kind == kind})
-    other.put_back_of_buckets({key: value.clone() for key, value in average.of_buckets().items()})
-    again = {(part.name, kind): value for part, kind, value in other.kept_back()}
+    other.load_bucket_states({key: value.clone() for key, value in average.bucket_states().items()})
+    again = residuals_of(other)
     assert all(torch.equal(again[key], value) for key, value in kept.items())
-    for key, value in average.of_buckets().items():
-        assert torch.equal(other.of_buckets()[key], value)
+    for key, value in average.bucket_states().items():
+        assert torch.equal(other.bucket_states()[key], value)
     average.take([part for part in held if part.name != "b"])
-    for part, kind, value in average.kept_back():
-        if kind == RESIDUAL:
-            assert torch.equal(value, kept[part.name, RESIDUAL])
+    for (part_name, kind), value in residuals_of(average).items():
+        assert kind != RESIDUAL or torch.equal(value, kept[part_name, RESIDUAL])
 
 
-@pytest.mark.parametrize("name", ["topk", "powersgd", "onebit"])
-def test_moved(ranks: Any, name: str) -> None:
+@RESIDUALS
+def test_residuals_move_between_buckets(ranks: Any, name: str) -> None:
     ranks(moved, 2, name)
 
 
 def exact_means(dtype: torch.dtype) -> list[Tensor]:
-    """Of parts of two dtypes, beside each other."""
-    average = ReplicaAverage(chosen("topk"), torch.device("cpu"))
+    """Means of parts of two dtypes in one bucket."""
+    average = average_of("topk")
     wide, narrow = nn.Parameter(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.ones(2))
     average.take([ReplicaPart("wide", wide), ReplicaPart("narrow", narrow)])
     for parameter in (wide, narrow):
@@ -109,25 +119,28 @@ def exact_means(dtype: torch.dtype) -> list[Tensor]:
     return [parameter.grad for parameter in (wide, narrow) if parameter.grad is not None]
 
 
-def test_exact_means_are_of_the_dtype_of_the_gradients(ranks: Any) -> None:
+def test_exact_means_have_the_widest_dtype(ranks: Any) -> None:
     for wide, narrow in ranks(exact_means, 2, torch.float64):
         torch.testing.assert_close(wide, torch.full((3,), 1 / 3 + 1 / 14, dtype=torch.float64), rtol=1e-15, atol=0)
         torch.testing.assert_close(narrow, torch.full((2,), 1 / 3 + 1 / 14))
 
 
-def buckets_of_kin() -> list[list[str]]:
-    held = [ReplicaPart(name, nn.Parameter(torch.zeros(4)), kin=kin) for name, kin in zip("abcd", "xyxz", strict=True)]
-    held.append(ReplicaPart("big", nn.Parameter(torch.zeros(8 * 2**20)), kin="x"))
+def tagged_buckets() -> list[list[str]]:
+    held = [
+        ReplicaPart(name, nn.Parameter(torch.zeros(4)), bucket_tag=tag)
+        for name, tag in zip("abcd", "xyxz", strict=True)
+    ]
+    held.append(ReplicaPart("big", nn.Parameter(torch.zeros(8 * 2**20)), bucket_tag="x"))
     made = make_buckets(make_compressor("bf16"), held, torch.device("cpu"))
     return [[part.name for part in bucket.parts] for bucket in made]
 
 
-def test_parts_of_different_kin_do_not_travel_together(ranks: Any) -> None:
-    assert ranks(buckets_of_kin, 2)[0] == [["a", "c"], ["b"], ["d"], ["big"]]
+def test_tags_separate_buckets(ranks: Any) -> None:
+    assert ranks(tagged_buckets, 2)[0] == [["a", "c"], ["b"], ["d"], ["big"]]
 
 
 def sparse() -> None:
-    average = ReplicaAverage(chosen("topk"), torch.device("cpu"))
+    average = average_of("topk")
     part = ReplicaPart("table", nn.Parameter(torch.zeros(4, 2)))
     average.take([part])
     part.parameter.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (4, 2))
@@ -140,9 +153,9 @@ def test_sparse_gradients_are_refused(ranks: Any) -> None:
 
 
 def scaled(scale: float) -> list[Tensor]:
-    """Averages divided by the loss scale, which changes on the way, and of one step of infinite gradients."""
+    """Unscaled averages under changing loss scales, with one overflowing step."""
     now = [1.0]
-    average = ReplicaAverage(chosen("topk"), torch.device("cpu"), lambda: now[0])
+    average = average_of("topk", lambda: now[0])
     part = ReplicaPart("f", nn.Parameter(torch.zeros(40)))
     average.take([part])
     found = []
@@ -159,12 +172,8 @@ def scaled(scale: float) -> list[Tensor]:
     return found
 
 
-def test_what_is_kept_back_outlives_the_loss_scale(ranks: Any) -> None:
-    """A dropped step leaves no trace, and what is kept back is in units of the gradient."""
+def test_residuals_are_independent_of_the_loss_scale(ranks: Any) -> None:
+    """A skipped step changes nothing, and residuals are unscaled."""
     plain, with_scale = ranks(scaled, 2, 1.0)[0], ranks(scaled, 2, 1024.0)[0]
     for ours, theirs in zip(with_scale, plain, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_names() -> None:
-    assert compressor_names() == ("fp16", "bf16", "int8", "topk", "powersgd", "onebit")

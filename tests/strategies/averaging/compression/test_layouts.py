@@ -1,4 +1,4 @@
-"""Replicas that are themselves cut, bytes as the kernel counts them, loss scales, and what is refused at the start."""
+"""Compression with model-parallel replicas, sent bytes, loss scales, and errors at setup."""
 
 import os
 from dataclasses import replace
@@ -17,11 +17,11 @@ from tests.strategies.averaging.compression.test_strategies import ALL, Replicas
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.compression.names import compressor_names
 from trainwright.strategies.averaging.compression.options import choose_compression
-from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
+from trainwright.strategies.averaging.compression.replica_average import ReplicaAverage
 from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.data.zero import ZeroStrategy
 
-# Of networks that are cut: (network, options of hybrid).
+# (network, options of hybrid).
 CUT: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, sequence": ("llama", {"replicate": 2, "tensor": 2, "shard": 1, "stage": 1, "sequence_parallel": True}),
     "pipeline, stage 3": ("gpt2", {"replicate": 2, "pipeline": 2, "shard": 1, "stage": 3}),
@@ -36,8 +36,8 @@ def cut(network: str, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", CUT)
-def test_replicas_that_are_cut(ranks: Any, layout: str) -> None:
-    """All sent is dense; some sent, all ranks still hold the same whole."""
+def test_model_parallel_replicas(ranks: Any, layout: str) -> None:
+    """With ratio 1 equal to dense averages; otherwise equal on all ranks."""
     results = ranks(cut, 4, *CUT[layout], timeout=120)
     for dense, everything, some in results:
         assert differences(everything, dense, 1e-6) == []
@@ -46,17 +46,17 @@ def test_replicas_that_are_cut(ranks: Any, layout: str) -> None:
 
 
 def written_bytes() -> int:
-    """What this process has handed to the kernel so far."""
+    """Return the bytes that this process has written so far."""
     lines = Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
 def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
-    """Bytes by the kernel and by the formula, of one average."""
+    """Return bytes of one average, by the kernel and by the formula."""
     found = {}
     part = ReplicaPart("w", nn.Parameter(torch.zeros(1200, 1000)))
     for name in compressor_names():
-        # Beside so many bytes the few that gloo adds to each message do not count.
+        # Large enough for gloo's headers to be negligible.
         choice = choose_compression({"name": name, **({"rank": 32} if name == "powersgd" else {})})
         assert choice is not None
         if choice.warmup_steps and name != "onebit":
@@ -64,7 +64,7 @@ def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
         average = ReplicaAverage(choice, torch.device("cpu"))
         average.take([part])
         part.parameter.grad = torch.randn(1200, 1000)
-        average.average()  # whatever is sent once
+        average.average()  # one-time messages
         dist.barrier()
         before = written_bytes()
         for _ in range(averages):
@@ -76,7 +76,7 @@ def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count here")
 @pytest.mark.parametrize("count", [2, 3])
-def test_bytes_by_the_kernel(ranks: Any, count: int) -> None:
+def test_sent_bytes_match_the_kernel(ranks: Any, count: int) -> None:
     for found in ranks(sent_bytes, count, 2):
         for name, (by_kernel, by_formula) in found.items():
             assert by_kernel == pytest.approx(by_formula, rel=0.02), name
@@ -107,13 +107,13 @@ def refusals() -> list[str]:
         said.append(str(caught.value))
     with pytest.raises(ValueError, match="replicate=1") as caught:
         make_trainer("zero2", {"compression": "bf16"}, max_steps=1).fit(LanguageModel(), make_loader(8, 4))
-    # By hand, with what keeps nothing back.
+    # Manual optimization without a residual.
     trainer = make_trainer("ddp", {"compression": "bf16"}, max_steps=2, max_epochs=1, callbacks=[Replicas()])
     trainer.fit(Manual(), make_loader(16, 4))
     return [*said, str(caught.value)]
 
 
-def test_what_is_refused(ranks: Any) -> None:
+def test_setup_errors(ranks: Any) -> None:
     manual, sgd, scaled, alone = ranks(refusals, 2)[0]
     assert "type compression=bf16 (or fp16, int8)" in manual
     assert "optimizer SGD" in sgd
@@ -121,7 +121,7 @@ def test_what_is_refused(ranks: Any) -> None:
     assert "type strategy.replicate=2" in alone
 
 
-def test_what_the_constructors_refuse() -> None:
+def test_constructor_errors() -> None:
     with pytest.raises(ValueError, match="Did you mean 'topk'"):
         DDPStrategy(compression="topp")
     with pytest.raises(ValueError, match="compression.rank=0"):
@@ -134,6 +134,6 @@ def scaled() -> Any:
     return [trained("ddp", {}, choice, 3, 1, precision="16-mixed") for choice in (None, ALL)]
 
 
-def test_under_a_loss_scale(ranks: Any) -> None:
+def test_loss_scale(ranks: Any) -> None:
     for dense, everything in ranks(scaled, 2):
         assert differences(everything, dense, 1e-5) == []

@@ -1,10 +1,9 @@
-"""Every name gives a compressor; what cannot be had is refused with what to type."""
+"""Compressors by name, and errors of names and options."""
 
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from trainwright.strategies.averaging.compression.names import (
     choose_compression,
@@ -38,7 +37,7 @@ SHAPES = [(40, 50), (7,)]
     ({"name": "topk", "warmup_steps": -1}, "must be a whole number of optimizer steps, 0 (off) or more"),
     ({"name": "none", "ratio": 1}, "compression=none has no options"),
 ])  # fmt: skip
-def test_refused(compression: Any, said: str) -> None:
+def test_errors(compression: Any, said: str) -> None:
     assert said in "; ".join(compression_problems(compression))
     with pytest.raises(ValueError, match="compression"):
         choose_compression(compression)
@@ -50,58 +49,20 @@ def test_off() -> None:
         make_compressor("none")
 
 
-def test_no_codec() -> None:
+def test_codecs() -> None:
+    names = compressor_names()
+    assert names == ("fp16", "bf16", "int8", "topk", "powersgd", "onebit")
     with pytest.raises(ValueError, match="powersgd only averages over a group of ranks; .* fp16, bf16, int8, topk"):
         codec_of("powersgd")
-    assert {*compressor_names()} - {"powersgd"} == {name for name in compressor_names() if _is_codec(name)}
+    for name in names:
+        defaults = make_compressor(name, **option_defaults(name))
+        assert make_compressor(name).sent_bytes(SHAPES, 2) == defaults.sent_bytes(SHAPES, 2)
+        if name != "powersgd":
+            codec = codec_of(name)
+            assert codec.encode(torch.ones(1, 64)).shape == (1, codec.row_bytes(64))
 
 
-def _is_codec(name: str) -> bool:
-    try:
-        codec = codec_of(name)
-    except ValueError:
-        return False
-    return codec.encode(torch.ones(1, 64)).shape == (1, codec.row_bytes(64))
-
-
-def test_every_name_has_options_that_are_its_own() -> None:
-    for name in compressor_names():
-        assert make_compressor(name).sent_bytes(SHAPES, 2) == make_compressor(name, **option_defaults(name)).sent_bytes(
-            SHAPES, 2
-        )
-
-
-COMPOSED = [
-    ("topk", {"ratio": 0.1, "values": "bf16"}),
-    ("topk", {"ratio": 0.1, "values": "int8"}),
-    ("powersgd", {"rank": 2, "values": "bf16"}),
-    ("powersgd", {"rank": 2, "values": "fp16"}),
-]
-
-
-def composed(steps: int) -> list[dict[str, torch.Tensor]]:
-    results = []
-    for name, options in COMPOSED:
-        compressor = make_compressor(name, **options)
-        state = compressor.new_state(SHAPES, dist.get_world_size(), torch.device("cpu"))
-        given, total = torch.zeros(2007), torch.zeros(2007)
-        for step in range(steps):
-            flat = torch.randn(2007, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            given += flat
-            compressor.average(flat, SHAPES, None, state)
-            total += flat
-        results.append({"given": given, "total": total, "kept": state["residual"]})
-    return results
-
-
-def test_composed(ranks: Any) -> None:
-    """With values in fewer bits: equal on all ranks, shorter, and nothing large is lost."""
-    found = ranks(composed, 2, 6)
-    for index, (name, options) in enumerate(COMPOSED):
-        first, second = (rank[index] for rank in found)
-        assert torch.equal(first["total"], second["total"])
-        lost = (first["given"] + second["given"] - first["kept"] - second["kept"]) / 2 - first["total"]
-        assert lost.abs().sum() / first["given"].abs().sum() < 1e-5
-        assert lost.abs().max() < 0.2
-        whole = make_compressor(name, **{**options, "values": "fp32"})
-        assert make_compressor(name, **options).sent_bytes(SHAPES, 2) < whole.sent_bytes(SHAPES, 2)
+@pytest.mark.parametrize(("name", "values"), [("topk", "bf16"), ("topk", "int8"), ("powersgd", "bf16")])
+def test_encoded_values_send_less(name: str, values: str) -> None:
+    sent = [make_compressor(name, values=each).sent_bytes(SHAPES, 2) for each in (values, "fp32")]
+    assert sent[0] < sent[1]

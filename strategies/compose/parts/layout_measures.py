@@ -1,0 +1,59 @@
+"""Measures and certificates of a partitioned module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from trainwright.strategies.base.measures import Measures
+from trainwright.strategies.data.sharding.certified import CertifiedShards
+from trainwright.strategies.plan.names import parent_of, starred, within
+from trainwright.strategies.state.assemble import Assembly
+
+
+class LayoutMeasures(Measures):
+    """Measures of any layout."""
+
+    _strategy: Any
+
+    @property
+    def _stages(self) -> Sequence[Any]:
+        stages: Sequence[Any] = self._strategy._engines.pipeline_stages
+        return stages
+
+    def routing_balance(self) -> dict[str, float]:
+        """See the base class."""
+        found: dict[str, float] = self._strategy._engines.routing_balance()
+        return found
+
+
+class CertifiedParts(CertifiedShards):
+    """Certificates of a module partitioned along any axis."""
+
+    def remedy(self, module: str) -> str:
+        """See the base class."""
+        layout = self._strategy.layout
+        if layout.tensor > 1:
+            plan = self._strategy._engines.plan
+            split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
+            whole = ", ".join(f"{name}: none" for name in split)
+            if whole:
+                return f"Leave it whole: 'strategy.plan.tensor={{{whole}}}', or use tensor=1."
+        axes = ("pipeline", "context", "tensor", "expert")
+        used = [axis for axis in axes if getattr(layout, axis) > 1]
+        return f"Use {' or '.join(f'{axis}=1' for axis in used)}." if used else super().remedy(module)
+
+    def shares(self, batch: Any) -> list[tuple[Any, float]]:
+        """See the base class: micro-batches of a pipeline, with ``loss_weighting="tokens"``."""
+        strategy = self._strategy
+        weights = getattr(strategy.lightning_module.trainer, "token_weights", None)
+        weighs = strategy.traits.backward_in_step and weights is not None
+        return strategy._engines.micro_batches_of(batch) if weighs else super().shares(batch)
+
+    def parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
+        """See the base class."""
+        strategy = self._strategy
+        assembly = strategy._assembly if strategy._engines.is_cut else None
+        return assembly, strategy._groups.along("pipeline", "context", "tensor")

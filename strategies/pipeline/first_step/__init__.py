@@ -1,1 +1,0 @@
-"""Learn from the first step of a pipeline what its stages send each other."""

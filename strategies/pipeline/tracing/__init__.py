@@ -1,0 +1,1 @@
+"""Dependency tracing of the first pipeline step, and replay of what stages need from each other."""

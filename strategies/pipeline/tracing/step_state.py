@@ -1,0 +1,178 @@
+"""Module state that a step advances, once per step for any number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace, Source, depends_on_data
+from trainwright.strategies.pipeline.tracing.module_state import Change
+from trainwright.strategies.pipeline.value_spec import ValueChannel
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """Buffer or attribute changed by a step.
+
+    Attributes:
+        path: of the submodule.
+        name: in it.
+        stage: whose value is valid.
+        is_shared: whether other stages have it too (it is outside of the blocks).
+    """
+
+    path: str
+    name: str
+    stage: int
+    is_shared: bool
+
+
+def find_places(
+    cut: PipelineCut, module: nn.Module, changes: Iterable[Change], trace: DependencyTrace, micro_batches: int
+) -> tuple[list[StatePlace], list[str]]:
+    """Return the state that this rank's stages handle, and problems of several micro-batches.
+
+    Args:
+        cut: of the module.
+        module: the user's.
+        changes: of one full run of the step.
+        trace: trace of that run; sources of shared state are added to the last stage's needs.
+        micro_batches: per step.
+    """
+    places, problems = [], []
+    for change in changes:
+        block = next((i for i, name in enumerate(cut.names) if f"{change.path}.".startswith(f"{name}.")), None)
+        if block is not None and not cut.owns_block(block):
+            continue
+        sub = module.get_submodule(change.path)
+        sources = trace.of(change.value) if block is None else trace.inner_sources(change.value)
+        if _is_metric(sub):
+            continue  # accumulates over micro-batches, and is synchronized when computed
+        if change.kind == "object":
+            if depends_on_data(sources) and block is None:
+                problems.append(_stored_tensor_problem(change))
+            continue
+        if change.kind == "tensor" and depends_on_data(sources):
+            is_result = change.name not in sub._buffers and Source("state", change.label) not in sources
+            if block is not None and is_result:
+                continue  # used by the step itself, such as an auxiliary loss
+            if micro_batches > 1:
+                problems.append(_data_dependent_problem(change, sub, micro_batches))
+                continue
+        if change.kind == "number" and trace.reads_numbers and micro_batches > 1:
+            problems.append(_data_dependent_problem(change, sub, micro_batches))
+            continue
+        stage = cut.stage_of_block(block) if block is not None else _stage_for(cut, sources, change)
+        if block is None and stage == cut.stages - 1:
+            trace.use_results(change.value)
+        places.append(StatePlace(change.path, change.name, stage, block is None))
+    return places, problems
+
+
+def _stage_for(cut: PipelineCut, sources: Iterable[Source], change: Change) -> int:
+    """Return the first stage if it has all sources of a shared value before the blocks; otherwise the last."""
+    first = change.kind == "tensor" and all(
+        source.kind in ("batch", "state") or (source.kind == "parameter" and 0 in cut.holders[source.name])
+        for source in sources
+    )
+    return 0 if first and any(source.kind == "parameter" for source in sources) else cut.stages - 1
+
+
+def _is_metric(sub: nn.Module) -> bool:
+    return any(base.__module__.startswith("torchmetrics.") for base in type(sub).__mro__)
+
+
+def _data_dependent_problem(change: Change, sub: nn.Module, micro_batches: int) -> str:
+    return (
+        f"training_step changes {change.label!r} ({type(sub).__name__}) depending on samples, and a pipeline runs it "
+        f"once for each of {micro_batches} micro-batches, so the result would differ from that of the whole batch "
+        "(statistics of BatchNorm, running means). Use strategy.micro_batches=1, pipeline=1, or layers that do not "
+        "depend on other samples (LayerNorm or GroupNorm; self.log of the value instead of an attribute)."
+    )
+
+
+def _stored_tensor_problem(change: Change) -> str:
+    return (
+        f"training_step keeps tensors in {change.label!r} ({type(change.value).__name__}). A pipeline runs it once for "
+        "each micro-batch, and only the last stage reaches its end, so other ranks would keep nothing. Return the "
+        "value in training_step's dict (on_train_batch_end gets it as outputs), log it with self.log(..., "
+        "on_epoch=True), or use pipeline=1."
+    )
+
+
+class StepState:
+    """State of a step from which every micro-batch starts.
+
+    Args:
+        module: the user's.
+        places: from :func:`find_places`.
+        ranks: rank in the pipeline of each stage.
+        channel: between the ranks.
+    """
+
+    def __init__(
+        self, module: nn.Module, places: Sequence[StatePlace], ranks: Sequence[int], channel: ValueChannel
+    ) -> None:
+        self._module, self._ranks, self._channel = module, ranks, channel
+        self._places = list(places)
+        self._shared = sorted(
+            (place for place in self._places if place.is_shared), key=lambda p: (p.stage, p.path, p.name)
+        )
+        self._begun: dict[StatePlace, Any] = {}
+        self._given: dict[StatePlace, Any] = {}
+        self._ended: dict[StatePlace, tuple[Any, bool]] = {}
+
+    def begin_step(self) -> None:
+        """Save the state at the start of the step."""
+        self._ended.clear()
+        self._begun = {place: self._get(place) for place in self._places}
+
+    def begin_micro_batch(self) -> None:
+        """Restore the saved state, as new tensors: backward may still need those of the previous micro-batch."""
+        for place, value in self._begun.items():
+            self._given[place] = value.detach().clone() if isinstance(value, Tensor) else value
+            self._set(place, self._given[place])
+
+    def end_micro_batch(self, stage: int) -> None:
+        """Save the state at the end of a stage's micro-batch."""
+        for place in self._places:
+            if place.stage == stage:
+                value = self._get(place)
+                self._ended[place] = value, value is self._given[place]
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Set the state to that of one run of the step; state outside of the blocks on every rank. A collective."""
+        for place, begun in self._begun.items():
+            ended, is_same = self._ended.get(place, (begun, False))
+            if isinstance(begun, Tensor) and is_same:  # written to, not replaced
+                begun.copy_(ended)  # keep the tensor object, which others may hold
+                ended = begun
+            self._set(place, ended)
+        self._begun, self._given = {}, {}
+        for stage in dict.fromkeys(place.stage for place in self._shared):
+            mine = [place for place in self._shared if place.stage == stage]
+            values = self._channel.broadcast(self._ranks[stage], [self._get(p) for p in mine], "The module's state")
+            for place, value in zip(mine, values, strict=True):
+                self._put(place, value)
+
+    def _get(self, place: StatePlace) -> Any:
+        owner = self._module.get_submodule(place.path)
+        return owner._buffers[place.name] if place.name in owner._buffers else owner.__dict__.get(place.name)
+
+    def _set(self, place: StatePlace, value: Any) -> None:
+        owner = self._module.get_submodule(place.path)
+        held = owner._buffers if place.name in owner._buffers else owner.__dict__
+        held[place.name] = value
+
+    def _put(self, place: StatePlace, value: Any) -> None:
+        held = self._get(place)
+        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+            held.copy_(value)
+        else:
+            self._set(place, value)
