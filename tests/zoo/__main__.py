@@ -11,8 +11,8 @@ HEAD = """# What runs where
 
 Modules of the kind that people write, on layouts of two and four ranks, each against `lightning.Trainer` on one process
 with the same global batches: the losses of the first steps, the logged values, all parameters and buffers. `make zoo`
-runs this table (`tests/zoo/`), `make test` each module on some of its layouts, and `python -m tests.zoo` writes this
-page from it.
+runs this table (`tests/zoo/`), `make test` a sample of it with every layout and model family, and `python -m tests.zoo`
+writes this page from it.
 
 {modules} modules in {cells} cells: {equal} train **equally**, {refused} are **refused** by an error before any weight
 changes (or, where validation or code after `fit` asks for what a rank does not have, there){wrong}.
@@ -20,7 +20,7 @@ changes (or, where validation or code after `fit` asks for what a rank does not 
 
 
 def page() -> str:
-    """The page as text."""
+    """Return the page as text."""
     outcomes = recorded()
     numbers = count(outcomes)
     wrong = f", {numbers['wrong']} are still **wrong**" if numbers["wrong"] else ""
@@ -36,7 +36,7 @@ def page() -> str:
 
 
 def _others(row: dict[str, str]) -> str:
-    """Layouts that refuse a module, with the words they have in common."""
+    """Return the layouts that refuse a module, grouped by message."""
     by_words: dict[str, list[str]] = {}
     for layout, outcome in row.items():
         if outcome != "equal":
