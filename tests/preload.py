@@ -1,4 +1,4 @@
-"""What the server of the rank pool imports before it forks ranks, so that no rank pays for it again."""
+"""Imports of the rank pool's server, shared by all ranks that it forks."""
 
 import functools
 import gc
@@ -14,13 +14,13 @@ import torch.distributed.tensor
 import torch.nn.parallel
 import torch.optim.swa_utils  # noqa: F401
 
-# Lightning looks through all installed packages for plugins whenever a Trainer is made; they stay the same here.
+# Lightning searches all installed packages for plugins whenever a Trainer is made.
 _found = importlib.metadata.entry_points
 _cached = functools.cache(_found)
 
 
 def _entry_points(**words: Any) -> Any:
-    # Tests install packages that have strategies.
+    # Tests install packages with strategies.
     return _found(**words) if words.get("group") == "trainwright.strategies" else _cached(**words)
 
 
@@ -36,7 +36,7 @@ LOADED = (
     "trainwright.command.verbs",
     "trainwright.launch.ranks.progress",
     "trainwright.launch.rank",
-    # What cases need beside it. Each rank would import it anew, and so would each that takes a burdened one's place.
+    # Of cases.
     "pytest",
     "tests.parity.layouts",
     "tests.parity.layout_modules",
@@ -50,13 +50,13 @@ LOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
 )
-# Nothing but a user's code reads parts of a strategy under their former names.
+# Only user code may use former names of a strategy's parts.
 warnings.filterwarnings("error", message=r"strategy\.\w+ is strategy\.", category=DeprecationWarning)
 for name in LOADED:
-    # A module that does not import is reported by the test that needs it; the server must live on.
+    # The test that needs a module reports that it cannot be imported.
     with suppress(Exception):
         importlib.import_module(name)
 
-# What is imported stays for good: a rank that collects garbage need not walk it, nor copy its pages.
+# So that garbage collection in a rank neither walks nor copies the pages of modules.
 gc.collect()
 gc.freeze()
