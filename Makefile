@@ -60,8 +60,7 @@ docs: install  ## Build the documentation site into build/site, offline
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@! grep -rEo --include='*.html' '<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//[^ >]*' build/site
 
-# Most tests wait for one process at a time, so two at once take little longer than one. Those that
-# depend on times (`alone`, in tests/conftest.py) follow one after the other. Both parts run, whatever fails.
+# Tests that measure times (`alone`, in tests/conftest.py) run afterwards, one by one. Both parts run, whatever fails.
 # Hundreds of processes import the same modules: each is compiled once, even where the shell forbids it.
 check: export PYTHONDONTWRITEBYTECODE =
 check: export OMP_NUM_THREADS = 1
@@ -71,7 +70,7 @@ check: install  ## Run the whole test suite
 	$(BIN)/python -m pytest -m alone || status=1; \
 	exit $$status
 
-zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes a third
+zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes a sample
 	ZOO=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo
 
 snippets: install  ## Really run the commands of the documentation, small (minutes; not part of make test)

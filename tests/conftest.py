@@ -1,4 +1,4 @@
-"""What every test gets: an end, an empty working folder, and somebody who checks what it left behind."""
+"""Fixtures around every test: a time limit, an empty working folder, and checks for leaked processes and state."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.imported import forget_modules_of
 from tests.installed import forget_strategies
 from tests.pool import RankPool, all_processes, end_left_processes, end_marked_processes
 
-# Every process a test starts, and every one that starts, inherits this variable: so one that was left can be found even
-# when its parent is gone.
+# Inherited by every process that a test starts, so that a leaked one is found even when its parent is gone.
 MARK = "TRAINWRIGHT_TEST_SESSION"
 os.environ[MARK] = uuid.uuid4().hex
 
-# A shell starts its background jobs with SIGINT ignored, and so would be each command that a test interrupts.
+# A shell starts its background jobs with SIGINT ignored, which commands that a test interrupts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -51,26 +49,17 @@ EXPECTED_VARIABLES = {
 }
 
 
-# A call starts torch's pool of threads, and what later tests fork from this process could compute nothing. One thread
-# is what there is in any case. Ranks and commands, whose processes import no conftest, call it as users' do.
-torch.set_num_threads = lambda threads: None
-
-# Files and folders whose tests compare speeds, learn how long something takes or hold limits against a clock: beside
-# others they would find other times than there are. `make check` runs them after the others, one by one. Tests that
-# merely wait for a command to train, and end it, belong to the others.
+# Files and folders whose tests measure times. `make check` runs them after the others, one by one.
 ALONE = (
     "benchmarks/test_balance.py",
     "callbacks/traffic/test_stragglers.py",
     "callbacks/progress/test_throughput.py",
     "faults/test_hangs.py",
-    "parity/test_balance.py",
-    "test_conftest.py",
-    "test_pool.py",
     "tools/doctor/test_ranks.py",
     "launch/watchdog/test_watchdog.py",
     "launch/watchdog/test_stops.py",
 )
-# Files that take longest, a minute or so each: begun last, one would keep one process busy after all others are done.
+# Files that take longest: started last, one would keep one process busy after all others are done.
 FIRST = (
     "zoo/test_zoo.py",
     "faults/test_preemption.py",
@@ -95,10 +84,7 @@ _TESTS = Path(__file__).parent
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import without Python's collector, and have it never look at what was imported: that is there to the end.
-
-    Millions of objects belong to the modules that tests import; each full collection would walk them all.
-    """
+    """Import with Python's garbage collector off, and freeze the millions of objects that belong to modules."""
     gc.disable()
     try:
         return (yield)
@@ -114,15 +100,15 @@ def _is_alone(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no tests that `make check` leaves to its other part."""
-    asked = {"alone": True, "not alone": False}.get(config.option.markexpr)
-    if asked is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    """Skip the files that `make check` runs in its other part."""
+    wanted = {"alone": True, "not alone": False}.get(config.option.markexpr)
+    if wanted is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    return True if _is_alone(collection_path) != asked else None
+    return True if _is_alone(collection_path) != wanted else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what must run alone, and begin with what takes longest."""
+    """Mark tests that run alone, and start with the longest files."""
     for item in items:
         if _is_alone(item.path):
             item.add_marker("alone")
@@ -131,14 +117,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of the ranks before any test runs, so before any test starts a thread."""
+    """Start the fork server of ranks before a test starts a thread."""
     if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
         RankPool.warm()
+    import torch  # not at the top, since the process that distributes tests to others needs none
+
+    # A call would start torch's thread pool, with which a fork of this process hangs.
+    torch.set_num_threads = lambda threads: None
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """The ranks of this session."""
+    """Return the rank pool of this session."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -146,33 +136,33 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks(pool: RankPool) -> Callable[..., list[Any]]:
-    """``ranks(function, world_size, *args)``: results of the function on that many ranks; see :mod:`tests.pool`."""
+    """Return ``run(function, world_size, *args)``, which calls a function on ranks; see :mod:`tests.pool`."""
     return pool.run
 
 
 @pytest.fixture(scope="session")
 def reference(pool: RankPool) -> Callable[..., Any]:
-    """``reference(function, *args)``: what the function returns on one rank, run once for all tests that ask."""
+    """Return ``run(function, *args)``, which calls a function on one rank and caches its result for the session."""
     known: dict[bytes, Any] = {}
 
     def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        asked = pickle.dumps((function, args, options))
-        if asked not in known:
-            (known[asked],) = pool.run(function, 1, *args, **options)
-        return known[asked]
+        key = pickle.dumps((function, args, options))
+        if key not in known:
+            (known[key],) = pool.run(function, 1, *args, **options)
+        return known[key]
 
     return run
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test works in an empty folder of its own, so nothing it writes by default lands in the repository."""
+    """Run each test in an empty folder of its own."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def _no_modules_left(tmp_path: Path) -> Iterator[None]:
-    """What a test imports from its folder is not there for the next, whose own folder has modules of the same names."""
+    """Remove modules imported from a test's folder, since the next test may have others of the same names."""
     path, modules = list(sys.path), dict(sys.modules)
     yield
     sys.path[:] = path
@@ -193,18 +183,20 @@ def _no_environment_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _signal_handlers_put_back() -> Iterator[None]:
-    """What a command does with its process's signals (a benchmark lets SIGTERM raise) ends with its test."""
+    """Restore signal handlers that a command replaced."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
-    # A watch that is left hears the next SIGTERM of any test, and ends this process when the grace is over.
+    # A leaked watch would handle the next SIGTERM of any test, and end this process after its grace period.
     module = sys.modules.get("trainwright.core.processes.watch")
     watch = None if module is None else module.ShutdownWatch.of_process()
     if watch is not None:
         watch.stop()
     for number, handler in before.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    assert watch is None, "The test left a watch of signals: a Trainer that was not torn down, or a command not ended"
+    assert watch is None, (
+        "The test left a signal watch: a Trainer that was not torn down, or a command that did not end"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +238,7 @@ def _no_thread_left() -> Iterator[None]:
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's configuration directory beside their module, on a machine without a GPU."""
+    """Write a user's configuration directory and module, on a machine without a GPU."""
     from tests.command.project import write_project
     from trainwright.core.processes import machine
 

@@ -1,4 +1,4 @@
-"""Modules that a test had imported from a folder of its own: the next test has others of the same names."""
+"""Removal of modules that a test imported from its own folder, since another test may reuse their names."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from types import ModuleType
 
 
 def forget_modules_of(folder: str | Path, before: Mapping[str, ModuleType] | None = None) -> None:
-    """Forget every module and package that was imported from within a folder.
+    """Remove every module and package that was imported from a folder from `sys.modules`.
 
     Args:
         folder: the folder.
-        before: a copy of `sys.modules` from before anything could be imported from it, so that of thousands of modules
-            only the new ones are looked at; None looks at all.
+        before: an earlier copy of `sys.modules`, whose modules are skipped; ``None`` skips none.
     """
     known, folder = before or {}, os.path.normpath(folder)
-    # One expression: the whole suite holds eighteen thousand modules, and this runs after every test.
+    # One expression, since this runs over 18,000 modules after every test.
     new = [(name, module) for name, module in list(sys.modules.items()) if known.get(name) is not module]
     for name, module in new:
         spec = getattr(module, "__spec__", None)

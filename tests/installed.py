@@ -1,4 +1,4 @@
-"""What `pip install -e .` leaves of a package, without pip: its metadata in a folder that is on the path."""
+"""Metadata of a package as `pip install -e .` writes it, in a folder on the import path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def install(folder: Path) -> None:
-    """Write the metadata of the package whose pyproject.toml stands in a folder; nothing where there is none."""
+    """Write the metadata of the package in a folder, if it has a pyproject.toml."""
     if not (folder / "pyproject.toml").exists():
         return
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -22,7 +22,7 @@ def install(folder: Path) -> None:
 
 
 def forget_strategies() -> None:
-    """Forget choices of strategies that a test's package has added to Hydra's store, where they would stay."""
+    """Remove strategies that a test's package added to Hydra's store."""
     module = sys.modules.get("hydra.core.config_store")
     store = {} if module is None else module.ConfigStore.instance().repo.get("strategy", {})
     for name in [name for name in store if not name.startswith("_")]:

@@ -1,19 +1,18 @@
-"""Ranks for tests: processes that fork from one warm server, live for the session, and run case after case.
+"""A pool of ranks for tests: processes forked from one server that has imported torch and Lightning.
 
-Starting a process that imports torch and Lightning takes four seconds; forking one that already holds them takes
-milliseconds. So one server process imports them once and never starts a thread (a fork of a process with threads can
-deadlock), ranks fork from it on demand, and a case reuses the ranks of the case before it:
+The server never starts a thread, since a fork of a process with threads can deadlock. Ranks are forked on demand and
+reused by one case after another:
 
-    def case(scale):                      # a function of a module, so a rank can import it
+    def case(scale):                      # at the top level of a module, so that a rank can import it
         tensor = torch.ones(1) * scale
         dist.all_reduce(tensor)
         return tensor.item()
 
     pool.run(case, 4, 2.0)                # [8.0, 8.0, 8.0, 8.0], one result per rank
 
-Around every case a rank gets a fresh default process group (gloo), seeds, environment and working folder, and after it
-everything a case may have left is undone. A case that raises fails with the traceback of every rank; a case that hangs
-fails with the Python stack of every rank, and the pool starts over.
+Each case gets a new default process group (gloo), seeds, environment and working folder, and its global state is reset
+afterwards. A case that raises fails with the traceback of every rank; a case that hangs fails with the Python stack of
+every rank, and the pool starts new ranks.
 """
 
 from __future__ import annotations
@@ -47,18 +46,17 @@ if TYPE_CHECKING:
     from trainwright.launch.ranks.local_store import LocalStore
 
 SEED = 1234
-# After the first rank of a case failed, the others have this long to fail or finish before they are ended (seconds).
+# Seconds that the other ranks of a case have to end after the first has failed.
 GRACE_SECONDS = 5.0
-# What a rank printed is shown in a failure from its end on, at most this much (characters).
+# Characters of a rank's output that a failure shows, from the end.
 OUTPUT_LIMIT = 6000
 
-# Of a rank between two cases. One that has more holds on to process groups of earlier cases. Each of these has three
-# threads that wake a hundred times a second: a dozen such ranks keep two cores busy with nothing.
+# A rank with more threads between two cases has leaked process groups, whose threads poll; it is replaced.
 MOST_THREADS = 8
 
 ROOT = Path(__file__).parents[1]
 
-# Signals by which native code ends a process.
+# Signals with which native code crashes.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS")
 
 context = multiprocessing.get_context("forkserver")
@@ -77,25 +75,25 @@ class RankError(AssertionError):
 
     @property
     def crashed(self) -> bool:
-        """Whether native code ended a rank."""
+        """Return whether native code crashed in a rank."""
         return any(text == f"was ended by {name}" for text in self.tracebacks.values() for name in CRASHES)
 
 
 class RankCrash(UserWarning):
-    """Native code crashed in a rank; the case is run once more."""
+    """Native code crashed in a rank; the case is repeated."""
 
 
 class RankTimeout(AssertionError):
-    """A case did not end in time; the message holds the Python stack of every rank that was still running."""
+    """A case did not end in time; the message holds the Python stack of each rank that still ran."""
 
 
 @dataclass(frozen=True)
 class Last:
-    """A result that ends the case: the other ranks may wait for this one forever.
+    """A result that ends the case, since the other ranks may wait for this one forever.
 
     Attributes:
         value: the result.
-        seconds: how long the others have to end, too. One that does not is ended, and its result is ``None``.
+        seconds: time for the others to end; the result of one that does not is ``None``.
     """
 
     value: Any
@@ -104,19 +102,18 @@ class Last:
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank is told to run.
+    """A function call on one rank.
 
     Attributes:
-        module, name: where the function is; a rank imports it.
-        args, kwargs: what it is called with.
-        rank, world_size: this rank's place.
-        store: where the ranks of this case meet, port of the pool's store and a name: a file in its place is looked at
-            every ten milliseconds by whoever waits, so that each process group would take as long.
-        port: a port that was free when the case began, for a case that makes its own process group.
-        folder: working folder of the case.
-        environment: the parent's environment, so that what a test set is seen by its ranks.
-        init_group: whether the default process group (gloo) is made before the function runs.
-        timeout: seconds; also the timeout of the process group.
+        module, name: of the function, which the rank imports.
+        args, kwargs: its arguments.
+        rank, world_size: of this rank.
+        store: port of the pool's store, and a prefix of keys. (A file store would poll every ten milliseconds.)
+        port: a free port, for a case that makes its own process group.
+        folder: working folder.
+        environment: the parent's environment.
+        init_group: whether to make the default process group (gloo) first.
+        timeout: seconds, also of the process group.
     """
 
     module: str
@@ -133,9 +130,9 @@ class Case:
     timeout: float
 
     def rank_environment(self) -> dict[str, str]:
-        """The variables torch elastic gives a rank; Lightning reads them and starts no process itself."""
+        """Return the variables that torch elastic sets for a rank; with them Lightning starts no process itself."""
         return {
-            # Lightning seeds a distributed rank anew by these, which seed_everything of an earlier test may have left.
+            # Of seed_everything in an earlier test; Lightning would seed ranks with them.
             **{
                 name: value for name, value in self.environment.items() if not name.startswith(("PL_GLOBAL", "PL_SEED"))
             },
@@ -157,10 +154,10 @@ class Case:
 
 
 def _serve(connection: Connection, output: Descriptor) -> None:
-    """Run cases until the parent hangs up. The process never leaves this function alive."""
+    """Run cases until the parent closes the connection, then exit."""
     _redirect_output(output.number)
     _die_with_parent()
-    # multiprocessing hands its own start method down, which would start a server in every rank.
+    # The inherited start method would start a server in every rank.
     multiprocessing.set_start_method("fork", force=True)
     # Ctrl-C belongs to the parent, which ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -168,7 +165,7 @@ def _serve(connection: Connection, output: Descriptor) -> None:
         try:
             case = pickle.loads(connection.recv_bytes())
         except EOFError:
-            # Interpreter shutdown with gloo's threads around aborts now and then, after all work was done.
+            # Interpreter shutdown sometimes aborts because of gloo's threads.
             os._exit(0)
         connection.send_bytes(pickle.dumps(_run_case(case)))
 
@@ -182,10 +179,7 @@ def _redirect_output(descriptor: int) -> None:
 
 
 def _print_stacks() -> None:
-    """Print stacks when the process is aborted, and on request.
-
-    Before every case: the end of a ``Trainer`` puts back the handlers that Python knew of, which these are not.
-    """
+    """Print stacks on abort and on SIGUSR1; before every case, since the end of a ``Trainer`` resets the handlers."""
     faulthandler.disable()
     faulthandler.enable(file=2)
     faulthandler.unregister(signal.SIGUSR1)
@@ -193,8 +187,8 @@ def _print_stacks() -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when the server ends, so a killed test run leaves no rank behind."""
-    # The server ends when the last holder of this descriptor does; that must be the test process, not a rank.
+    """Have the kernel kill this process when the server ends."""
+    # The server ends when the last process with this descriptor does, which must not be a rank.
     os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if sys.platform == "linux":
         import ctypes
@@ -204,7 +198,7 @@ def _die_with_parent() -> None:
 
 
 def _run_case(case: Case) -> tuple[str, Any, float]:
-    """``("result", pickled result, when)`` or ``("error", traceback, when)``; all processes share the clock."""
+    """Return ``("result", pickled result, time)`` or ``("error", traceback, time)``; processes share the clock."""
     ended = 0.0
     _print_stacks()
     try:
@@ -212,11 +206,11 @@ def _run_case(case: Case) -> tuple[str, Any, float]:
             try:
                 result = pickle.dumps(_imported(case.module, case.name)(*case.args, **case.kwargs))
             finally:
-                # Before the cleaning: that closes this rank's connections, and only then do the others fail too.
+                # Before cleaning up, which closes connections, so that other ranks fail later.
                 ended = time.monotonic()
         end_left_processes(os.getpid())
         return "result", result, ended
-    except BaseException:  # SystemExit too: a rank must answer whatever the case did
+    except BaseException:  # SystemExit too
         return "error", traceback.format_exc(), ended
 
 
@@ -229,7 +223,7 @@ def _imported(module: str, name: str) -> Any:
 
 @contextmanager
 def _clean_process(case: Case) -> Iterator[None]:
-    """Set up what a case may rely on, and undo what it may have left."""
+    """Set up the process state of a case, and reset it afterwards."""
     import numpy
     import torch
     import torch.distributed as dist
@@ -251,7 +245,7 @@ def _clean_process(case: Case) -> Iterator[None]:
             "gloo", store=dist.PrefixStore(name, store), rank=case.rank, world_size=case.world_size, timeout=timeout
         )
         del store
-        # A case without collectives may end, and close its connections, before another rank has made all of its own.
+        # Else a case without collectives could close its connections before another rank has made its own.
         dist.barrier()
     try:
         yield
@@ -260,8 +254,7 @@ def _clean_process(case: Case) -> Iterator[None]:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Which names the next groups get. Only the end of a default group puts it back: one that was never made, since
-        # ranks did not meet, leaves it higher than it is on the ranks of the next case.
+        # Names of groups contain this count; a default group that could not be made leaves it too high.
         dist.distributed_c10d._world.group_count = 0
         gc.collect()
         clear_mesh_caches()
@@ -274,7 +267,7 @@ def _clean_process(case: Case) -> Iterator[None]:
 
 
 def end_left_processes(parent: int, known: frozenset[int] = frozenset()) -> None:
-    """Fail if ``parent`` has children other than ``known`` that do not end by themselves within seconds; end them.
+    """Fail if ``parent`` has children other than ``known`` that do not end within seconds; kill them.
 
     Raises:
         AssertionError: with the command of each.
@@ -290,14 +283,14 @@ def end_left_processes(parent: int, known: frozenset[int] = frozenset()) -> None
 
 
 def end_marked_processes(mark: str, known: frozenset[int], before: frozenset[int] = frozenset()) -> None:
-    """Fail if a process whose environment holds ``mark`` outlives its parents, and end it.
+    """Fail if a process whose environment holds ``mark`` outlives its parents, and kill it.
 
     The caller, its children and the ranks of the pool (children of ``known``) do not count.
 
     Args:
-        mark: ``NAME=value``, as inherited by every process that the tests start.
-        known: the servers behind the pool.
-        before: processes that were there before the test: to read the environment of all takes long.
+        mark: ``NAME=value``, inherited by every process that tests start.
+        known: the servers of the pool.
+        before: processes from before the test, whose environment need not be read.
 
     Raises:
         AssertionError: with the command of each.
@@ -314,7 +307,7 @@ def end_marked_processes(mark: str, known: frozenset[int], before: frozenset[int
 
 
 def all_processes() -> frozenset[int]:
-    """Process ids of this machine."""
+    """Return all process ids of this machine."""
     return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
@@ -328,7 +321,7 @@ def _marked(mark: bytes, processes: frozenset[int]) -> set[int]:
 
 
 def _children(parent: int) -> set[int]:
-    """Living children; a child that ended is reaped by whoever holds its Popen or Process, and does not count."""
+    """Return children that have not ended."""
     found: set[int] = set()
     for task in Path(f"/proc/{parent}/task").glob("*/children"):
         with suppress(OSError):  # a thread that ended meanwhile
@@ -368,7 +361,7 @@ def _restore_torch() -> None:
 
 
 class Descriptor:
-    """An open file of the parent that arrives in a started process as a descriptor of its own."""
+    """An open file of the parent, pickled as a descriptor that is valid in the started process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -382,17 +375,17 @@ def _received(duplicate: Any) -> Descriptor:
 
 
 class _Rank:
-    """One forked process, the pipe to it and the file it prints into (which has no name, so it cannot be left)."""
+    """A forked process, the pipe to it, and an unnamed file for its output."""
 
     def __init__(self) -> None:
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         descriptor = self.output.fileno()
-        # Both sides share the file's offset; appending makes the parent's truncation between cases safe.
+        # Appending makes the parent's truncation between cases safe, since both share the offset.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
         self.connection, theirs = context.Pipe()
-        # Not a daemon, because multiprocessing forbids those the worker processes of a DataLoader.
+        # Not a daemon: those may not have the worker processes of a DataLoader.
         self.process = context.Process(target=_serve, args=(theirs, Descriptor(descriptor)), daemon=False)
-        # A new process begins in the folder of the one that starts it: a test's, which is removed when the test ends.
+        # A process starts in its parent's folder, and a test's is removed at its end.
         with chdir("/"):
             self.process.start()
         theirs.close()
@@ -416,7 +409,7 @@ class _Rank:
 
     @property
     def num_threads(self) -> int:
-        """Threads of the process now."""
+        """Current number of threads of the process."""
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def dump_stacks(self) -> None:
@@ -445,7 +438,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 class RankPool:
-    """Runs cases on ranks; see the module's text."""
+    """Runs cases on ranks; see the module's docstring."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
@@ -455,9 +448,9 @@ class RankPool:
 
     @staticmethod
     def warm() -> None:
-        """Start the server now, so that its imports overlap with whatever the caller does next."""
+        """Start the server, whose imports then overlap with what the caller does next."""
         context.set_forkserver_preload(["tests.preload"])
-        with chdir(ROOT):  # where it finds what it imports; a test is in a folder of its own
+        with chdir(ROOT):  # on its import path; a test runs in another folder
             multiprocessing.forkserver.ensure_running()
 
     @property
@@ -476,17 +469,17 @@ class RankPool:
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on ``world_size`` ranks at once.
 
-        A case in which native code crashed (see :data:`CRASHES`) is run once more on new processes, with a warning
-        that pytest shows: about one of two thousand cases crashes somewhere among gloo's threads, each time elsewhere.
+        A case in which native code crashed (see :data:`CRASHES`) is repeated once on new processes, with a warning:
+        about one of two thousand cases crashes in gloo's threads.
 
         Args:
             function: a function at the top level of a module.
             world_size: number of ranks.
             timeout: seconds the case may take.
-            init_group: whether each rank finds the default process group (gloo) already made.
+            init_group: whether the default process group (gloo) is made first.
 
         Returns:
-            What each rank returned, by rank.
+            The result of each rank.
 
         Raises:
             RankError: if a rank raised or died.
@@ -494,7 +487,7 @@ class RankPool:
         """
         if "<" in function.__qualname__:
             raise ValueError(
-                f"{function.__qualname__} must stand at the top level of a module, so ranks can import it."
+                f"{function.__qualname__} must be defined at the top level of a module, so that ranks can import it."
             )
         try:
             return self._run(function, world_size, args, kwargs, timeout, init_group)
@@ -544,11 +537,11 @@ class RankPool:
             return results
         finally:
             if not clean:
-                # Whatever went wrong, an interrupt included, may have left ranks in the middle of a collective.
+                # After any failure or interrupt, ranks may be in the middle of a collective.
                 self.close(kill=True)
 
     def _meet(self) -> tuple[int, str]:
-        """Port of the store, and a name that no other case has there."""
+        """Return the port of the store, and a prefix of keys that no other case has."""
         from trainwright.launch.ranks.local_store import LocalStore
 
         if self._store is None:
@@ -557,14 +550,14 @@ class RankPool:
         return self._store.port, f"case_{self._cases}"
 
     def _replace_burdened(self) -> None:
-        """Exchange ranks in which earlier cases go on; a fork costs less than they do."""
+        """Replace ranks that leaked threads; a fork costs less than these."""
         for index, rank in enumerate(self._ranks):
             if rank.num_threads > MOST_THREADS:
                 rank.end(kill=True)
                 self._ranks[index] = _Rank()
 
     def _collect(self, world_size: int, timeout: float) -> tuple[list[Any], bool]:
-        """Results by rank, and whether all ranks are ready for another case."""
+        """Return results by rank, and whether all ranks are ready for another case."""
         waiting = {self._ranks[rank].connection: rank for rank in range(world_size)}
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str]] = {}
@@ -583,7 +576,7 @@ class RankPool:
                     results[rank] = value
                     continue
                 failures[rank] = (ended, value)
-                # The others may wait for this rank forever.
+                # The others may wait for it forever.
                 end = min(end, time.monotonic() + GRACE_SECONDS)
         if waiting and (failures or not ended_by_result):
             self._dump(sorted(waiting.values()))
@@ -616,12 +609,12 @@ class RankPool:
 
     def _outputs(self, ranks: list[int]) -> str:
         printed = {rank: self._ranks[rank].printed() for rank in ranks}
-        # Of a long text only the beginning may be shown where tests run: what ranks are doing comes first.
-        doing = [f"--- rank {rank} is here\n{_main_stack(text)}" for rank, text in printed.items()]
+        # The innermost frames come first, since a long message may be cut.
+        doing = [f"--- rank {rank} is at\n{_main_stack(text)}" for rank, text in printed.items()]
         return "\n\n".join([*doing, *(f"--- rank {rank}\n{text}" for rank, text in printed.items())])
 
     def close(self, kill: bool = False) -> None:
-        """End every rank; the next case forks new ones."""
+        """End all ranks; the next case forks new ones."""
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.end(kill)
@@ -631,12 +624,12 @@ class RankPool:
 
 
 def _main_stack(printed: str) -> str:
-    """The innermost frames of the main thread, of a text that ends with its stack."""
+    """Return the innermost frames of the main thread, from a text that ends with its stack."""
     return "\n".join(printed.rpartition("Current thread")[2].splitlines()[1:13])
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """Return an unused port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

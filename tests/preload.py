@@ -1,4 +1,4 @@
-"""Imports of the rank pool's server, made once before it forks ranks and commands."""
+"""Imports of the rank pool's server, made once and shared by all ranks and commands."""
 
 import functools
 import gc
@@ -17,13 +17,13 @@ import torch.optim.swa_utils  # noqa: F401
 
 import trainwright
 
-# Lightning looks through all installed packages for plugins whenever a Trainer is made; they stay the same here.
+# Lightning searches all installed packages for plugins whenever a Trainer is made.
 _found = importlib.metadata.entry_points
 _cached = functools.cache(_found)
 
 
 def _entry_points(**words: Any) -> Any:
-    # Tests install packages that have strategies.
+    # Tests install packages with strategies.
     return _found(**words) if words.get("group") == "trainwright.strategies" else _cached(**words)
 
 
@@ -39,7 +39,7 @@ LOADED = (
     "trainwright.command.verbs",
     "trainwright.launch.ranks.progress",
     "trainwright.launch.rank",
-    # What cases need beside it. Each rank would import it anew, and so would each that takes a burdened one's place.
+    # Of cases.
     "pytest",
     "tests.parity.layouts",
     "tests.parity.layout_modules",
@@ -57,11 +57,11 @@ LOADED = (
     "tensorboard.summary.v1",
     "torch.utils.tensorboard",
 )
-# Nothing but a user's code reads parts of a strategy under their former names.
+# Only user code may use former names of a strategy's parts.
 warnings.filterwarnings("error", message=r"strategy\.\w+ is strategy\.", category=DeprecationWarning)
 own = (module.name for module in pkgutil.walk_packages(trainwright.__path__, "trainwright.", onerror=lambda _: None))
 for name in (*LOADED, *(name for name in own if not name.endswith(("__main__", ".started", ".preload")))):
-    # A module that does not import is reported by the test that needs it; the server must live on.
+    # The test that needs a module reports that it cannot be imported.
     with suppress(Exception):
         importlib.import_module(name)
 
@@ -69,6 +69,6 @@ for name in (*LOADED, *(name for name in own if not name.endswith(("__main__", "
 with suppress(Exception):
     importlib.import_module("trainwright.command.schema.compose").compose_checked(["recipe=gpt", "strategy=ddp"])
 
-# What is imported stays for good: a rank that collects garbage need not walk it, nor copy its pages.
+# So that garbage collection in a rank neither walks nor copies the pages of modules.
 gc.collect()
 gc.freeze()

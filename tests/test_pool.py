@@ -1,4 +1,4 @@
-"""The pool of ranks must give results, or say what went wrong: never hang, never leave anything."""
+"""The rank pool returns results or reports what failed, never hangs, and leaks nothing."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.pool import RankCrash, RankError, RankPool, RankTimeout
 
 @pytest.fixture(scope="module")
 def own_pool():
-    """A pool whose ranks these tests may kill."""
+    """Return a pool whose ranks these tests may kill."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -44,7 +44,7 @@ def make_own_group():
 
 
 def fail_to_meet():
-    """The other rank never comes; torch has counted the group by then."""
+    """Fail to make a group, since the other rank is missing; torch has counted it by then."""
     with pytest.raises(RuntimeError):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.1))
     return dist.distributed_c10d._world.group_count
@@ -129,7 +129,7 @@ def test_results_come_back_by_rank(ranks, world_size):
     assert all(torch.equal(tensor, torch.full((2,), expected)) for _, tensor in results)
 
 
-def test_ranks_know_their_place(ranks):
+def test_ranks_have_the_environment_of_torch_elastic(ranks):
     worlds = ranks(describe_world, 2)
     assert [w["RANK"] for w in worlds] == ["0", "1"]
     assert {w["WORLD_SIZE"] for w in worlds} == {"2"}
@@ -176,17 +176,17 @@ def test_a_failure_shows_every_traceback(own_pool):
     assert "about to fail" in message
     assert message.index("--- rank 1") < message.index("--- rank 0"), "the first to fail stands on top"
     assert 1 in failure.value.tracebacks
-    assert own_pool.run(draw, 2), "the pool goes on"
+    assert own_pool.run(draw, 2), "the pool is usable again"
 
 
 def test_a_hang_shows_where(own_pool):
     with pytest.raises(RankTimeout, match="1 of 2 rank") as failure:
         own_pool.run(hang_on_rank, 2, 1, timeout=2)
     assert "sleep_for_long" in str(failure.value)
-    assert own_pool.run(draw, 2), "the pool goes on"
+    assert own_pool.run(draw, 2), "the pool is usable again"
 
 
-def test_a_death_is_named(own_pool):
+def test_a_killed_rank_is_reported(own_pool):
     with pytest.raises(RankError, match="rank 0\nwas ended by SIGKILL"):
         own_pool.run(kill_rank, 2, 0)
 
@@ -233,7 +233,7 @@ def crash_always() -> None:
     os.abort()
 
 
-def test_a_crash_of_native_code_is_tried_once_more_and_told(own_pool, tmp_path):
+def test_a_native_crash_is_retried_once_with_a_warning(own_pool, tmp_path):
     with pytest.warns(RankCrash, match=r"crash_once is run once more[\s\S]*rank 0\nwas ended by SIGABRT"):
         assert own_pool.run(crash_once, 2, str(tmp_path / "marker")) == ["done", "done"]
     with pytest.warns(RankCrash), pytest.raises(RankError, match="was ended by SIGABRT"):

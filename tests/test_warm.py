@@ -16,7 +16,7 @@ print(*(open(f"/proc/self/{name}").read().rstrip("\\0").split("\\0") for name in
 """
 
 
-def test_it_is_what_was_asked_for(tmp_path: Path) -> None:
+def test_it_looks_like_a_started_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WHAT_IT_IS)
     words, environment = [sys.executable, str(script), "a", "b c"], {"NAME": "value"}

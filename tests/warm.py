@@ -1,12 +1,9 @@
-"""Commands of this Python that are forked from the server of the rank pool, which has imported everything.
-
-A command that trains imports torch and Lightning in itself and in its fork server: six seconds of CPU. Forked, both
-have them already:
+"""Python commands forked from the server of the rank pool, which saves them six seconds of imports.
 
     warm_run([sys.executable, "-m", "trainwright", "fit", "recipe=gpt"], capture_output=True)     # as subprocess.run
 
-The process is a child of the caller, with the words, environment, folder, session, files and end of a started one. What
-depends on a real start (what a module imports, a signal during imports) takes `subprocess`.
+The process is a child of the caller, with the arguments, environment, folder, session, files and exit of a started one.
+Tests that depend on a real start (imports, signals during imports) use `subprocess`.
 """
 
 from __future__ import annotations
@@ -37,15 +34,15 @@ from typing import Any, NoReturn
 from tests.pool import Descriptor, RankPool, context
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
-# Where the kernel keeps the words and the environment that it shows of a process: fields of /proc/self/stat.
+# Fields of /proc/self/stat: addresses of the arguments and the environment that the kernel shows.
 _WORDS, _ENVIRONMENT = 48, 50
-# What an agent starts in turn: forked too, from the agent.
+# Modules that an agent starts, also by forking.
 _STARTED = {"trainwright", "trainwright.command.engine_rank"}
 _cold_server, _cold_fork = multiprocessing.util.spawnv_passfds, subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """:class:`subprocess.Popen` of ``[sys.executable, "-m", module, ...]``, ``"-c", code`` or a script's path."""
+    """:class:`subprocess.Popen` of ``[sys.executable, "-m", module, ...]``, ``"-c", code`` or the path of a script."""
 
     def _execute_child(self, *args: Any) -> None:
         cold, subprocess._fork_exec = subprocess._fork_exec, _forked_by_server  # type: ignore[attr-defined]
@@ -72,7 +69,7 @@ def warm_run(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What `_posixsubprocess.fork_exec` is asked for."""
+    """Arguments of `_posixsubprocess.fork_exec`."""
 
     words: list[str]
     environment: dict[bytes, bytes]
@@ -81,7 +78,7 @@ class _Asked:
 
     @classmethod
     def of(cls, *asked: Any) -> tuple[_Asked, list[int]]:
-        """It, and the descriptors of standard input, output and error."""
+        """Return them, and the descriptors of standard input, output and error."""
         words, _, _, _, folder, environment, stdin, _, _, stdout, _, stderr, _, _, _, new_session = asked[:16]
         variables = os.environb if environment is None else dict(each.split(b"=", 1) for each in environment)
         found = cls([os.fsdecode(word) for word in words], dict(variables), os.path.abspath(folder or "."), new_session)
@@ -89,13 +86,13 @@ class _Asked:
 
 
 def _forked_by_server(*asked: Any) -> int:
-    """Stands for `fork_exec`: the process id of a child of this process."""
+    """Replace `fork_exec`; return the process id of a child of this process."""
     wanted, files = _Asked.of(*asked)
     RankPool.warm()
     ours, theirs = context.Pipe(duplex=False)
     told = (theirs, wanted, [Descriptor(number) for number in files])
     process = context.Process(target=_fork_again, args=told)
-    # The process between the server and the new one ends at once, and leaves it to this one.
+    # The intermediate process ends at once, so that this one adopts the new one.
     _adopt(True)
     try:
         with chdir("/"):
@@ -125,7 +122,7 @@ def _fork_again(starter: Connection, wanted: _Asked, files: list[Descriptor]) ->
 
 
 def _forked_here(*asked: Any) -> int:
-    """Stands for `fork_exec` in a forked process, for what an agent starts."""
+    """Replace `fork_exec` in a forked process, for what an agent starts."""
     wanted, files = _Asked.of(*asked)
     if "-m" not in wanted.words[:-1] or wanted.words[wanted.words.index("-m") + 1] not in _STARTED:
         return int(_cold_fork(*asked))
@@ -142,7 +139,7 @@ def _forked_here(*asked: Any) -> int:
 
 
 def _become(wanted: _Asked, files: list[int]) -> NoReturn:
-    """Be a process that has just been started, but for its modules."""
+    """Make this process look newly started, apart from its modules."""
     words, environment = wanted.words, wanted.environment
     for number, file in enumerate([os.dup(file) for file in files]):
         os.dup2(file, number)
@@ -157,7 +154,7 @@ def _become(wanted: _Asked, files: list[int]) -> NoReturn:
     os.environ.clear()
     os.environb.update(environment)
     _show(_WORDS, [os.fsencode(word) for word in words])
-    # What is new comes first, should the rest not fit.
+    # New variables first, in case not all fit.
     variables = sorted(environment.items(), key=lambda item: item in before.items())
     _show(_ENVIRONMENT, [b"=".join(item) for item in variables])
     sys.stdin, sys.orig_argv = open(0, closefd=False), list(words)  # noqa: SIM115
@@ -168,7 +165,7 @@ def _become(wanted: _Asked, files: list[int]) -> NoReturn:
 
 
 def _forget_multiprocessing() -> None:
-    """Have this process be nobody's child, with a server and a tracker of its own."""
+    """Reset multiprocessing: no parent, and a server and a tracker of its own."""
     multiprocessing.forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc]
     multiprocessing.resource_tracker._resource_tracker.__init__()  # type: ignore[attr-defined, misc]
     multiprocessing.set_start_method(None, force=True)
@@ -182,7 +179,7 @@ def _forget_multiprocessing() -> None:
 
 
 def _end(words: list[str]) -> NoReturn:
-    """Run what the words say, and end as an interpreter does."""
+    """Run the arguments of an interpreter, and exit as it does."""
     code = 0
     try:
         _run(words)
@@ -221,7 +218,7 @@ def _run(words: list[str]) -> None:
 
 
 def _server(path: bytes, words: list[str | bytes], files: Sequence[int]) -> int:
-    """Stands for `multiprocessing.util.spawnv_passfds`: forks the fork server from this process while that can."""
+    """Replace `multiprocessing.util.spawnv_passfds`: fork the fork server from this process while it has one thread."""
     code = os.fsdecode(words[-1])
     if "forkserver" not in code or len(os.listdir("/proc/self/task")) > 1:
         return int(_cold_server(path, words, files))
@@ -237,7 +234,7 @@ def _server(path: bytes, words: list[str | bytes], files: Sequence[int]) -> int:
 
 
 def _show(field: int, parts: Sequence[bytes]) -> None:
-    """Write over what the kernel shows of this process."""
+    """Overwrite the arguments or environment that the kernel shows of this process."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(fields[number - 3]) for number in (field, field + 1))
     ctypes.memmove(start, b"\0".join(parts)[: end - start - 1].ljust(end - start, b"\0"), end - start)

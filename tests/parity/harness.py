@@ -1,7 +1,7 @@
-"""Parity: one process in a bare PyTorch loop against ``trainwright.Trainer`` under a strategy.
+"""Parity of ``trainwright.Trainer`` under a strategy with a bare PyTorch loop on one process.
 
 Both give a :class:`Record`: the loss of every optimizer step, the gradients that the last step saw, and all parameters
-after it, by name. A record holds whole tensors on the CPU, so records of any two layouts compare.
+after it, by name, as whole tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLIPPING: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, the same for the reference and every strategy.
+    """A training run, the same for the reference and every strategy.
 
     Args:
         module: name in :data:`tests.parity.modules.MODULES`.
@@ -46,13 +46,13 @@ class Case:
     clipping: str = "off"
     accumulation: int = 1
     global_batch_size: int = 12
-    steps: int = 4
+    steps: int = 3
     samples: int = 48
 
 
 @dataclass
 class Record:
-    """What a run computed."""
+    """Results of a run."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Record:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor on the CPU; a collective for a DTensor."""
+    """Return a copy of the whole tensor on the CPU; a collective for a DTensor."""
     if isinstance(tensor, DTensor):
         from trainwright.strategies.state.wholes import whole_tensor
 
@@ -74,10 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @cache
 def bare_loop(case: Case) -> Record:
-    """Train in a loop that knows neither Lightning's Trainer nor ranks: one batch per optimizer step.
-
-    Made once, so a test that changes what it gets changes a copy.
-    """
+    """Train in a bare loop, one batch per optimizer step; cached, so callers must not change the record."""
     module, data, record = make_module(case.module), Tokens(case.samples), Record()
     optimizer: Any = module.configure_optimizers()
     for step in range(case.steps):
@@ -96,7 +93,7 @@ def bare_loop(case: Case) -> Record:
 
 
 def named_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole gradients by the name of their parameter."""
+    """Return whole gradients by the name of their parameter."""
     return {name: whole(p.grad) for name, p in parameters if p.grad is not None}
 
 
@@ -113,7 +110,7 @@ def _clip(module: pl.LightningModule, case: Case) -> None:
 
 
 class Recorder(pl.Callback):
-    """Fills a :class:`Record`, by what a callback may read."""
+    """Fills a :class:`Record` from a callback."""
 
     looks_at_parameters = False  # where Trainers ask: between a step and the next forward
 
@@ -146,7 +143,7 @@ class Recorder(pl.Callback):
 
     @staticmethod
     def looks_at(trainer: pl.Trainer) -> bool:
-        """Whether this step may be the last, of which alone gradients are kept: to gather them takes half of a step."""
+        """Return whether this step may be the last; gathering gradients takes half of a step, so only its are kept."""
         if trainer.max_steps != -1:
             return trainer.global_step + 1 >= trainer.max_steps
         left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
@@ -156,11 +153,11 @@ class Recorder(pl.Callback):
         self.record.parameters = {n: whole(p) for n, p in pl_module.named_parameters()}
 
 
-# Strategies that need a plan of the module; see test_layouts.py.
+# Strategies that need a plan of the module: see test_layouts.py.
 CUTTING = ("hybrid", "tensor", "pipeline", "context", "expert")
-# Ranks never see the averaged gradient of a step, which a Record holds; see tests/strategies/parameter_server.
+# Ranks never have the averaged gradient of a step, which a Record holds: see tests/strategies/parameter_server.
 AVERAGED_ELSEWHERE = ("parameter_server",)
-# Strategies under which ranks are to differ for a while; see tests/strategies/local_updates.
+# Replicas differ between synchronizations: see tests/strategies/local_updates.
 DIFFERING = ("local_sgd", "diloco")
 
 QUIET: dict[str, Any] = {
@@ -174,27 +171,24 @@ QUIET: dict[str, Any] = {
 
 
 def data_parallel_names() -> tuple[str, ...]:
-    """Names of the strategies that need nothing of a module and compute what one process computes."""
+    """Return the strategies that work with any module and compute what one process computes."""
     from trainwright.strategies.contract.registry import strategy_names
 
     return tuple(name for name in strategy_names() if name not in (*CUTTING, *AVERAGED_ELSEWHERE, *DIFFERING))
 
 
 def make_loader(samples: int, batch_size: int, **options: Any) -> DataLoader:
-    """A loader over :class:`Tokens`."""
+    """Return a loader over :class:`Tokens`."""
     return DataLoader(Tokens(samples), batch_size=batch_size, **options)
 
 
 def world_size() -> int:
-    """Number of ranks of the default process group, 1 without one."""
+    """Return the number of ranks of the default process group, 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def make_trainer(strategy: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> Any:
-    """A ``trainwright.Trainer`` on the ranks of the default process group that writes nothing.
-
-    Without a certificate, unless ``options`` ask for one: tests compare by themselves, and it takes as long as they do.
-    """
+    """Return a ``trainwright.Trainer`` on the default process group that writes nothing and has no certificate."""
     from trainwright.strategies.contract.registry import make_strategy
     from trainwright.trainer.trainer import Trainer
 
@@ -221,7 +215,7 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
 
 
 def train_with_lightning(case: Case, strategy: str, options: dict[str, Any]) -> Record:
-    """As :func:`train`, by Lightning's own Trainer, which knows nothing of global batches: the loader deals samples."""
+    """Train as :func:`train` does, with Lightning's own Trainer and a loader that selects the samples of a rank."""
     from trainwright.strategies.contract.registry import make_strategy
 
     recorder = Recorder()
@@ -249,7 +243,7 @@ def train_with_lightning(case: Case, strategy: str, options: dict[str, Any]) -> 
 
 
 def differences(record: Record, reference: Record, tolerance: float = TOLERANCE) -> list[str]:
-    """What differs by more than ``tolerance``: of the loss, or of the norm of a gradient or parameter."""
+    """Describe what differs by more than ``tolerance``, relative to a loss or the norm of a gradient or parameter."""
     found = []
     if len(record.losses) != len(reference.losses):
         found.append(f"{len(record.losses)} losses instead of {len(reference.losses)}")

@@ -1,4 +1,4 @@
-"""Modules that layouts cut: ours, torch's own and Hugging Face's. No line of this file knows of a layout."""
+"""Modules for layouts, written without them in mind: ours, torch's and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gpt(tied: bool = True, layers: int = 4) -> nn.Module:
 
 
 class Tempered(nn.Module):
-    """Our GPT with a trained number after the head, which is a parameter of its own beside the blocks."""
+    """Our GPT with a trained temperature, a parameter outside of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Tempered(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own encoder, with positions as a parameter."""
+    """torch's encoder, with positions as a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,11 +146,11 @@ class HuggingFaceModel(LanguageModel):
         return tokens
 
 
-def _hugging_face(kind: str) -> nn.Module:
+def _hugging_face(kind: str, layers: int = 4) -> nn.Module:
     import transformers
 
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
-    wide = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    wide = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
     grouped = {**wide, "num_key_value_heads": 2}
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **grouped))
@@ -158,7 +158,7 @@ def _hugging_face(kind: str) -> nn.Module:
         return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **grouped))
     if kind == "gpt2":
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(**sizes, n_embd=32, n_layer=4, n_head=4, n_positions=16, **off)
+        config = transformers.GPT2Config(**sizes, n_embd=32, n_layer=layers, n_head=4, n_positions=16, **off)
         return transformers.GPT2LMHeadModel(config)
     config = transformers.MixtralConfig(**sizes, **grouped, num_local_experts=4, num_experts_per_tok=2)
     return transformers.MixtralForCausalLM(config)
@@ -175,13 +175,14 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: _hugging_face("llama"),
     "qwen2": lambda: _hugging_face("qwen2"),
     "gpt2": lambda: _hugging_face("gpt2"),
+    "gpt2-small": lambda: _hugging_face("gpt2", layers=2),
     "mixtral": lambda: _hugging_face("mixtral"),
 }
-HUGGING_FACE = ("llama", "qwen2", "gpt2", "mixtral")
+HUGGING_FACE = ("llama", "qwen2", "gpt2", "gpt2-small", "mixtral")
 
 
 def make_module(network: str, optimizer: str = "sgd") -> pl.LightningModule:
-    """The module around ``network``; the same weights whatever was drawn before."""
+    """Return the module around ``network``, with the same weights each time."""
     torch.manual_seed(3)
     special: dict[str, type[LanguageModel]] = {"odd": OddModel, "masked": MaskedModel}
     kind = HuggingFaceModel if network in HUGGING_FACE else special.get(network, LanguageModel)

@@ -1,4 +1,4 @@
-"""Runs modules under layouts and on one process, and compares."""
+"""Runs of modules under layouts and on one process, and their comparison."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def _data_ranks(case: LayoutCase) -> int:
 
 
 def run_all(cases: list[LayoutCase]) -> list[Record]:
-    """On every rank: one case after the other."""
+    """Train each case on every rank."""
     return [run(case) for case in cases]
 
 
 def reference(case: LayoutCase) -> Record:
-    """The same steps in a bare loop on one process, made once whatever the layout."""
+    """Return the record of a bare loop on one process, cached for all layouts."""
     return _bare_loop(
         case.network, case.optimizer, case.global_batch_size, case.steps, case.samples, case.length, case.clip
     )
@@ -146,7 +146,7 @@ def _bare_loop(
 
 
 def assert_layouts(ranks: Any, world_size: int, cases: list[LayoutCase], timeout: float = 120) -> None:
-    """Every rank's record of every case equals one process's."""
+    """Assert that the record of each rank and case equals that of one process."""
     results = ranks(run_all, world_size, cases, timeout=timeout)
     found = [
         f"rank {rank}, {case}: {difference}"

@@ -1,7 +1,6 @@
-"""Modules written for plain Lightning and one device, and the data they learn from.
+"""Modules written for plain Lightning and one device, and their data.
 
-No line of this file knows of a layout, and a test holds that no strategy changes it. The sizes are odd on purpose: rows
-do not divide evenly by 2 or 4 ranks, and some tensors have fewer rows than ranks.
+The sizes are odd on purpose: rows do not divide evenly by 2 or 4 ranks, and some tensors have fewer rows than ranks.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class Plain(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-# What parity is shown for: name -> (class, arguments).
+# Name -> (class, arguments).
 MODULES: dict[str, tuple[type[pl.LightningModule], dict[str, object]]] = {
     "decoder-sgd": (LanguageModel, {"optimizer": "sgd"}),
     "decoder-adamw": (LanguageModel, {"optimizer": "adamw"}),
@@ -145,7 +144,7 @@ MODULES: dict[str, tuple[type[pl.LightningModule], dict[str, object]]] = {
 
 
 def make_module(name: str) -> pl.LightningModule:
-    """The module called ``name``, the same weights each time."""
+    """Return the module called ``name``, with the same weights each time."""
     cls, arguments = MODULES[name]
     torch.manual_seed(11)
     return cls(**arguments)

@@ -1,4 +1,4 @@
-"""Optimizers as people write them: those of torch, and those whose update of a weight needs more than an element."""
+"""Optimizers of torch and of users, elementwise and not."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Sam(Optimizer):
 
 
 class KeepsList(torch.optim.SGD):
-    """Has a list of its own of the parameters."""
+    """Keeps its own list of parameters."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)

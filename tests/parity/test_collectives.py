@@ -1,7 +1,8 @@
-"""What user code asks of all ranks is asked of those that read different samples, under every layout."""
+"""Collectives of user code run over the data ranks, under every layout."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +20,7 @@ from tests.parity.harness import differences, make_trainer
 from tests.parity.layout_modules import VOCABULARY, LanguageModel
 from tests.parity.layouts import Texts, WholeRecorder
 
-# What every layout is held against: data parallelism over as many data ranks.
+# Each layout is compared with DDP over as many data ranks.
 DDP: dict[str, Any] = {"strategy": "ddp"}
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tensor": (2, 1, {"tensor": 2, "shard": 1}),
@@ -31,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 class Watcher(pl.Callback):
-    """A metric that is no part of the module."""
+    """A metric outside of the module."""
 
     def __init__(self) -> None:
         self.batches = SumMetric()
@@ -46,7 +47,7 @@ class Watcher(pl.Callback):
 
 
 class Asks(LanguageModel):
-    """Asks other ranks for values wherever people do."""
+    """Runs collectives wherever people do."""
 
     def __init__(self, network: str) -> None:
         super().__init__(network)
@@ -120,10 +121,16 @@ def train(options: dict[str, Any], data_ranks: int, validated: int) -> tuple[Any
     return recorder.record, {**module.found, **logged, "watched": watcher.found}
 
 
+@pytest.fixture(scope="module")
+def under_ddp(pool: Any) -> Any:
+    """Return the results of DDP by number of ranks, cached."""
+    return cache(lambda data_ranks: pool.run(train, data_ranks, DDP, data_ranks, 9)[0])
+
+
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_collectives_of_users_run_over_data_ranks(ranks: Any, layout: str) -> None:
+def test_collectives_of_users_run_over_data_ranks(ranks: Any, under_ddp: Any, layout: str) -> None:
     world_size, data_ranks, options = LAYOUTS[layout]
-    expected, told = ranks(train, data_ranks, DDP, data_ranks, 9)[0]
+    expected, told = under_ddp(data_ranks)
     assert told["trained on"] == [16.0, 16.0, 32.0, 32.0]
     for record, found in ranks(train, world_size, options, data_ranks, 9):
         assert differences(record, expected) == []

@@ -1,4 +1,4 @@
-"""``trainwright.Trainer`` calls what Lightning's Trainer calls, in the same order, and reports the same progress."""
+"""Hooks, logged values and progress of ``trainwright.Trainer`` equal those of Lightning's Trainer, in order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALLBACK_HOOKS = sorted(
 
 
 class Learner(pl.LightningModule):
-    """Logs in every way there is, with a scheduler per step; ``manual`` optimizes by itself."""
+    """Logs in every way, with a scheduler per step; ``manual``: with manual optimization."""
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Learner(pl.LightningModule):
 
 
 class MemoryLogger(Logger):
-    """Keeps what is logged."""
+    """Keeps logged values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class MemoryLogger(Logger):
 
 
 def listen_in_module(module: pl.LightningModule, calls: list[str], hooks: list[str]) -> None:
-    """Give ``module`` a class whose every hook writes its name down and does what it did."""
+    """Give ``module`` a class whose hooks append their names to ``calls``."""
 
     def listener(name: str) -> Callable[..., Any]:
         original = getattr(type(module), name)
@@ -117,7 +117,7 @@ def listening_callback(calls: list[str]) -> pl.Callback:
 
 
 def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Arguments, by what tells calls apart: batches by content, outputs by loss, others by class or value."""
+    """Describe arguments: batches by content, outputs by loss, others by class or value."""
     return ", ".join(describe_one(value) for value in [*args, *kwargs.values()])
 
 
@@ -202,12 +202,13 @@ def assert_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
         assert ours[kind] == theirs[kind], kind
 
 
-@pytest.mark.parametrize("listeners", ["callback", "module", "callback module", "nobody"])
 @pytest.mark.parametrize("situation", list(SITUATIONS))
-def test_hooks_come_in_lightnings_order(ranks, situation, listeners):
-    theirs, ours = ranks(record_both, 1, "single", listeners, SITUATIONS[situation], False)[0]
-    assert listeners == "nobody" or len(theirs["calls"]) > 20
-    assert_same(theirs, ours)
+def test_hooks_are_called_in_lightnings_order(ranks, situation):
+    # Where a hook is not overridden, the loop takes a shorter path.
+    for listeners in ("callback", "module", "callback module", "none"):
+        theirs, ours = ranks(record_both, 1, "single", listeners, SITUATIONS[situation], False)[0]
+        assert listeners == "none" or len(theirs["calls"]) > 20
+        assert_same(theirs, ours)
 
 
 @pytest.mark.parametrize("situation", ["plain", "validation-within", "max-steps"])

@@ -1,7 +1,7 @@
-"""Ordinary files under layouts: full state, resumed under the same layout to the bit, on one process within rounding.
+"""Whole checkpoint files under layouts: complete state, resumed to the bit, or on one process within rounding.
 
-A user who gives a ``CheckpointIO`` plugin of his own gets whole ordinary files; without one run states are written, see
-``test_run_state.py``, and averaged weights are tested in those here.
+A ``CheckpointIO`` plugin of the user writes such files; without one run states are written (``test_run_state.py``), in
+which averaged weights are tested here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainwright.core.layout import Layout
 SAVED_AT, STEPS = 2, 4
 
 CASES = {
-    "tensor": (2, LayoutCase("gpt2", {"tensor": 2, "shard": 1})),
+    "tensor": (2, LayoutCase("gpt2-small", {"tensor": 2, "shard": 1})),
     "pipeline": (2, LayoutCase("gpt2", {"pipeline": 2, "schedule": "interleaved_1f1b"})),
     "expert": (2, LayoutCase("mixtral", {"expert": 2})),
-    "pipeline x shard, stage 1": (4, LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "stage": 1})),
-    "tensor x shard": (4, LayoutCase("gpt2", {"tensor": 2, "shard": 2})),
+    "pipeline x shard, stage 1": (4, LayoutCase("gpt2-small", {"pipeline": 2, "shard": 2, "stage": 1})),
+    "tensor x shard": (4, LayoutCase("gpt2-small", {"tensor": 2, "shard": 2})),
 }
 
 
@@ -94,7 +94,7 @@ def test_checkpoints_hold_the_whole_state(ranks, tmp_path, name):
 
 
 def average(case: LayoutCase, folder: str, strategy: str = "hybrid") -> Any:
-    """Weights averaged over steps: what is validated, saved, resumed and left at the end."""
+    """Train, save and resume with averaged weights; return each run's record and validation loss."""
     trainers = []
     for resumed in (None, Path(folder) / f"step={SAVED_AT}.ckpt"):
         saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
@@ -120,18 +120,18 @@ def average(case: LayoutCase, folder: str, strategy: str = "hybrid") -> Any:
 
 @pytest.fixture(scope="module")
 def averaged_alone(pool, tmp_path_factory) -> tuple[Any, Path]:
-    """What one process gives, and where it saved."""
+    """Return the result of one process, and where it saved."""
     folder = tmp_path_factory.mktemp("one")
-    return pool.run(average, 1, LayoutCase("gpt2"), str(folder), "single", init_group=False)[0], folder
+    return pool.run(average, 1, LayoutCase("gpt2-small"), str(folder), "single", init_group=False)[0], folder
 
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"pipeline": 2, "shard": 2}), (4, {"pipeline": 2, "tensor": 2})],
+    [(2, {"tensor": 2}), (4, {"pipeline": 2, "shard": 2}), (4, {"pipeline": 2, "tensor": 2})],
 )
 def test_averaged_weights(ranks, averaged_alone, tmp_path, size, options):
     alone, one_folder = averaged_alone
-    results = ranks(average, size, LayoutCase("gpt2", {"shard": 1, **options}), str(tmp_path), timeout=120)
+    results = ranks(average, size, LayoutCase("gpt2-small", {"shard": 1, **options}), str(tmp_path), timeout=120)
     for found in results:
         for (record, loss), (expected, expected_loss) in zip(found, alone, strict=True):
             assert loss == pytest.approx(expected_loss, rel=1e-5)

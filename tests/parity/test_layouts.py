@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes: losses, every gradient, every parameter by name."""
+"""Parity of every layout with one process: losses, gradients and parameters by name."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TWO: dict[str, LayoutCase] = {
     "tensor, llama, loss parallel": LayoutCase(
         "llama", {"tensor": 2, "sequence_parallel": True, "loss_parallel": True}, **EVEN
     ),
-    "tensor, gpt2": LayoutCase("gpt2", {"tensor": 2, "activation_checkpointing": "full"}, clip=0.2),
+    "tensor, gpt2": LayoutCase("gpt2-small", {"tensor": 2, "activation_checkpointing": "full"}, clip=0.2),
     "tensor, mixtral": LayoutCase("mixtral", {"tensor": 2}),
-    "context, gpt, ring": LayoutCase("gpt", {"context": 2, "shard": 1}, clip=0.2),
+    "context, gpt, ring": LayoutCase("gpt-small", {"context": 2, "shard": 1}, clip=0.2),
     "context, llama, ulysses": LayoutCase("llama", {"context": 2, "shard": 1, "attention": "ulysses"}, **EVEN),
     "context, qwen2, gather": LayoutCase("qwen2", {"context": 2, "shard": 1, "attention": "gather"}, **EVEN),
-    "context, stage 1": LayoutCase("gpt", {"context": 2, "shard": 1, "stage": 1, "balance": False}),
+    "context, stage 1": LayoutCase("gpt-small", {"context": 2, "shard": 1, "stage": 1, "balance": False}),
     "expert, mixtral": LayoutCase("mixtral", {"expert": 2}, clip=0.2),
     "expert, stage 2": LayoutCase("mixtral", {"expert": 2, "stage": 2}, accumulation=2, clip=0.3),
     "pipeline, odd module": LayoutCase("odd", {"pipeline": 2, "micro_batches": 4}, clip=0.2),
@@ -54,29 +54,31 @@ TWO: dict[str, LayoutCase] = {
 
 FOUR: dict[str, LayoutCase] = {
     "tensor x shard": LayoutCase("llama", {"tensor": 2, "shard": 2, "sequence_parallel": True}, clip=0.2, **EVEN),
-    "tensor x shard, stage 1": LayoutCase("gpt2", {"tensor": 2, "shard": 2, "stage": 1}, accumulation=2),
-    "tensor x shard, offload": LayoutCase("gpt2", {"tensor": 2, "shard": 2, "offload": "optimizer"}, accumulation=2),
+    "tensor x shard, offload": LayoutCase(
+        "gpt2-small", {"tensor": 2, "shard": 2, "offload": "optimizer"}, accumulation=2
+    ),
+    "tensor x shard, stage 1": LayoutCase("gpt2-small", {"tensor": 2, "shard": 2, "stage": 1}, accumulation=2),
     "tensor x replicate": LayoutCase("gpt-untied", {"tensor": 2, "replicate": 2, "shard": 1}, clip=0.2),
-    "pipeline x shard": LayoutCase("gpt2", {"pipeline": 2, "shard": 2}, accumulation=2, clip=0.2),
-    "pipeline x shard, stage 2": LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "stage": 2}, accumulation=2, clip=0.2),
+    "pipeline x shard": LayoutCase("gpt2-small", {"pipeline": 2, "shard": 2}, accumulation=2, clip=0.2),
     "pipeline x shard, stage 1, zero bubble": LayoutCase(
         "gpt2", {"pipeline": 2, "shard": 2, "stage": 1, "schedule": "interleaved_zero_bubble"}, accumulation=2
     ),
-    "pipeline x shard, unused parameters": LayoutCase(
-        "gpt2", {"pipeline": 2, "shard": 2, "stage": 2, "find_unused_parameters": True}, accumulation=2
+    "pipeline x shard, stage 2, unused parameters": LayoutCase(
+        "gpt2-small", {"pipeline": 2, "shard": 2, "stage": 2, "find_unused_parameters": True}, accumulation=2, clip=0.2
     ),
     "pipeline x shard, zbv": LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, samples=20, steps=6),
-    "pipeline x shard, offload": LayoutCase("gpt", {"pipeline": 2, "shard": 2, "offload": "parameters"}, clip=0.2),
+    "pipeline x shard, offload": LayoutCase(
+        "gpt-small", {"pipeline": 2, "shard": 2, "offload": "parameters"}, clip=0.2
+    ),
     "pipeline x tensor": LayoutCase("llama", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, **EVEN),
-    "pipeline x tensor, encoder": LayoutCase("encoder", {"pipeline": 2, "tensor": 2}, clip=0.2),
     "pipeline x context": LayoutCase("gpt", {"pipeline": 2, "context": 2, "shard": 1}, clip=0.2),
     "pipeline x expert": LayoutCase("mixtral", {"pipeline": 2, "shard": 2, "expert": 2}, clip=0.2),
     "pipeline x shard, by tokens": LayoutCase(
         "masked", {"pipeline": 2, "shard": 2}, accumulation=2, clip=0.2, trainer=TOKENS
     ),
     "pipeline 4": LayoutCase("gpt", {"pipeline": 4}, clip=0.2),
-    "context x shard": LayoutCase("gpt", {"context": 2, "shard": 2}, accumulation=2, clip=0.2),
-    "context x tensor": LayoutCase("gpt", {"context": 2, "tensor": 2, "shard": 1, "sequence_parallel": True}),
+    "context x shard": LayoutCase("gpt-small", {"context": 2, "shard": 2}, accumulation=2, clip=0.2),
+    "context x tensor": LayoutCase("gpt-small", {"context": 2, "tensor": 2, "shard": 1, "sequence_parallel": True}),
     "expert x shard": LayoutCase("mixtral", {"expert": 2, "shard": 4}),
     "expert x tensor": LayoutCase("mixtral", {"expert": 2, "shard": 2, "tensor": 2}),
     "expert x context": LayoutCase("mixtral", {"expert": 4, "shard": 2, "context": 2}, **EVEN),
@@ -84,7 +86,6 @@ FOUR: dict[str, LayoutCase] = {
 
 EIGHT: dict[str, LayoutCase] = {
     "pipeline x shard x tensor": LayoutCase("llama", {"pipeline": 2, "shard": 2, "tensor": 2}, clip=0.2),
-    "pipeline x replicate x tensor": LayoutCase("gpt2", {"pipeline": 2, "replicate": 2, "tensor": 2, "shard": 1}),
     "pipeline x replicate x context": LayoutCase("gpt", {"pipeline": 2, "replicate": 2, "context": 2, "shard": 1}),
 }
 
@@ -111,14 +112,17 @@ def run_at(precision: str, case: LayoutCase) -> Record:
     return run(replace(case, trainer={"precision": precision}))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize(
-    ("network", "world_size", "options"),
+    ("network", "world_size", "options", "precision"),
     [
-        ("llama", 2, {"pipeline": 2, "shard": 1}),
-        ("gpt-untied", 4, {"tensor": 2, "shard": 2, "sequence_parallel": True}),
-        ("gpt-untied", 4, {"pipeline": 2, "shard": 2, "stage": 1}),
-        ("gpt-untied", 2, {"context": 2, "shard": 1}),
+        (*layout, precision)
+        for precisions, *layout in [
+            (("bf16-mixed", "16-mixed"), "llama", 2, {"pipeline": 2, "shard": 1}),
+            (("bf16-true", "16-mixed"), "gpt-untied", 4, {"tensor": 2, "shard": 2, "sequence_parallel": True}),
+            (("bf16-mixed", "16-mixed"), "gpt-untied", 4, {"pipeline": 2, "shard": 2, "stage": 1}),
+            (("bf16-true", "16-mixed"), "gpt-untied", 2, {"context": 2, "shard": 1}),
+        ]
+        for precision in precisions
     ],
 )
 def test_precisions(ranks, reference, precision, network, world_size, options):
@@ -136,11 +140,11 @@ def test_precisions(ranks, reference, precision, network, world_size, options):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What else a step does
+# Outputs, validation and prediction
 
 
 class Seen(pl.Callback):
-    """What callbacks of every rank see."""
+    """Outputs, logged values and learning rates that callbacks of a rank see."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
@@ -161,7 +165,7 @@ def train_odd(options: dict[str, Any] | None) -> tuple[list[Any], list[dict[str,
     return seen.outputs, seen.logged, seen.rates
 
 
-def test_a_pipeline_tells_every_rank_what_one_process_tells(ranks):
+def test_outputs_and_logged_values_reach_every_stage(ranks):
     ((outputs_alone, logged_alone, rates_alone),) = ranks(train_odd, 1, None, init_group=False)
     for outputs, logged, rates in ranks(train_odd, 2, {"pipeline": 2, "micro_batches": 3, "shard": 1}):
         assert rates == rates_alone
@@ -224,7 +228,7 @@ def train_with_lightning(case: LayoutCase) -> Any:
 
     recorder = WholeRecorder()
     trainer = pl.Trainer(
-        strategy=HybridStrategy(**case.options),
+        strategy=HybridStrategy(**case.options, certificate="off"),
         devices=torch.distributed.get_world_size(),
         use_distributed_sampler=False,
         accumulate_grad_batches=case.accumulation,
@@ -238,8 +242,7 @@ def train_with_lightning(case: LayoutCase) -> Any:
     return recorder.record
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_layouts_work_in_lightnings_own_trainer(ranks, accumulation):
-    case = LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=accumulation)
+def test_a_layout_works_in_lightnings_own_trainer(ranks):
+    case = LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=2)
     for record in ranks(train_with_lightning, 4, case):
         assert not differences(record, bare_loop(case))

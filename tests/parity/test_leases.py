@@ -1,4 +1,4 @@
-"""Workers that step by themselves lease the samples of an epoch: all together read each once, at any speeds."""
+"""Asynchronous workers lease the samples of an epoch, and together read each once at any speeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLES = 107
 
 
 class Alone(DDPStrategy):
-    """Ranks that have nothing to do with each other but what they read."""
+    """Ranks that share samples but exchange no gradients."""
 
     def __init__(self, guarantee: str = "at_least_once", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -50,7 +50,7 @@ class Numbers(Dataset):
 
 
 class Reader(pl.LightningModule):
-    """Writes down what it reads. The first rank begins its second step only once another has made ``ahead`` steps."""
+    """Records what it reads; the first rank waits before its second step until another has made ``ahead`` steps."""
 
     def __init__(self, ahead: int = 0, die_at: int | None = None) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Reader(pl.LightningModule):
 
 
 class Logging(Reader):
-    """Logs means of the epoch."""
+    """Logs values of the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_fast_worker_reads_more_and_each_sample_is_read_once(ranks: Callable[.
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (3, 0), (2, 2)])
-def test_epochs_with_accumulation_validation_and_what_does_not_divide(
+def test_epochs_with_accumulation_validation_and_a_remainder(
     ranks: Callable[..., list[Any]], world: int, workers: int
 ) -> None:
     results = ranks(fit, world, 3, workers, global_batch_size=12 * world, max_epochs=2, limit_val_batches=1.0)
@@ -225,7 +225,7 @@ def test_limits_are_of_all_workers_together(ranks: Callable[..., list[Any]]) -> 
     assert sum(all_read(results).values()) == len(all_read(results)) == 104
 
 
-def test_a_run_goes_on_with_other_workers_and_strategies(ranks: Callable[..., list[Any]]) -> None:
+def test_a_run_resumes_with_other_workers_and_strategies(ranks: Callable[..., list[Any]]) -> None:
     legs: list[tuple[int, int, Any, int | None]] = [
         (3, 4, None, 2),
         (1, 6, None, 4),
@@ -256,6 +256,6 @@ def test_a_run_goes_on_with_other_workers_and_strategies(ranks: Callable[..., li
         ({"uneven_steps": True}, "uneven_steps=True"),
     ],
 )
-def test_what_cannot_be_leased(ranks: Callable[..., list[Any]], options: dict[str, Any], message: str) -> None:
+def test_runs_without_leases(ranks: Callable[..., list[Any]], options: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=f"ValueError: The samples of this run cannot be leased: {message}"):
         ranks(fit, 1, 4, **options)

@@ -1,4 +1,4 @@
-"""Every precision under every strategy: ends well, keeps to its dtypes, agrees over ranks."""
+"""Every precision under every strategy: losses, dtypes, equality across ranks, skipped steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from trainwright.strategies.contract.gradients import local_tensor
 
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 GLOBAL_BATCH = 16
-STEPS = 7  # the last reads the batch of the first
+# The last step reads the batch of the first; bf16 learns so slowly that one epoch more is needed to see it.
+STEPS = {"32": 4, "bf16-mixed": 4, "bf16-true": 7, "16-mixed": 4}
 STRATEGIES = [name for name in data_parallel_names() if name != "single"]
 # How far a loss may be from that of one process in fp32: the mantissa of bf16 has 8 bits, that of fp16 has 11.
 TOLERANCES = {"32": 1e-5, "bf16-mixed": 0.02, "bf16-true": 0.05, "16-mixed": 0.005}
 
 
 class Dtypes(pl.Callback):
-    """What a block computes in."""
+    """Dtypes of a block's activations."""
 
     def __init__(self) -> None:
         self.activations: set[str] = set()
@@ -51,7 +52,7 @@ def train_in(strategy: str, precision: str, accumulation: int) -> dict[str, Any]
         strategy,
         precision=precision,
         global_batch_size=GLOBAL_BATCH,
-        max_steps=STEPS,
+        max_steps=STEPS[precision],
         max_epochs=-1,
         gradient_clip_val=1.0,
         callbacks=[recorder, dtypes],
@@ -80,11 +81,11 @@ ON_FOUR = list(zip(STRATEGIES, itertools.cycle(PRECISIONS[1:] + PRECISIONS[:1]),
 )
 def test_every_precision_under_every_strategy(ranks, strategy, precision, ranks_used):
     results = ranks(train_in, ranks_used, strategy, precision, 2, timeout=120)
-    alone = bare_loop(Case("decoder-sgd", global_batch_size=GLOBAL_BATCH, steps=STEPS, clipping="norm-1"))
+    alone = bare_loop(Case("decoder-sgd", global_batch_size=GLOBAL_BATCH, steps=STEPS[precision], clipping="norm-1"))
     stored = "bfloat16" if precision == "bf16-true" else "float32"
     computed = {"32": "float32", "16-mixed": "float16"}.get(precision, "bfloat16")
     for found in results:
-        assert found["steps"] == STEPS
+        assert found["steps"] == STEPS[precision]
         assert found["held"] == {stored}
         assert found["state"] == {stored}
         assert found["activations"] == {computed}
@@ -95,11 +96,10 @@ def test_every_precision_under_every_strategy(ranks, strategy, precision, ranks_
         assert found["losses"][-1] < found["losses"][0]
 
 
-@pytest.mark.parametrize(("strategy", "precision"), list(zip(STRATEGIES, itertools.cycle(PRECISIONS), strict=False)))
+@pytest.mark.parametrize(("strategy", "precision"), [("zero1", "bf16-mixed"), ("zero3", "16-mixed")])
 def test_eight_ranks(ranks, strategy, precision):
-    # Of each strategy and each precision once: what they are together is held against one process above.
     for found in ranks(train_in, 8, strategy, precision, 1, timeout=240):
-        assert found["steps"] == STEPS
+        assert found["steps"] == STEPS[precision]
         assert all(math.isfinite(loss) for loss in found["losses"])
 
 
@@ -152,8 +152,7 @@ def explode(
     return scales.scales, stepped, all(bool(torch.isfinite(whole(p)).all()) for p in module.parameters())
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.5)])
 def test_all_ranks_skip_the_same_steps(ranks, reference, accumulation, clip):
     scales, stepped, finite = expected = reference(explode, "single", 1, clip)
     assert finite
@@ -166,7 +165,7 @@ def test_all_ranks_skip_the_same_steps(ranks, reference, accumulation, clip):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_all_ranks_skip_what_overflows_in_the_shard_of_one(ranks, reference, strategy):
+def test_all_ranks_skip_a_step_that_overflows_in_one_shard(ranks, reference, strategy):
     # The first row is the first rank's once gradients were reduced to shards: the other sees finite numbers alone.
     scales, stepped, finite = expected = reference(explode, "single", 1, None, slice(1))
     assert finite

@@ -1,4 +1,4 @@
-"""A run state that one layout wrote, read by every other: the next losses are those of the run that went on."""
+"""Run states written by one layout and resumed under another continue with the losses of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts, WholeRecorder
 from trainwright.core.layout import Layout
 
-SAVED_AT, STEPS = 3, 6
+SAVED_AT, STEPS = 3, 5  # four steps an epoch
 GLOBAL_BATCH = 8
 SAMPLES = 32
 
@@ -29,7 +29,7 @@ class Place:
     ranks: int
     strategy: str = "hybrid"
     options: dict[str, Any] = field(default_factory=dict)
-    network: str = "gpt2"
+    network: str = "gpt2-small"
 
     @property
     def data_ranks(self) -> int:
@@ -108,7 +108,7 @@ def uninterrupted(pool: Any) -> Record:
 
 
 class Saved:
-    """Whole runs that were saved on their way, each made once."""
+    """Complete runs that save on their way, each made once."""
 
     def __init__(self, ranks: Any, folder: Path) -> None:
         self._ranks = ranks
@@ -116,7 +116,7 @@ class Saved:
         self._made: dict[str, list[Record]] = {}
 
     def run(self, place: Place) -> tuple[list[Record], str]:
-        """What every rank computed in all steps, and the checkpoint of step :data:`SAVED_AT`."""
+        """Return the record of each rank, and the checkpoint of step :data:`SAVED_AT`."""
         folder = self._folder / place.name
         if place.name not in self._made:
             self._made[place.name] = start(self._ranks, place, STEPS, str(folder))
@@ -143,7 +143,7 @@ def test_resumed_under_another_layout(ranks, saved, uninterrupted, written, read
                 assert (record.parameters[name] - value).norm() <= 1e-4 * value.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=lambda place: place.name)
+@pytest.mark.parametrize("place", [p for p in PLACES.values() if p.ranks < 8], ids=lambda place: place.name)
 def test_resumed_under_the_same_layout_to_the_bit(ranks, saved, place):
     whole, checkpoint = saved.run(place)
     again = start(ranks, place, STEPS, None, checkpoint, True)
@@ -157,7 +157,7 @@ def test_experts(ranks, tmp_path):
     alone = Place("single", 1, "single", network="mixtral")
     spread = Place("expert-2", 2, options={"expert": 2}, network="mixtral")
     split = Place("zero3-2", 2, "zero3", network="mixtral")
-    steps = STEPS - 1  # with AdamW's whole steps of what rounding leaves, even DDP is off by 5e-5 at the sixth
+    steps = STEPS - 1  # later, even DDP differs by more: AdamW makes a whole step of a gradient that is rounding alone
     (whole,) = start(ranks, alone, steps)
     for written, read in ((alone, spread), (spread, alone), (spread, split)):
         folder = tmp_path / f"{written.name} to {read.name}"

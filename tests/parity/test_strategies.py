@@ -1,4 +1,4 @@
-"""Every registered strategy computes what one process computes.
+"""Parity of every registered strategy with one process.
 
 A new strategy joins by being registered in :mod:`trainwright.strategies.contract.registry`.
 """
@@ -92,7 +92,7 @@ def assert_parity(
 
 
 def bit_differences(record: Record, other: Record) -> list[str]:
-    """What is not the same to the last bit: ranks that drift apart hold different models."""
+    """Return which parts differ in any bit: ranks that drift apart hold different models."""
     found = [] if record.losses == other.losses else ["losses"]
     for kind in ("gradients", "parameters"):
         ours, theirs = getattr(record, kind), getattr(other, kind)
@@ -101,7 +101,7 @@ def bit_differences(record: Record, other: Record) -> list[str]:
 
 
 def _one_pass(case: Case) -> Case:
-    """The reference reads a step's samples at once, whatever the accumulation."""
+    """Return the reference's case, which reads the samples of a step at once."""
     return Case(case.module, case.clipping, 1, case.global_batch_size, case.steps, case.samples)
 
 
@@ -117,7 +117,7 @@ def cases_of(strategy: str, world_size: int) -> list[Case]:
 
 
 def test_every_pair_is_tried():
-    """Any two of strategy, module, clipping and accumulation, and each module with both of these."""
+    """The cases cover any two of strategy, module, clipping and accumulation, and each module with both of these."""
     tried = {(name, case) for name, world_size in PAIRS for case in cases_of(name, world_size)}
     assert {(case.module, case.clipping, case.accumulation) for _, case in tried} == set(
         product(MODULES, CLIPPINGS, ACCUMULATIONS)
@@ -132,29 +132,28 @@ def test_parity_with_one_process(ranks, strategy, world_size):
     assert_parity(ranks, cases_of(strategy, world_size), strategy, world_size, {})
 
 
-@pytest.mark.parametrize("strategy", [name for name, world_size in PAIRS if world_size == 4])
+@pytest.mark.parametrize("strategy", [name for name, world_size in PAIRS if world_size == 2])
 def test_twenty_steps(ranks, strategy):
     # By then the gradient of the scalar is a sum of terms a thousand times as large: float32 itself is off by 1e-5.
     cases = [Case("decoder-sgd", steps=20), Case("decoder-adamw", steps=20)]
-    assert_parity(ranks, cases, strategy, 4, {}, cancelled=("gradients decoder.temperature:",))
+    assert_parity(ranks, cases, strategy, 2, {}, cancelled=("gradients decoder.temperature:",))
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRS)
 def test_parity_on_uneven_data(ranks, strategy, world_size):
     """The last step of an epoch has fewer samples than the others; with 37, fewer than ranks."""
-    sizes = [(1, 37), (3, 43), (1, 30)] + ([(3, 37), (1, 43), (3, 30)] if world_size == 2 else [])
+    sizes = [(1, 37), (3, 30)] + ([(3, 37), (1, 43)] if world_size == 2 else [])
     # To the end of the second epoch with 30 samples, and into it with the others.
     cases = [Case("decoder-sgd", accumulation=a, samples=s, steps=6) for a, s in sizes]
     assert_parity(ranks, cases, strategy, world_size, {})
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_options_do_not_change_what_is_computed(ranks, variant):
+def test_options_keep_parity(ranks, variant):
     strategy, world_size, options = VARIANTS[variant]
-    # To compile takes longer than all else.
-    accumulations = ACCUMULATIONS if "compile" not in options else ACCUMULATIONS[-1:]
-    cases = [Case("decoder-sgd", "norm", accumulation) for accumulation in accumulations]
-    assert_parity(ranks, cases, strategy, world_size, options)
+    alternates = list(VARIANTS).index(variant) % 2 and "no-sync" not in variant
+    accumulation = 1 if alternates else 3
+    assert_parity(ranks, [Case("decoder-sgd", "norm", accumulation)], strategy, world_size, options)
 
 
 @pytest.mark.parametrize("strategy", data_parallel_names())

@@ -1,8 +1,10 @@
-"""What users read and write in hooks is whole under every layout, and what they write lasts; or they are told."""
+"""User code in hooks reads and writes whole parameters under every layout, or is refused."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,7 +108,7 @@ def fit(layout: str, module: pl.LightningModule, **options: Any) -> tuple[Any, R
     trainer = Trainer(
         strategy=strategy, devices=world, global_batch_size=8, max_epochs=1, callbacks=callbacks, **{**QUIET, **options}
     )
-    trainer.fit(module, DataLoader(Texts(24), batch_size=8 // ranks))
+    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // ranks))
     return trainer, recorder.record
 
 
@@ -118,19 +120,35 @@ def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str,
     trainer.save_checkpoint(path)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, DataLoader(Texts(24), batch_size=8 // trainer.strategy.ranks.num_data_ranks), ckpt_path=path)
+    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.ranks.num_data_ranks), ckpt_path=path)
     return record, module.seen, state
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_hooks(ranks, reference, layout):
-    network = "mixtral" if layout == "expert" else "gpt"
+    network = "mixtral" if layout == "expert" else "gpt-small"
     expected, shown, state = reference(use_hooks, "single", network, timeout=200)
     for record, seen, after in ranks(use_hooks, LAYOUTS[layout][0], layout, network, timeout=200):
         assert differences(record, expected) == []
         assert seen == pytest.approx(shown, rel=1e-4)
         assert list(after) == list(state)
         assert all(torch.allclose(after[name], state[name], atol=1e-5) for name in state)
+
+
+def read_and_drop(layout: str) -> bool:
+    """Return whether a module that was read after ``fit`` is freed with its last reference."""
+    module = LanguageModel("gpt-untied")
+    fit(layout, module)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    reference = weakref.ref(module)
+    del module
+    gc.collect()
+    return reference() is None
+
+
+@pytest.mark.parametrize("layout", ["zero3", "tensor"])
+def test_module_is_freed_after_reading_it(ranks, layout):
+    assert ranks(read_and_drop, LAYOUTS[layout][0], layout) == [True, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

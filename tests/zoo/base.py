@@ -1,4 +1,4 @@
-"""What most modules of the zoo are made of: data of a few shapes, networks with blocks, a module around a network."""
+"""Building blocks of the zoo: data of a few shapes, networks with blocks, a module around a network."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """What most transformers have after attention; ``between`` is what variants override."""
+    """The feed-forward layer of a transformer; variants override ``between``."""
 
     def __init__(self, dim: int = DIM, hidden: int = 32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cells of the zoo: a row is a module with the layouts it is tried on, a cell is one of these pairs.
+"""Cells of the zoo: a row is a module with layouts to try, a cell is a pair of module and layout.
 
 A cell has one of two good outcomes. ``equal``: losses, logged values, buffers and all parameters are those of
 ``lightning.Trainer`` on one process that trains the same module on the same global batches. ``refused``: an error
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -107,7 +108,7 @@ class Row:
 
 @dataclass
 class Run:
-    """What one rank made of a cell.
+    """Results of one rank in a cell.
 
     Attributes:
         losses: of each optimizer step, averaged over ranks.
@@ -167,7 +168,7 @@ class _Watch(pl.Callback):
                 self._parts.clear()
 
     def changed(self, module: pl.LightningModule) -> bool:
-        """Whether weights of this rank differ from those at the start."""
+        """Return whether weights of this rank differ from those at the start."""
         now = _local_weights(module)
         return any(
             name in now and now[name].shape == old.shape and not torch.equal(now[name], old)
@@ -253,7 +254,7 @@ def _numbers(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """Whether code of this package raised, not one that it called."""
+    """Return whether code of this package raised, rather than a library."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("trainwright.")
 
@@ -263,23 +264,35 @@ def _raised_by_us(error: BaseException) -> bool:
 
 
 def tried(
+    ranks: Callable[..., list[Any]], theme: str, row: Row, layouts: Mapping[str, bool], timeout: float
+) -> dict[str, str]:
+    """Try cells of a row: layout -> ``equal``, ``refused: MESSAGE`` or ``wrong: WHAT``, in one line.
+
+    Args:
+        ranks: runs a function on ranks; see :mod:`tests.pool`.
+        theme, row: the row.
+        layouts: layout -> whether its run has the certificate that it has by default.
+        timeout: seconds until a cell counts as hung.
+
+    Raises:
+        AssertionError: if Lightning fails on one process.
+    """
+    reference = cache(partial(alone, ranks, theme, row))
+    return {
+        layout: _outcome(ranks, theme, row, layout, reference, timeout, certifies)
+        for layout, certifies in layouts.items()
+    }
+
+
+def _outcome(
     ranks: Callable[..., list[Any]],
     theme: str,
     row: Row,
     layout: str,
-    reference: Run,
+    reference: Callable[[], Run],
     timeout: float,
-    certifies: bool = True,
+    certifies: bool,
 ) -> str:
-    """Try a cell: ``equal``, ``refused: MESSAGE`` or ``wrong: WHAT``, in one line.
-
-    Args:
-        ranks: runs a function on ranks; see :mod:`tests.pool`.
-        theme, row, layout: the cell.
-        reference: what Lightning made of the row on one process.
-        timeout: seconds until the cell counts as hung.
-        certifies: whether the run has the certificate that it has by default, which takes longer than its steps.
-    """
     try:
         answers = ranks(train, LAYOUTS[layout][2], theme, row.name, layout, certifies, timeout=timeout)
     except RankTimeout:
@@ -290,16 +303,12 @@ def tried(
     failed = sorted((run for run in runs if run.error), key=lambda run: run.when)
     if failed:
         return _judged(failed[0], row.late)
-    found = [text for run in runs for text in _differences(row, reference, run, layout)]
+    found = [text for run in runs for text in _differences(row, reference(), run, layout)]
     return f"wrong: {found[0]} (and {len(found) - 1} more)" if found else "equal"
 
 
 def alone(ranks: Callable[..., list[Any]], theme: str, row: Row) -> Run:
-    """What Lightning makes of a row on one process.
-
-    Raises:
-        AssertionError: if it fails.
-    """
+    """Train a row with Lightning on one process; raises an AssertionError if that fails."""
     (reference,) = ranks(train, 1, theme, row.name, None, init_group=False)
     assert not reference.error, f"Lightning itself, on one process: {reference.trace}"
     return cast(Run, reference)

@@ -1,4 +1,4 @@
-"""What the documentation of Lightning, torchmetrics and peft shows."""
+"""Examples from the documentation of Lightning, torchmetrics and peft."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class Grouped(Mlp):
 
 
 class Argmax(Mlp):
-    """Adds the number of the largest channel, which no gradient tells of."""
+    """Adds the index of the largest channel, which has no gradient."""
 
     def between(self, hidden: Tensor) -> Tensor:
         return F.gelu(hidden) * (1 + hidden.argmax(-1, keepdim=True) / HIDDEN)

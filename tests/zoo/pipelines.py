@@ -75,7 +75,7 @@ class Skipped(Stack):
 
 
 class ByIndex(Stack):
-    """What is done with a block's output depends on its index."""
+    """The use of a block's output depends on its index."""
 
     def run(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):

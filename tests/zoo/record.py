@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.pool import RankPool
-from tests.zoo.cells import Row, alone, tried
+from tests.zoo.cells import Row, tried
 from tests.zoo.table import RECORD, THEMES, count, recorded, rows
 
 TIMEOUT = 60.0
@@ -24,7 +24,7 @@ WORDS = re.compile(r"^[^\d(]{12,100}(?=\d|\(|\b)")
 
 
 def shortened(outcome: str) -> str:
-    """What is recorded of an outcome."""
+    """Return the recorded form of an outcome: its kind and the first words of a message."""
     kind, _, text = outcome.partition(": ")
     if kind == "refused":
         words = WORDS.match(text)
@@ -65,13 +65,12 @@ def _is_chosen(arguments: argparse.Namespace, theme: str, row: Row, layout: str,
 
 def _record(pool: RankPool, theme: str, row: Row, layouts: list[str], old: dict[str, Any]) -> None:
     try:
-        reference = alone(pool.run, theme, row)
+        outcomes = tried(pool.run, theme, row, dict.fromkeys(layouts, True), TIMEOUT)
     except AssertionError as error:
         print(f"{theme}:{row.name}: {error}", flush=True)
         return
     known = old.setdefault(theme, {}).setdefault(row.name, {})
-    for layout in layouts:
-        outcome = tried(pool.run, theme, row, layout, reference, TIMEOUT)
+    for layout, outcome in outcomes.items():
         if known.get(layout) != shortened(outcome):
             print(f"{theme}:{row.name} | {layout}: {known.get(layout)} -> {outcome[:300]}", flush=True)
         known[layout] = shortened(outcome)

@@ -1,4 +1,4 @@
-"""What is read of a module after training and while it is saved, callbacks that keep copies, frozen parts."""
+"""Modules read after training and while they are saved, callbacks that keep copies, frozen parts."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def parameters(trainer: Any, module: Any) -> Mapping[str, Any]:
 
 
 def predictions(trainer: Any, module: Any) -> Mapping[str, Any]:
-    """What the module computes after ``fit``, called by hand."""
+    """Call the module after ``fit``."""
     x, _ = next(iter(vectors(4)))
     with torch.no_grad():
         return {"out": module(x)}
 
 
 def predicted(trainer: Any, module: Any) -> Mapping[str, Any]:
-    """What ``trainer.validate`` logs after ``fit``."""
+    """Return what ``trainer.validate`` logs after ``fit``."""
     return trainer.validate(module, vectors(4), verbose=False)[0]  # type: ignore[no-any-return]
 
 
 def kept(trainer: Any, module: Any) -> Mapping[str, Any]:
-    """What the module kept."""
+    """Return what the module kept."""
     return module.kept  # type: ignore[no-any-return]
 
 

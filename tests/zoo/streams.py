@@ -28,7 +28,7 @@ from tests.zoo.cells import Row
 
 
 class Stream(IterableDataset[Any]):
-    """Yields all samples, whoever asks."""
+    """Yields all samples on every rank."""
 
     def __init__(self) -> None:
         self.x, self.y = torch.randn(SAMPLES, DIM, generator=_random()), _labels(SAMPLES)

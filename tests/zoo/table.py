@@ -35,19 +35,19 @@ Outcomes = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 def rows(theme: str) -> list[Row]:
-    """Rows of the file ``theme``."""
+    """Return the rows of a theme."""
     found: list[Row] = importlib.import_module(f"tests.zoo.{theme}").ROWS
     return found
 
 
 def recorded() -> Outcomes:
-    """The recorded outcomes: ``equal``, ``refused: WORDS`` or ``wrong: WHAT``."""
+    """Return the recorded outcomes: ``equal``, ``refused: WORDS`` or ``wrong: WHAT``."""
     found: Outcomes = json.loads(RECORD.read_text())
     return found
 
 
 def count(outcomes: Outcomes) -> dict[str, int]:
-    """Number of modules, and of cells by outcome."""
+    """Return the number of modules, and of cells by outcome."""
     modules = [row for theme in outcomes.values() for row in theme.values()]
     cells = [outcome.partition(":")[0] for row in modules for outcome in row.values()]
     return {"modules": len(modules), **{kind: cells.count(kind) for kind in ("equal", "refused", "wrong")}}

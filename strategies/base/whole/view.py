@@ -291,7 +291,9 @@ class WholeView:
                 whole = self._parts.whole(name, share.part if share.is_held else None)
             parameter = nn.Parameter(whole, requires_grad=self.requires_grad(name))
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _: self._graded.append(name))
+                # Python's collector cannot see through such hooks: one that referred to this view would leak the module.
+                graded = self._graded
+                parameter.register_post_accumulate_grad_hook(lambda _: graded.append(name))
             self._parameters[name] = parameter
         return self._parameters[name]
 
@@ -427,8 +429,9 @@ class WholeView:
 
     def _add_user_gradients(self) -> None:
         """Add gradients of backward passes in user code since the last call."""
-        graded, self._graded = self._graded, []
-        for name in dict.fromkeys(graded):
+        graded = dict.fromkeys(self._graded)
+        self._graded.clear()
+        for name in graded:
             own, self._parameters[name].grad = self._parameters[name].grad, None
             if own is not None:
                 self.set_gradient(name, self.gradient(name) + own if name in self._known_facts()[1] else own)

@@ -1,4 +1,4 @@
-"""Somebody's project for plain Lightning and transformers. No line of it knows of a layout."""
+"""A user's project for plain Lightning and transformers, without a mention of layouts."""
 
 from __future__ import annotations
 
