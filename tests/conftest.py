@@ -62,7 +62,6 @@ ALONE = (
     "benchmarks/test_balance.py",
     "callbacks/traffic/test_stragglers.py",
     "callbacks/progress/test_throughput.py",
-    "faults/test_hangs.py",
     "parity/test_balance.py",
     "test_conftest.py",
     "test_pool.py",
