@@ -13,6 +13,7 @@ from trainwright.command.cli import main
 
 def test_a_resumed_run_is_measured(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+    monkeypatch.setattr(resume, "_PROCESSES", 1)  # Lightning starts further ones without a warm server
     resume.prepare(tmp_path)
     assert (tmp_path / "lightning.ckpt").is_file()
     make = resume.sides(tmp_path)[resume.OTHER]

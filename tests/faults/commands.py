@@ -151,8 +151,8 @@ def training(conf: Path, *more: str) -> list[str]:
     return command("fit", "--config-dir", str(conf), *WORDS, *ENDLESS, *more)
 
 
-def goes_on(conf: Path) -> str:
-    """Go on from what was saved, for one step more; returns what that run said.
+def resume_from(conf: Path) -> str:
+    """Resume from the latest checkpoint for one more step; return the output.
 
     Raises:
         AssertionError: if it cannot.

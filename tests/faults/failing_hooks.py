@@ -18,76 +18,27 @@ from trainwright import RunStateCheckpoint
 from trainwright.callbacks.end.preemption import Preemption
 
 # What a fit calls of a module. (`configure_callbacks` and the loaders are asked before ranks meet, as hooks are.)
-OF_MODULE = (
-    "configure_callbacks",
-    "prepare_data",
-    "setup",
-    "configure_model",
-    "configure_optimizers",
-    "train_dataloader",
-    "val_dataloader",
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "on_train_batch_start",
-    "training_step",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "lr_scheduler_step",
-    "on_train_batch_end",
-    "on_validation_model_zero_grad",
-    "on_validation_model_eval",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_batch_start",
-    "validation_step",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_validation_model_train",
-    "on_save_checkpoint",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
-    "teardown",
-)
+_OF_MODULE = """
+    configure_callbacks prepare_data setup configure_model configure_optimizers train_dataloader val_dataloader
+    on_fit_start on_train_start on_train_epoch_start on_before_batch_transfer transfer_batch_to_device
+    on_after_batch_transfer on_train_batch_start training_step on_before_zero_grad optimizer_zero_grad
+    on_before_backward backward on_after_backward on_before_optimizer_step configure_gradient_clipping
+    optimizer_step lr_scheduler_step on_train_batch_end on_validation_model_zero_grad on_validation_model_eval
+    on_validation_start on_validation_epoch_start on_validation_batch_start validation_step on_validation_batch_end
+    on_validation_epoch_end on_validation_end on_validation_model_train on_save_checkpoint on_train_epoch_end
+    on_train_end on_fit_end teardown
+"""
+OF_MODULE = tuple(_OF_MODULE.split())
 
 # What a fit calls of a callback.
-OF_CALLBACK = (
-    "setup",
-    "on_fit_start",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_save_checkpoint",
-    "state_dict",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
-    "teardown",
-)
+_OF_CALLBACK = """
+    setup on_fit_start on_sanity_check_start on_sanity_check_end on_train_start on_train_epoch_start
+    on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
+    on_train_batch_end on_validation_start on_validation_epoch_start on_validation_batch_start
+    on_validation_batch_end on_validation_epoch_end on_validation_end on_save_checkpoint state_dict
+    on_train_epoch_end on_train_end on_fit_end teardown
+"""
+OF_CALLBACK = tuple(_OF_CALLBACK.split())
 
 
 class Model(pl.LightningModule):
@@ -145,7 +96,7 @@ def end_of_fit(strategy: str, options: dict[str, Any], of: str, hook: str, folde
     trainer = make_trainer(
         strategy,
         options,
-        max_epochs=2,
+        max_epochs=1,
         num_sanity_val_steps=1,
         gradient_clip_val=1.0,
         enable_checkpointing=True,
@@ -174,7 +125,7 @@ def hooks_of_a_fit(folder: str) -> dict[str, set[str]]:
                 _hear(target, name, called[of])
     trainer = make_trainer(
         "ddp",
-        max_epochs=2,
+        max_epochs=1,
         num_sanity_val_steps=1,
         gradient_clip_val=1.0,
         enable_checkpointing=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ MODULE = "decoder-adamw"
 
 
 class Parameters(pl.Callback):
-    """Holds the whole parameters of the end."""
+    """Records the whole parameters at the end."""
 
     def __init__(self) -> None:
         self.whole: dict[str, Any] = {}
@@ -31,30 +32,46 @@ class Parameters(pl.Callback):
         self.whole = {name: value.clone() for name, value in trainer.strategy.whole_parameters()}
 
 
-class Told(pl.Callback):
-    """One rank gets a signal at the n-th call of a hook.
+class SendSignal(pl.Callback):
+    """Sends a signal to one rank at the n-th call of a hook.
 
     Args:
         hook: name of the hook.
         call: which of its calls, counted from 1.
-        rank: who gets the signal.
+        rank: receiver.
         number: of the signal.
     """
 
     def __init__(self, hook: str, call: int = 1, rank: int = 0, number: int = signal.SIGTERM) -> None:
         self.left, self.rank, self.number = call, rank, number
-        setattr(self, hook, self.tell)
+        setattr(self, hook, self.send)
 
-    def tell(self, trainer: pl.Trainer, *_: Any) -> None:
+    def send(self, trainer: pl.Trainer, *_: Any) -> None:
         self.left -= 1
         if self.left == 0 and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.number)
 
 
+def preemption_of(train: Callable[[], Any]) -> Preempted | None:
+    """Return the preemption that ended a run, if one did."""
+    try:
+        train()
+    except Preempted as ended:
+        return ended
+    return None
+
+
+def facts_of(ended: Preempted | None) -> dict[str, Any]:
+    """Return what a rank reports of a preemption; values are ``None`` without one."""
+    if ended is None:
+        return dict.fromkeys(("code", "reason", "checkpoint"))
+    return {"code": ended.code, "reason": ended.told.reason, "checkpoint": ended.checkpoint}
+
+
 def watched(folder: Path, callbacks: list[Any], resume: str | None, seed: int, **options: Any) -> tuple[Net, Any]:
     """Run one process with a recording module; return the module and its `Preempted` or `None`."""
     torch.manual_seed(seed)
-    module, ended = Net("plateau epoch val"), None
+    module = Net("plateau epoch val")
     trainer = make_trainer(
         "single",
         callbacks=[*callbacks, RunStateCheckpoint(str(folder), every=None, save_at_end=True)],
@@ -62,15 +79,12 @@ def watched(folder: Path, callbacks: list[Any], resume: str | None, seed: int, *
         **{"max_steps": 15, "max_epochs": -1, "data_seed": 3, **options},
     )
     train = DataLoader(Points(SAMPLES, 0), batch_size=BATCH, shuffle=True)
-    try:
-        trainer.fit(module, train, DataLoader(Points(12, 1), batch_size=4), ckpt_path=resume)
-    except Preempted as preempted:
-        ended = preempted
-    return module, ended
+    val = DataLoader(Points(12, 1), batch_size=4)
+    return module, preemption_of(lambda: trainer.fit(module, train, val, ckpt_path=resume))
 
 
 def parameters_of(
-    strategy: str, options: dict[str, Any], folder: Path, told: tuple[Any, ...] | None, resume: str | None
+    strategy: str, options: dict[str, Any], folder: Path, signal_at: tuple[Any, ...] | None, resume: str | None
 ) -> dict[str, Any]:
     """Run on the ranks of the pool; return how it ended, with the whole parameters if it was not preempted."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool's own would run as well
@@ -86,22 +100,14 @@ def parameters_of(
             parameters,
             RunStateCheckpoint(str(folder), every=None),
             Preemption(check_seconds=1e-6),  # so that the ranks agree after each micro-batch
-            *([] if told is None else [Told(*told)]),
+            *([] if signal_at is None else [SendSignal(*signal_at)]),
         ],
         enable_checkpointing=True,
     )
     data_ranks = trainer.strategy.layout.resolve(world_size()).data_ranks if options else world_size()
-    module, ended = make_module(MODULE), None
-    try:
-        trainer.fit(module, DataLoader(Tokens(), batch_size=12 // data_ranks), ckpt_path=resume)
-    except Preempted as preempted:
-        ended = preempted
-    return {
-        "step": trainer.global_step,
-        "code": None if ended is None else ended.code,
-        "checkpoint": None if ended is None else ended.checkpoint,
-        "parameters": parameters.whole,
-    }
+    module, data = make_module(MODULE), DataLoader(Tokens(), batch_size=12 // data_ranks)
+    ended = preemption_of(lambda: trainer.fit(module, data, ckpt_path=resume))
+    return {"step": trainer.global_step, **facts_of(ended), "parameters": parameters.whole}
 
 
 def trainer_of(callbacks: list[Any], **options: Any) -> tuple[Any, Net]:
@@ -132,7 +138,7 @@ def evaluate(verb: str, folder: Path) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     hook = {"sanity check": "validation", "validate": "validation"}.get(verb, verb)
     callbacks = [
-        Told(f"on_{hook}_batch_end", 3, rank=world_size() - 1),
+        SendSignal(f"on_{hook}_batch_end", 3, rank=world_size() - 1),
         Preemption(check_seconds=1e-6),
         RunStateCheckpoint(str(folder)),
     ]
@@ -140,19 +146,14 @@ def evaluate(verb: str, folder: Path) -> dict[str, Any]:
     trainer = make_trainer(
         "single" if world_size() == 1 else "ddp", callbacks=callbacks, enable_checkpointing=True, max_steps=3, **options
     )
-    module, data, code = Evaluated(), DataLoader(Points(24, 1), batch_size=1), None
-    try:
-        if verb == "sanity check":
-            trainer.fit(module, data, data)
-        else:
-            getattr(trainer, verb)(module, data)
-    except Preempted as ended:
-        code = ended.code
-    return {"code": code, "batches": module.batches}
+    module, data = Evaluated(), DataLoader(Points(24, 1), batch_size=1)
+    given = (module, data, data) if verb == "sanity check" else (module, data)
+    ended = preemption_of(lambda: getattr(trainer, "fit" if verb == "sanity check" else verb)(*given))
+    return {**facts_of(ended), "batches": module.batches}
 
 
-class Late(pl.Callback):
-    """Lets the first rank be slow, and holds the samples that this rank trains on."""
+class SlowFirstRank(pl.Callback):
+    """Slows the first rank down and records the samples of this rank."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -177,27 +178,23 @@ class Weight(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def alone(options: dict[str, Any], folder: Path, told: tuple[Any, ...] | None, resume: str | None) -> dict[str, Any]:
-    """Workers of parameter servers that step by themselves through one epoch of 40 steps each."""
+def train_asynchronously(
+    options: dict[str, Any], folder: Path, signal_at: tuple[Any, ...] | None, resume: str | None
+) -> dict[str, Any]:
+    """Train asynchronous workers of parameter servers for one epoch of 40 steps each."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    late = Late()
+    recorder = SlowFirstRank()
     trainer = make_trainer(
         "parameter_server",
         options,
         max_epochs=1,
-        callbacks=[late, RunStateCheckpoint(str(folder), every=None), *([] if told is None else [Told(*told)])],
+        callbacks=[
+            recorder,
+            RunStateCheckpoint(str(folder), every=None),
+            *([] if signal_at is None else [SendSignal(*signal_at)]),
+        ],
         enable_checkpointing=True,
     )
-    module, ended = Weight(), None
-    data = TensorDataset(torch.arange(80.0 * world_size()))
-    try:
-        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)
-    except Preempted as preempted:
-        ended = preempted
-    return {
-        "step": trainer.global_step,
-        "code": None if ended is None else ended.code,
-        "reason": None if ended is None else ended.told.reason,
-        "checkpoint": None if ended is None else ended.checkpoint,
-        "read": late.read,
-    }
+    data = DataLoader(TensorDataset(torch.arange(80.0 * world_size())), batch_size=2)
+    ended = preemption_of(lambda: trainer.fit(Weight(), data, ckpt_path=resume))
+    return {"step": trainer.global_step, **facts_of(ended), "read": recorder.read}

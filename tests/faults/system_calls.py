@@ -24,8 +24,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 # Name: number on x86_64 and on aarch64 (-1: it has none), and where its arguments name files: `f0` a descriptor, `p0` a
@@ -103,14 +105,35 @@ def why_not() -> str | None:
     return None if ended.calls else f"the kernel refuses seccomp's user notification: {ended.said.strip()[-200:]}"
 
 
-def run(work: Callable[[], Any], folder: str | os.PathLike[str], errors: Errors, seconds: float = 60.0) -> Ended:
+def run(
+    work: Callable[[], Any], folder: str | os.PathLike[str] = "/", errors: Errors | None = None, seconds: float = 60.0
+) -> Ended:
     """Call ``work`` in a forked process whose calls on files below ``folder`` end as ``errors`` says.
+
+    Args:
+        work: a function without arguments; its result is the exit code.
+        folder: of the supervised files.
+        errors: of their calls; None: they are not supervised, which is faster.
+        seconds: that it may take.
 
     Raises:
         AssertionError: if it, or a process that it has started, has not ended in time; with its stacks.
     """
     [ended] = run_together([(work, errors)], folder, seconds)
     return ended
+
+
+def import_for(work: Callable[[], Any]) -> None:
+    """Import the modules that ``work`` imports, so that forked processes do not."""
+
+    def print_modules() -> None:
+        before = set(sys.modules)
+        work()
+        print("\nmodules:", *(name for name in sys.modules if name not in before))
+
+    for name in run(print_modules).said.rpartition("modules:")[2].split():
+        with suppress(Exception):  # some are no modules of their own
+            import_module(name)
 
 
 def run_together(
