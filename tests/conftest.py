@@ -54,7 +54,6 @@ ALONE = (
     "benchmarks/test_balance.py",
     "callbacks/traffic/test_stragglers.py",
     "callbacks/progress/test_throughput.py",
-    "faults/test_hangs.py",
     "tools/doctor/test_ranks.py",
     "launch/watchdog/test_watchdog.py",
     "launch/watchdog/test_stops.py",

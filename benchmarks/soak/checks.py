@@ -54,9 +54,9 @@ def check_checkpoints(
     Returns:
         Step of the newest valid checkpoint (0: none), and the violations.
     """
-    problems: list[str] = []
-    found = list_checkpoints(folder, problems.append)
-    wrong = [Wrong(LOST, text) for text in problems]
+    unreadable: list[str] = []
+    found = list_checkpoints(folder, unreadable.append)
+    wrong = [Wrong(LOST, text) for text in unreadable]
     whole = set()
     for each in found:
         problems = _problems_of(each, known, {"state.json"} if one_name else set())

@@ -261,7 +261,7 @@ print(json.dumps([[story.kills, [[wrong.kind, wrong.text] for wrong in story.wro
 
 def test_kills_lose_nothing_and_a_loss_is_reported(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", ROUNDS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ROUNDS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert ended.returncode == 0, ended.stderr
     (kills, wrong), (_, lost) = json.loads(ended.stdout.splitlines()[-1])

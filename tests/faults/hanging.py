@@ -30,7 +30,7 @@ from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 # Limits so small that a test ends soon, and large enough for a machine that has other things to do.
-LIMITS = HangLimits(floor_seconds=1.5, first_timeout=120.0)
+LIMITS = HangLimits(floor_seconds=2.0, first_timeout=120.0)
 # Limits so large that what is found within the time of a test was not found by them.
 NO_LIMITS = HangLimits(floor_seconds=600.0, first_timeout=1800.0)
 HANGS_AT = 5  # after the steps of which nothing is learned
