@@ -208,7 +208,7 @@ EIGHT = Layout(replicate=8)
     (Layout(shard=8), {"average_by": "reduce_scatter"}, ["there is only one", "strategy.replicate=2"]),
     (EIGHT, {"average_by": "tree"}, ["strategy.average_by=tree", "all_reduce, reduce_scatter"]),
     (EIGHT, {"average_by": "hierarchical", "compression": "int8"}, ["compression=int8", "compression=none"]),
-    (EIGHT, {"average_by": "reduce_scatter", "launch": {"recovery": "replicas"}}, ["type launch.recovery=restart"]),
+    (EIGHT, {"average_by": "reduce_scatter", "launch": {"recovery": "replicas"}}, ["launch.recovery=restart"]),
     (EIGHT, {"average_by": "hierarchical", "launch": {"min_devices": 2}}, ["min_devices=2", "unequally many"]),
     (Layout(shard=8), {"prefetch": 2}, ["stage 2 has no effect", "strategy.stage=3"]),
     (EIGHT, {"prefetch": 2, "stage": 3}, ["shard=1 has no effect", "strategy.shard=2"]),
