@@ -32,12 +32,12 @@ SMALL = GPTConfig(layers=2, dim=32, heads=2, seq_len=16)
 def test_loss_falls(text: Path) -> None:
     seed_everything(0)
     module, data = GPTModule(SMALL, warmup_steps=2), TextCorpus(text, seq_len=16, batch_size=16)
-    trainer = LightningTrainer(max_steps=60, devices=1, **QUIET)
+    trainer = LightningTrainer(max_steps=100, devices=1, **QUIET)
     before = trainer.validate(module, data, verbose=False)[0]
     trainer.fit(module, data)
     after = trainer.validate(module, data, verbose=False)[0]
     assert before["val_bpb"] == pytest.approx(8, abs=0.5)  # uniform over 256 bytes
-    assert after["val_bpb"] < 4
+    assert after["val_bpb"] < 3
     assert after["val_bpb"] == pytest.approx(after["val_loss"] / math.log(2), rel=1e-6)
 
 

@@ -53,12 +53,12 @@ def test_loss_falls(text: Path) -> None:
         HuggingFaceModule(SMALL, seq_len=16, warmup_steps=2),
         TokenCorpus(path=text, seq_len=16, batch_size=16),
     )
-    trainer = LightningTrainer(max_steps=60, devices=1, **QUIET)
+    trainer = LightningTrainer(max_steps=100, devices=1, **QUIET)
     before = trainer.validate(module, data, verbose=False)[0]
     trainer.fit(module, data)
     after = trainer.validate(module, data, verbose=False)[0]
     assert before["val_bpb"] == pytest.approx(8, abs=0.5)  # uniform over 256 bytes
-    assert after["val_bpb"] < 5
+    assert after["val_bpb"] < 4
 
 
 def test_weights_and_sizes_of_a_folder(tmp_path: Path) -> None:

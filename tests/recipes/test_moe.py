@@ -113,13 +113,13 @@ def test_balance_trains_the_router(balance: float) -> None:
 def test_loss_falls_and_experts_stay_busy(text: Path) -> None:
     seed_everything(0)
     module, data = MoEModule(SMALL, warmup_steps=2), TextCorpus(text, seq_len=16, batch_size=16)
-    trainer = LightningTrainer(max_steps=50, devices=1, log_every_n_steps=1, **QUIET)
+    trainer = LightningTrainer(max_steps=80, devices=1, log_every_n_steps=1, **QUIET)
     before = trainer.validate(module, data, verbose=False)[0]
     trainer.fit(module, data)
     logged = trainer.logged_metrics
     after = trainer.validate(module, data, verbose=False)[0]
     assert before["val_bpb"] == pytest.approx(8, abs=0.5)  # uniform over 256 bytes
-    assert after["val_bpb"] < 5
+    assert after["val_bpb"] < 4
     assert after["val_bpb"] == pytest.approx(after["val_loss"] / math.log(2), rel=1e-6)
     assert {"train_loss", "balance_loss", "expert_load"} <= logged.keys()
     assert 1 <= logged["expert_load"] <= 2
