@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainwright.callbacks.guard.replica_check import _Holders
+from trainwright.callbacks.guard.replica_check import _ReplicaMap
 from trainwright.callbacks.monitor.sample import sampled_ranks
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.callbacks.traffic.stragglers import StepTimes, find_stragglers
@@ -276,7 +276,7 @@ def stragglers(layout: Layout) -> Cost:
 def replicas(layout: Layout) -> Cost:
     """Measure the comparison of replicas once the shards are known."""
     digests = {(box.key, box.offsets, box.sizes): bytes(16) for box in _boxes(layout, 0)}
-    holders = _Holders()
+    holders = _ReplicaMap()
     holders._sets = [tuple(ranks) for ranks in layout.groups("replicate")]
     holders._boxes = sorted(digests)
     holders._members = {holders._sets[0]: holders._boxes}

@@ -1,1 +1,1 @@
-"""Who watches a run: loss, speed, progress and summary. They read any strategy through its public properties only."""
+"""Callbacks. They access any strategy through its public properties only."""

@@ -1,4 +1,4 @@
-"""The certificate of a run, kept where people look for it."""
+"""The record of a run's certificate in its run directory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
-from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.monitor.records import emit
 from trainwright.core.failures.records import write_whole
 
 FILE = "certificate.json"
 
 
 class CertificateRecord(Callback):
-    """Writes ``certificate.json`` into the run directory and records an event, once a certificate was made.
+    """Writes ``certificate.json`` into the run directory and records an event, once a certificate exists.
 
-    The file holds the layout, whether the numbers agree, losses, the largest difference of a gradient and the names of
-    parameters that differ; see ``Comparison``. Without a certificate
-    (one process, ``certificate="off"``, a resumed run that was certified) there is neither.
+    The file holds the layout, whether the numbers agree, losses, the largest gradient difference and the names of
+    parameters that differ; see ``Comparison``. Nothing is written without a certificate (one process,
+    ``certificate="off"``, a resumed run that was already certified).
 
     Args:
-        console: where one line is printed; ``None``: standard output.
+        console: prints one line; ``None``: standard output.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -31,11 +31,11 @@ class CertificateRecord(Callback):
         self._written: Any = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record a certificate that was made before this step."""
+        """Record a certificate made before this step."""
         self._record(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Record a certificate that ended the run."""
+        """Record a certificate that failed the run."""
         self._record(trainer)
 
     def _record(self, trainer: Trainer) -> None:
@@ -49,4 +49,4 @@ class CertificateRecord(Callback):
         write_whole(Path(trainer.default_root_dir, FILE), json.dumps(document, indent=1) + "\n")
         text = f"certified: {outcome.summary()}" if outcome.holds else f"not certified: {outcome.problem()}"
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-        tell(trainer, "event", {"what": "certificate", "text": text, "seconds": outcome.seconds})
+        emit(trainer, "event", {"what": "certificate", "text": text, "seconds": outcome.seconds})

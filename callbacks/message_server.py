@@ -1,6 +1,6 @@
-"""A thread that serves connections over which anybody may send anything.
+"""A thread that serves untrusted connections.
 
-Length and time of a message are bounded, and whatever goes wrong with a connection closes that connection alone.
+Message length and time are bounded, and an error closes only the connection that caused it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trainwright.core.text.messages import LONGEST
 
 _log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
-# Connections that wait to be accepted: where there is no room the kernel lets them try again after a second.
+# Connections waiting to be accepted; beyond that the kernel makes clients retry after a second.
 _BACKLOG = 1024
-# Longest pause after a connection could not be accepted because the process has no descriptor left.
+# Pause after a connection could not be accepted because the process is out of file descriptors.
 _PAUSE_SECONDS = 0.05
 
 
@@ -30,11 +30,11 @@ class Peer:
     """One connection.
 
     Args:
-        connection: accepted, without blocking.
+        connection: accepted, non-blocking.
 
     Attributes:
-        is_admitted: whether it may stay without sending anything.
-        is_closed: whether it is gone.
+        is_admitted: set it to let the connection stay idle.
+        is_closed: whether it is closed.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,26 +44,25 @@ class Peer:
 
 
 class MessageServer:
-    """Receive messages in a thread of its own, and answer them.
+    """Receive messages in a background thread, and answer them.
 
     Args:
-        handle: called in the thread with the connection and each message, without its end; an exception closes the
-            connection.
-        lost: called in the thread with each connection that was closed, by whichever end.
-        name: of the thread, and in the warning about a refused connection.
-        host: address to listen at; by default this machine alone can connect.
+        handle: called in the thread with the connection and each message, without its terminator; an exception closes
+            the connection.
+        lost: called in the thread with each closed connection.
+        name: of the thread; also used in the warning about a closed connection.
+        host: address to listen on; by default only this machine can connect.
         port: TCP port; 0 = a free one.
-        end: bytes at which a message ends.
-        longest: bytes of a message.
-        seconds: in which a message must be complete from its first byte on, and one of a connection that was not
-            admitted from the beginning of the connection on.
-        strangers: connections that were not admitted; of more, the oldest is closed.
+        end: terminator of a message.
+        longest: maximum bytes of a message.
+        seconds: time limit of a message from its first byte, and of an unadmitted connection from its start.
+        strangers: maximum unadmitted connections; beyond it the oldest is closed.
 
     Attributes:
         port: TCP port.
 
     Raises:
-        OSError: if the address cannot be listened at.
+        OSError: if the address is unavailable.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class MessageServer:
     ) -> None:
         self._handle, self._lost, self._name = handle, lost, name
         self._end, self._longest, self._seconds, self._strangers = end, longest, seconds, strangers
-        self._due: dict[Peer, float] = {}  # when a message must be complete, the earliest first
+        self._due: dict[Peer, float] = {}  # deadline of the current message, earliest first
         self._has_warned = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -95,7 +94,7 @@ class MessageServer:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -107,17 +106,13 @@ class MessageServer:
 
     # ---- for ``handle`` and ``lost`` ------------------------------------------------------------------------------
 
-    def admit(self, peer: Peer) -> None:
-        """Let a connection stay without sending anything."""
-        peer.is_admitted = True
-
     def send(self, peer: Peer, message: bytes, last: bool = False) -> None:
-        """Send bytes as soon as the other end takes them.
+        """Send bytes when the peer is ready for them; a closed connection is ignored.
 
         Args:
-            peer: a connection; nothing is sent over a closed one.
-            message: with its end.
-            last: whether to hang up after that.
+            peer: connection.
+            message: with its terminator.
+            last: close the connection afterwards.
         """
         peer.to_send += message
         peer.is_last = last
@@ -138,7 +133,9 @@ class MessageServer:
     def _run(self) -> None:
         try:
             while self._serve():
-                self._close_late()
+                now = time.monotonic()
+                for peer in [peer for peer, due in self._due.items() if due <= now]:
+                    self.close(peer)
         finally:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -159,32 +156,28 @@ class MessageServer:
         return True
 
     def _guarded(self, act: Callable[[Peer], None], peer: Peer) -> None:
-        """Act on a connection that is still there; close it if that fails."""
+        """Act on an open connection; close it on failure."""
         if peer.is_closed:
             return
         try:
             act(peer)
         except BlockingIOError:
             pass
-        except OSError:  # it is gone
+        except OSError:  # the connection is gone
             self.close(peer)
-        except Exception as error:  # whatever it has sent is no reason to leave the others
-            self._warn(peer, error)
+        except Exception as error:  # one faulty peer must not stop the others
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True  # warn once: a peer that reconnects must not fill the log
+            text = str(error) if isinstance(error, ContentError) else f"{type(error).__name__}: {error}"
+            _log.log(level, "%s: closed a connection (%s); further ones are closed silently", self._name, text[:200])
             self.close(peer)
-
-    def _warn(self, peer: Peer, error: Exception) -> None:
-        """Say it once: who connects again and again must not fill the log."""
-        level = logging.DEBUG if self._has_warned else logging.WARNING
-        self._has_warned = True
-        text = str(error) if isinstance(error, ContentError) else f"{type(error).__name__}: {error}"
-        _log.log(level, "%s: closed a connection (%s); further ones are closed without a word", self._name, text[:200])
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # no descriptor is left
+        except OSError:  # out of file descriptors
             time.sleep(_PAUSE_SECONDS)
             return
         connection.setblocking(False)
@@ -195,13 +188,8 @@ class MessageServer:
         strangers = [each for each in self._due if not each.is_admitted]
         if len(strangers) > self._strangers:
             self.close(strangers[0])
-        with suppress(OSError):  # it is gone already
+        with suppress(OSError):  # already closed
             keep_alive(connection)
-
-    def _close_late(self) -> None:
-        now = time.monotonic()
-        for peer in [peer for peer, due in self._due.items() if due <= now]:
-            self.close(peer)
 
     def _receive(self, peer: Peer) -> None:
         received = peer.socket.recv(_READ_BYTES)
@@ -214,15 +202,11 @@ class MessageServer:
         for message in messages:
             if not peer.is_closed:
                 self._handle(peer, bytes(message))
-        if peer.is_admitted and not peer.is_closed:
-            self._set_due(peer, begins=bool(messages))
-
-    def _set_due(self, peer: Peer, begins: bool) -> None:
-        """Let an admitted connection be idle, but complete a message that it has begun."""
-        if begins or not peer.received:
-            self._due.pop(peer, None)
-        if peer.received:
-            self._due.setdefault(peer, time.monotonic() + self._seconds)
+        if peer.is_admitted and not peer.is_closed:  # it may be idle, but not leave a message incomplete
+            if messages or not peer.received:
+                self._due.pop(peer, None)
+            if peer.received:
+                self._due.setdefault(peer, time.monotonic() + self._seconds)
 
     def _flush(self, peer: Peer) -> None:
         try:
@@ -233,12 +217,12 @@ class MessageServer:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.to_send else 0)
         self._selector.modify(peer.socket, events, peer)
         if peer.is_last and not peer.to_send:
-            # The other end closes after that; to close with something unread would take the answer back.
+            # Closing with unread input would reset the connection and lose the answer.
             peer.socket.shutdown(socket.SHUT_WR)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice a machine that is gone without a word, after about half a minute."""
+    """Detect an unreachable machine after about half a minute."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -250,7 +234,7 @@ _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def close_in_children(*sockets: socket.socket) -> None:
-    """Close sockets in forked processes: a worker of a data loader would hold them open after the death of its rank."""
+    """Close sockets in forked processes, so that data loader workers do not keep them open after their rank died."""
     _open_sockets.update(sockets)
 
 

@@ -1,4 +1,4 @@
-"""For what a rank spends the time of its steps, as the Trainer's phases tell."""
+"""Time spent by a rank in the phases of its steps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 
 from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, OPTIMIZER, Phases
 
-# What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
+# Phases that are counted; others (validation) are not part of a step.
 _KIND_OF = {DATA: "data", FORWARD: "compute", BACKWARD: "compute", OPTIMIZER: "compute", HOOKS: "hooks"}
 KINDS = ("compute", "data", "hooks")
 
 
 class PhaseClock:
-    """Sums up the time by the kind of the phase it was spent in, as phases begin, until it is stopped.
+    """Accumulates time by kind of phase until it is stopped.
 
     Args:
-        trainer: whose strategy measures how long this rank waits (``Waits``),
-            which also tells the time. A strategy of Lightning's own does not: then the clock of the host tells the
-            time, and no waits are known.
-        phases: of that Trainer, which it hears.
-        kind_of: phase -> what it counts as; those that are not among them count as ``""``.
-        begins_as: the kind that counts until a phase begins.
+        trainer: its strategy measures waits (``Waits``) and supplies the clock; with a Lightning strategy the host
+            clock is used and no waits are known.
+        phases: of that Trainer.
+        kind_of: phase -> kind; other phases count as ``""``.
+        begins_as: kind until the first phase begins.
     """
 
     def __init__(self, trainer: Any, phases: Phases, kind_of: Mapping[str, str], begins_as: str) -> None:
@@ -37,11 +36,7 @@ class PhaseClock:
         self._ends: list[Callable[[], None]] = [phases.listen(self.begin)]
 
     def split_pipeline(self, strategy: Any) -> None:
-        """Count as backward what stages of a pipeline do backward, which the loop does not see: to it all is forward.
-
-        Args:
-            strategy: any; nothing happens if it has no pipeline.
-        """
+        """Count the backward passes of pipeline stages as backward; the loop sees them as forward."""
         measures = getattr(strategy, "measures", None)
         if measures is not None:
             self._ends.append(measures.listen_to_stages(self))
@@ -58,7 +53,7 @@ class PhaseClock:
             self._turn(self._interrupted)
 
     def stop(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         for end in self._ends:
             end()
         self._waits.stop()
@@ -68,14 +63,14 @@ class PhaseClock:
         self._waits.refresh()
 
     def begin(self, phase: str) -> None:
-        """A phase begins, and so the one before ends."""
+        """End the current phase and begin another."""
         self._turn(self._kind_of.get(phase, ""))
 
     def spent_and_waited(self, wait_for_device: bool = False) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds by kind since the last call, waits included; and, of these, seconds that this rank waited for others.
+        """Return seconds by kind since the last call, waits included, and of these the seconds spent waiting.
 
         Args:
-            wait_for_device: until the device has done all of it; else the next call tells of what it has not done yet.
+            wait_for_device: synchronize first; else unfinished device work is reported by the next call.
         """
         self._turn(self._kind)
         if wait_for_device:
@@ -92,7 +87,7 @@ class PhaseClock:
 
 
 class _HostClock:
-    """What a :class:`PhaseClock` asks of its strategy's waits, where the strategy measures none; its own spans too."""
+    """Host clock with the interface of ``Waits`` and its spans, for strategies that measure no waits."""
 
     kind = ""
 
@@ -101,7 +96,7 @@ class _HostClock:
 
     @property
     def spans(self) -> _HostClock:
-        return _HostClock()  # in which nothing was waited for
+        return _HostClock()  # no waits
 
     def new_spans(self) -> _HostClock:
         return self
@@ -127,21 +122,13 @@ class _HostClock:
 
 
 class StepClock(PhaseClock):
-    """Sums up what is computed, waited for and done in hooks.
-
-    Args:
-        trainer: with phases, see :class:`PhaseClock`.
-    """
+    """Accumulates compute, data, hook and wait time of steps."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer, trainer.phases, _KIND_OF, begins_as="hooks")
 
     def take(self, wait_for_device: bool = False) -> list[float]:
-        """Seconds of compute, data, hooks and waits since the last call.
-
-        Args:
-            wait_for_device: see :meth:`spent_and_waited`.
-        """
+        """Return seconds of compute, data, hooks and waits since the last call; see :meth:`spent_and_waited`."""
         spent, waited = self.spent_and_waited(wait_for_device)
         own = [max(spent.get(kind, 0.0) - waited.get(kind, 0.0), 0.0) for kind in KINDS]
         return [*own, sum(waited.get(kind, 0.0) for kind in KINDS)]

@@ -1,4 +1,4 @@
-"""What callbacks that look at a run once a window of optimizer steps have in common."""
+"""Base callbacks: windows of optimizer steps, and measurements that end with training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainwright.callbacks.steps import StepCounter, require_window, window_step
 
 
 class Windowed(Callback):
-    """A callback of windows: counts steps, and knows when a window has ended.
+    """A callback that acts once per window of optimizer steps.
 
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
@@ -24,37 +24,37 @@ class Windowed(Callback):
         self._window = 0  # 0 is off
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count steps."""
+        """Start counting steps."""
         self._steps.start(trainer)
         self._window = window_steps(self.every_n_steps, trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count steps from there."""
+        """Count from the restored step."""
         self._steps.start(trainer)
 
     def _ended(self, trainer: Trainer) -> int | None:
-        """In ``on_train_batch_end``: the number of the step with which a window has ended; ``None``: none has."""
+        """Return in ``on_train_batch_end`` the number of the step that closed a window, else ``None``."""
         step = self._steps.ended(trainer)
         return step if step is not None and self._ends_window(step) else None
 
     def _ends_window(self, step: int) -> bool:
-        """Whether a step is the last of a window."""
+        """Return whether ``step`` closes a window."""
         return bool(self._window) and (step + 1) % self._window == 0
 
 
 class Measuring(Callback):
-    """A callback that measures until training ends, with an error too: what is left of a window is then not told, since
-    other ranks need not be there.
+    """A callback that measures until training ends or fails; an incomplete window is dropped, since reporting it may
+    be a collective.
     """
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._stop()
 
     def _stop(self) -> None:
-        """Measure no more; may be called again, and before anything was measured."""
+        """Stop measuring. Idempotent."""
         raise NotImplementedError

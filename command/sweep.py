@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from trainwright.callbacks.inject.words import is_inject
+from trainwright.callbacks.inject.sentences import is_inject
 from trainwright.command.auto import Choice
 from trainwright.command.run import choose, launch, prepare
 from trainwright.command.schema.compose import compose_checked, config_loader, quote_paths

@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.callbacks.inject.words import make_faults
+from trainwright.callbacks.inject.sentences import make_faults
 from trainwright.callbacks.progress.throughput import Throughput
 from trainwright.checkpoint.memory.snapshots import PENDING, Snapshot
 from trainwright.checkpoint.read.candidates import LAST
@@ -48,7 +48,7 @@ from trainwright.trainer.loggers.lenient import lenient
 from trainwright.trainer.loggers.metrics_csv import MetricsCSV
 from trainwright.trainer.loggers.runs import LoggerRuns, in_same_run, runs_before
 from trainwright.trainer.loggers.tensorboard import HyperParameters, references_of
-from trainwright.trainer.resume import look_in
+from trainwright.trainer.resume import search_folders
 from trainwright.trainer.trainer import Trainer
 
 PREDICTIONS = "predictions.pt"
@@ -279,7 +279,7 @@ def _loading(trainer: Trainer, cfg: DictConfig, held: Snapshot | None) -> dict[s
     ckpt_path = cfg.ckpt_path
     if cfg.resume_folders:
         # The ranks read contents; the launching process has read only manifests.
-        look_in(trainer, cfg.resume_folders)
+        search_folders(trainer, cfg.resume_folders)
         ckpt_path = cfg.resume or LAST
     return {"ckpt_path": ckpt_path, "weights_only": not cfg.trust}
 

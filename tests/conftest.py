@@ -73,7 +73,7 @@ FIRST = (
     "parity/test_run_state.py",
     "benchmarks/test_resume.py",
     "parity/test_resume.py",
-    "trainer/test_going_back.py",
+    "trainer/test_rollback.py",
     "faults/test_clean_ends.py",
     "launch/test_check_resume.py",
     "parity/test_hugging_face.py",

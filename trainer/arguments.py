@@ -1,4 +1,4 @@
-"""What the arguments of the Trainer mean, and which do not go together."""
+"""Interpretation and validation of the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from trainwright.trainer.data.partition import PARTITIONS
 
 
 def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) -> None:
-    """Whether samples can be dealt so.
+    """Raise a ``ValueError`` with all problems of ``data_partition``.
 
     Args:
         partition: ``data_partition`` of the Trainer.
         data_key: of the Trainer.
         kwargs: its arguments for Lightning.
-
-    Raises:
-        ValueError: if not, with all problems.
     """
     problems = []
     if partition not in PARTITIONS:
@@ -36,26 +33,23 @@ def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) ->
     elif data_key is not None and partition != "hash":
         problems.append(
             f"data_key={data_key!r} together with data_partition={partition!r}, which asks for no key (set "
-            "data_partition='hash', or leave data_key out)"
+            "data_partition='hash', or remove data_key)"
         )
     if partition != "interleave" and _has_accumulation_schedule(kwargs):
         problems.append(
-            f"GradientAccumulationScheduler together with data_partition={partition!r}, which deals whole steps (give "
-            "one of them)"
+            f"GradientAccumulationScheduler together with data_partition={partition!r}, which partitions whole steps "
+            "(use one of them)"
         )
     if problems:
         raise ValueError("; ".join(problems))
 
 
 def check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) -> None:
-    """Whether a global batch is possible, and the only one to decide the accumulation.
+    """Raise a ``ValueError`` with all problems of ``global_batch_size``.
 
     Args:
         global_batch_size: of the Trainer.
         kwargs: its arguments for Lightning.
-
-    Raises:
-        ValueError: if not, with all problems.
     """
     if global_batch_size is None:
         return
@@ -80,14 +74,14 @@ def _has_accumulation_schedule(kwargs: dict[str, Any]) -> bool:
 
 
 def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | Strategy:
-    """A strategy for its name; names of Lightning's own stay names.
+    """Return the strategy of a name; names of Lightning's own are returned as they are.
 
     Args:
         strategy: of the Trainer.
-        kwargs: its arguments for Lightning, on whose devices ``"auto"`` depends.
+        kwargs: its arguments for Lightning; ``"auto"`` depends on their devices.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: for an unknown name.
     """
     if not isinstance(strategy, str):
         return strategy
@@ -100,34 +94,34 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
     if is_strategy(strategy):
         return make_strategy(strategy)  # type: ignore[no-any-return]
     if strategy not in StrategyRegistry.available_strategies():
-        strategy_options(strategy)  # raises, naming what there is
+        strategy_options(strategy)  # raises with the known names
     return strategy
 
 
 def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the Trainer, with those of the variables ``PL_TRAINER_<ARGUMENT>`` where none is given.
+    """Return the Trainer's arguments, completed from the variables ``PL_TRAINER_<ARGUMENT>``.
 
     Args:
-        trainer: its class, whose own arguments count as well as Lightning's.
-        given: by the caller.
+        trainer: its class, whose own arguments are read as well as Lightning's.
+        given: by the caller; these take precedence.
     """
     found = {**vars(_parse_env_variables(Trainer)), **vars(_parse_env_variables(trainer))}
-    taken = {name: value for name, value in found.items() if name not in given}
-    if taken:
-        values = ", ".join(f"{name}={value!r}" for name, value in taken.items())
+    found = {name: value for name, value in found.items() if name not in given}
+    if found:
+        values = ", ".join(f"{name}={value!r}" for name, value in found.items())
         rank_zero_info(f"From PL_TRAINER_* variables of the environment: {values}.")
-    return {**taken, **given}
+    return {**found, **given}
 
 
 def accelerator_for(strategy: str | Strategy, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``accelerator`` of the Trainer on a machine with an Apple GPU: the CPU for strategies that need collectives.
+    """Return ``accelerator`` for a machine with an Apple GPU: the CPU for strategies that need collectives.
 
     Args:
         strategy: resolved.
         kwargs: arguments for Lightning.
 
     Raises:
-        ValueError: if the Apple GPU is asked for with such a strategy.
+        ValueError: if such a strategy is combined with the Apple GPU.
     """
     options = getattr(strategy, "options", None)
     if not isinstance(options, StrategyOptions) or options.takes_mps or _accelerator_name(kwargs) != "mps":
@@ -135,8 +129,8 @@ def accelerator_for(strategy: str | Strategy, kwargs: dict[str, Any]) -> dict[st
     name = type(strategy).__name__
     if kwargs.get("accelerator", "auto") != "auto":
         raise ValueError(
-            f"accelerator={kwargs['accelerator']!r} with {name}: an Apple GPU is trained on with "
-            "strategy='single' alone, for it has no collectives. Use that, or accelerator='cpu'."
+            f"accelerator={kwargs['accelerator']!r} with {name}: an Apple GPU has no collectives and supports only "
+            "strategy='single'. Use that, or accelerator='cpu'."
         )
     rank_zero_info(f"Training on the CPU: {name} needs collectives, which the Apple GPU here does not have.")
     return {"accelerator": "cpu"}
@@ -152,7 +146,7 @@ def _accelerator_name(kwargs: dict[str, Any]) -> str | None:
 
 
 def _device_count(kwargs: dict[str, Any]) -> int | None:
-    """Number of devices of the run; ``None`` where Lightning is to choose (accelerators that we know nothing of)."""
+    """Return the number of devices of the run; ``None`` if Lightning chooses (unknown accelerators)."""
     name = _accelerator_name(kwargs)
     name = "cuda" if name == "gpu" and CUDAAccelerator.is_available() else name
     if name not in ("cpu", "cuda", "mps"):
@@ -163,7 +157,7 @@ def _device_count(kwargs: dict[str, Any]) -> int | None:
         devices = 1 if name == "cuda" and accelerator_connector._IS_INTERACTIVE else accelerator.auto_device_count()
     if devices in ([], 0, "0"):
         return None  # Lightning's own error
-    if name == "mps":  # there is one; of several, those are the CPU's
+    if name == "mps":  # there is only one; several devices are CPU processes
         name = "mps" if devices in (1, "1", [0], -1, "-1") else "cpu"
         accelerator = AcceleratorRegistry[name]["accelerator"]
     parsed = accelerator.parse_devices(devices)
@@ -171,7 +165,7 @@ def _device_count(kwargs: dict[str, Any]) -> int | None:
 
 
 def fp16_on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Lightning turns fp16 on CPU into bf16; torch can do it, so what was asked for is what is done."""
+    """Return arguments that keep fp16 on the CPU, which Lightning replaces by bf16."""
     if str(kwargs.get("precision")) not in ("16-mixed", "16") or _accelerator_name(kwargs) != "cpu":
         return {}
     plugins = kwargs.get("plugins") or []

@@ -1,4 +1,4 @@
-"""What the parts of the Trainer may ask of it."""
+"""The Trainer's interface for its parts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trainwright.trainer.data.partition import DataKey
 
 
 class RunTrainer(LightningTrainer):
-    """Lightning's Trainer with the global batch of a run; loops and connectors know the Trainer as this.
+    """Lightning's Trainer with a global batch; loops and connectors depend on this class.
 
     Attributes:
-        global_batch_size: samples of an optimizer step, as asked for; ``None``: as they come.
+        global_batch_size: requested samples per optimizer step; ``None``: Lightning's meaning.
         uneven_steps: whether the last micro-batches of a step may be smaller.
-        global_batch: what an optimizer step reads, once the training loader is known.
-        settled_accumulation: micro-batches of a step that ``global_batch_size`` needs, once known.
-        data_partition: which data rank reads which samples.
-        data_key: of a sample, where they are dealt by keys.
-        seed_samples: whether random numbers of a sample depend on its index alone.
-        allow_changed_data: whether a run may go on with other data.
-        copies: of the run state in memory.
-        balance: who computes how much of the global batch; ``None``: all alike.
-        leases: of samples, where ranks step by themselves; ``None``: samples are dealt.
+        global_batch: the batch of an optimizer step, once the training loader is known.
+        settled_accumulation: micro-batches per step that ``global_batch_size`` requires, once known.
+        data_partition: how samples are partitioned over data ranks.
+        data_key: of a sample, for partitioning by keys.
+        seed_samples: whether random numbers of a sample depend only on its index.
+        allow_changed_data: whether a run may resume with other data.
+        copies: in-memory copies of the run state.
+        balance: shares of data ranks in the global batch; ``None``: equal shares.
+        leases: of samples, with asynchronous ranks; ``None``: samples are partitioned.
     """
 
     global_batch_size: int | None
@@ -55,29 +55,29 @@ class RunTrainer(LightningTrainer):
 
     @property
     def phases(self) -> Phases:
-        """What this rank is doing within a step, for those who watch."""
+        """Phases of this rank within a step."""
         loop: Any = self.fit_loop.epoch_loop
         phases: Phases = loop.phases
         return phases
 
     def settle_global_batch(self, micro_batch_size: int, data_ranks: int, deals_samples: bool = False) -> int:
-        """Fix the accumulation once the loader's batch size is known.
+        """Fix the accumulation, once the loader's batch size is known.
 
         Args:
             micro_batch_size: samples that one data rank reads at a time.
-            data_ranks: ranks that read different samples.
-            deals_samples: whether single samples are dealt, so that a micro-batch may be a smaller one.
+            data_ranks: number of ranks that read different samples.
+            deals_samples: whether single samples are distributed, so that a micro-batch may be smaller.
 
         Returns:
             Micro-batches per optimizer step.
 
         Raises:
-            ValueError: if ``global_batch_size`` cannot be made of such micro-batches.
+            ValueError: if ``global_batch_size`` is not a multiple of such micro-batches.
         """
         if self.global_batch_size is not None:
             uneven = self.uneven_steps and deals_samples
             accumulation = solve_accumulation(self.global_batch_size, micro_batch_size, data_ranks, uneven)
-            self._refuse_unlike(accumulation, micro_batch_size)
+            self._require_same(accumulation, micro_batch_size)
             self.accumulate_grad_batches = self.settled_accumulation = accumulation
             self._refuse_manual_accumulation(micro_batch_size * data_ranks)
         batch = GlobalBatch(micro_batch_size, self.accumulate_grad_batches, data_ranks)
@@ -86,12 +86,12 @@ class RunTrainer(LightningTrainer):
         self.global_batch = batch
         return self.accumulate_grad_batches
 
-    def _refuse_unlike(self, accumulation: int, micro_batch_size: int) -> None:
+    def _require_same(self, accumulation: int, micro_batch_size: int) -> None:
         if self.settled_accumulation not in (None, accumulation):
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} needs {self.settled_accumulation} accumulated "
                 f"micro-batches for one training loader and {accumulation} for another (batch_size={micro_batch_size}),"
-                " but all are read together. Give them the same batch_size, or leave global_batch_size out and set "
+                " but all are read together. Give them the same batch_size, or remove global_batch_size and set "
                 "accumulate_grad_batches."
             )
 
@@ -99,10 +99,10 @@ class RunTrainer(LightningTrainer):
         if self.accumulate_grad_batches > 1 and not self.lightning_module.automatic_optimization:
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} needs {self.accumulate_grad_batches} accumulated "
-                "micro-batches, but the module optimizes manually and steps when it likes. "
-                f"Set global_batch_size={wave_size}, or leave it out and accumulate in training_step."
+                "micro-batches, but the module optimizes manually and decides itself when to step. "
+                f"Set global_batch_size={wave_size}, or remove it and accumulate in training_step."
             )
 
     def agreement_group(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks for agreements that must not wait for the collectives of training."""
+        """Return a gloo group of all ranks for agreements that must not wait for collectives of training."""
         return self._agreement_group.get()

@@ -1,8 +1,8 @@
-"""Which checkpoint a run goes on from, when it is not told: `ckpt_path="last"` and `ckpt_path="auto"`.
+"""Choice of the checkpoint for `ckpt_path="last"` and `ckpt_path="auto"`.
 
-Lightning takes the file that was written last, whatever is in it. Here the ranks hold the contents of the newest
-checkpoint against its manifest, as the strategy does with every checkpoint before anything of it is used, and go to the
-next older one, with a warning that names the file and the rank that wrote it, until they have a good one.
+Lightning takes the file written last, whatever it contains. Here ranks verify the newest checkpoint against its
+manifest, as the strategy does with every checkpoint, and fall back to older ones with a warning that names the damaged
+file and its writer.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def look_in(trainer: RunTrainer, folders: Sequence[str]) -> None:
-    """Let `ckpt_path="last"` and `"auto"` mean the checkpoints of other folders than those that the trainer saves in.
+def search_folders(trainer: RunTrainer, folders: Sequence[str]) -> None:
+    """Let `ckpt_path="last"` and `"auto"` search other folders than those that the trainer saves in.
 
     Args:
-        trainer: that will run.
-        folders: local or of a store; what the first one holds is taken before what the others hold.
+        trainer: before its run.
+        folders: local or remote, in order of precedence.
     """
     trainer._checkpoint_connector.folders = tuple(folders)
 
 
 class ResumeConnector(_CheckpointConnector):
-    """Chooses the checkpoint once the ranks can talk to each other; Lightning chooses before.
+    """Chooses the checkpoint once ranks can communicate; Lightning chooses earlier.
 
     Attributes:
-        folders: where to look, the first folder first; empty: where the callbacks of the trainer save.
-        weights_only: as given to ``fit`` and its like; Lightning forgets it for strategies that restore late.
+        folders: to search, in order of precedence; empty: those that the trainer's callbacks save in.
+        weights_only: as given to ``fit`` etc.; Lightning drops it for strategies that restore late.
     """
 
     trainer: RunTrainer
@@ -68,10 +68,9 @@ class ResumeConnector(_CheckpointConnector):
         self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool
     ) -> Any:
         if service_of(self.trainer.strategy).serves:
-            return None  # such a rank has none, and what its server holds comes from the others
+            return None  # a server has none; the workers send its state
         path = super()._select_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
-        # Strategies that restore late ask before whether there is anything to restore; the answer must not be that of
-        # the run before.
+        # Strategies that restore late check before whether there is a checkpoint; it must not be that of the last run.
         self._ckpt_path = None if path in (LAST, AUTO) else path
         return path
 
@@ -81,10 +80,11 @@ class ResumeConnector(_CheckpointConnector):
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Load the checkpoint, after choosing it where it is not given.
+        """Load the checkpoint, after choosing it for ``"last"`` and ``"auto"``.
 
         Raises:
-            CheckpointError: if there are checkpoints, but no good one (``"last"`` only: ``"auto"`` starts afresh).
+            CheckpointError: if there are checkpoints but none is good (``"last"`` only: ``"auto"`` starts from
+                scratch).
         """
         weights_only = self.weights_only if weights_only is None else weights_only
         if checkpoint_path in (LAST, AUTO):
@@ -100,29 +100,29 @@ class ResumeConnector(_CheckpointConnector):
         """Restore precision, loops, optimizers and schedulers.
 
         Raises:
-            CheckpointError: if their states in the checkpoint are none.
+            CheckpointError: if their states are invalid.
         """
         with self.restoring():
             super().restore_training_state()
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Raise :class:`CheckpointError` for what a state of another form makes code raise that is not the user's."""
+        """Raise :class:`CheckpointError` for errors that a malformed state causes outside of user code."""
         try:
             yield
         except Exception as error:
-            is_told = is_refusal(error) and not isinstance(error, ContentError)
-            if is_told or is_secondary(error) or own_place(error):
+            is_explained = is_refusal(error) and not isinstance(error, ContentError)
+            if is_explained or is_secondary(error) or own_place(error):
                 raise
             with interpreting(str(self._ckpt_path), problem="holds a state that does not fit this run"):
                 raise
 
     def restore_loops(self) -> None:
-        """Put the loops where the checkpoint left them.
+        """Restore the loops.
 
         Raises:
-            ValueError: if the checkpoint has more optimizer steps than ``max_steps``, so that nothing would be trained.
-            ContentError: if counters in it are no numbers.
+            ValueError: if the checkpoint has more optimizer steps than ``max_steps``.
+            ContentError: if its counters are not numbers.
         """
         super().restore_loops()
         trainer = self.trainer
@@ -130,16 +130,16 @@ class ResumeConnector(_CheckpointConnector):
         if trainer.state.fn == TrainerFn.FITTING and 0 <= trainer.max_steps < trainer.global_step:
             raise ValueError(
                 f"max_steps={trainer.max_steps}, but the checkpoint {self._ckpt_path} has {trainer.global_step} "
-                f"optimizer steps already. Give a max_steps above {trainer.global_step}, or an earlier checkpoint."
+                f"optimizer steps already. Set max_steps above {trainer.global_step}, or choose an earlier checkpoint."
             )
 
-    def go_back(self, held: Snapshot) -> None:
-        """Put everything back where it was when this rank's state was taken, within a fit. A collective.
+    def roll_back(self, held: Snapshot) -> None:
+        """Restore an in-memory state of this rank within a fit. A collective.
 
-        Callbacks that say so keep what they know, see :func:`~trainwright.callbacks.guard.verdict.keeps_its_state`.
+        Some callbacks keep their state, see :func:`~trainwright.callbacks.guard.verdict.keeps_its_state`.
 
         Raises:
-            CheckpointError: if the state is not one of this module and layout.
+            CheckpointError: if the state is of another module or layout.
         """
         checkpoint = self.trainer.strategy.load_checkpoint(held)  # type: ignore[arg-type]
         keep = {each.state_key for each in self.trainer.callbacks if keeps_its_state(each)}  # type: ignore[attr-defined]
@@ -157,20 +157,20 @@ class ResumeConnector(_CheckpointConnector):
     # ---- choosing -----------------------------------------------------------------------------------------------
 
     def _load_newest_good(self, word: str, weights_only: bool | None) -> None:
-        passed_over: list[str] = []
+        rejected: list[str] = []
         for candidate in self._agreed(self._candidates):
             problem = self._problem(candidate, weights_only)
             if problem is None:
-                say = rank_zero_warn if passed_over else rank_zero_info  # of another than the command has named
-                say(f"ckpt_path={word!r}: going on from {candidate.path}")
+                log = rank_zero_warn if rejected else rank_zero_info  # not the one that the command has named
+                log(f"ckpt_path={word!r}: resuming {candidate.path}")
                 self._ckpt_path = candidate.path
                 return
-            passed_over.append(f"{candidate.path}: {problem}")
-            rank_zero_warn(f"ckpt_path={word!r}: passed over {passed_over[-1]}")
-        self._start_afresh(word, passed_over)
+            rejected.append(f"{candidate.path}: {problem}")
+            rank_zero_warn(f"ckpt_path={word!r}: skipped {rejected[-1]}")
+        self._start_from_scratch(word, rejected)
 
     def _problem(self, candidate: Candidate, weights_only: bool | None) -> str | None:
-        """Why a checkpoint was not loaded, the same on every rank; ``None``: it was."""
+        """Load a checkpoint, or return why not, equal on every rank."""
         for_fit = self.trainer.state.fn == TrainerFn.FITTING
         problem = self._agreed(partial(candidate.problem, for_fit=for_fit))
         if problem is not None:
@@ -181,25 +181,25 @@ class ResumeConnector(_CheckpointConnector):
             return "; ".join(error.problems)
         return None
 
-    def _start_afresh(self, word: str, passed_over: Sequence[str]) -> None:
-        if passed_over and word == LAST:
+    def _start_from_scratch(self, word: str, rejected: Sequence[str]) -> None:
+        if rejected and word == LAST:
             raise CheckpointError(
-                f"ckpt_path={word!r}: there is no good checkpoint; passed over:\n  " + "\n  ".join(passed_over) + "\n"
-                "Give the path of another one, or leave ckpt_path out (or say 'auto') to start afresh."
+                f"ckpt_path={word!r}: there is no good checkpoint; skipped:\n  " + "\n  ".join(rejected) + "\n"
+                "Give the path of another one, or remove ckpt_path (or type 'auto') to start from scratch."
             )
         super().resume_start(None)
         where = ", ".join(self._folders()) or "no callback saves any"
         text = (
-            f"ckpt_path={word!r}: there is no {'good ' if passed_over else ''}checkpoint ({where}). "
-            "No checkpoint will be loaded; starting afresh."
+            f"ckpt_path={word!r}: there is no {'good ' if rejected else ''}checkpoint ({where}). "
+            "No checkpoint will be loaded; starting from scratch."
         )
-        if passed_over or word == LAST:
+        if rejected or word == LAST:
             rank_zero_warn(text)
         else:
             rank_zero_info(text)
 
     def _candidates(self) -> list[Candidate]:
-        """Newest first; those of several folders in the order of the folders."""
+        """Return candidates, newest first; with several folders in their order."""
         if self.folders:
             return list(candidates_of(self.folders))
         found = {os.path.realpath(each.path): each for each in candidates_of(self._folders())}
@@ -211,11 +211,11 @@ class ResumeConnector(_CheckpointConnector):
         if self.folders:
             return list(self.folders)
         callbacks = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, RunStateCheckpoint)]
-        beside = join_path(str(self.trainer.default_root_dir), CHECKPOINTS)
-        return list(dict.fromkeys(callback.dirpath or beside for callback in callbacks))
+        default = join_path(str(self.trainer.default_root_dir), CHECKPOINTS)
+        return list(dict.fromkeys(callback.dirpath or default for callback in callbacks))
 
     def _candidates_of_lightning(self) -> Iterator[Candidate]:
-        """What Lightning would choose from."""
+        """Yield Lightning's candidates."""
         trainer: Any = self.trainer
         savers = [each for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
         paths = {str(each.ckpt_path) for each in savers}
@@ -227,10 +227,10 @@ class ResumeConnector(_CheckpointConnector):
             if store.exists(path):
                 yield candidate_at(path, store.modified(path))
 
-    # ---- agreeing -----------------------------------------------------------------------------------------------
+    # ---- agreement ----------------------------------------------------------------------------------------------
 
     def _agreed(self, compute: Callable[[], T]) -> T:
-        """What the first rank finds, on every rank: another one may see a folder a moment later."""
+        """Return rank 0's result on every rank: others may see a folder differently."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return compute()
         group = self.trainer.agreement_group()
@@ -248,7 +248,7 @@ class ResumeConnector(_CheckpointConnector):
 
 
 def _check_counters(node: _Loop | _BaseProgress) -> None:
-    """Lightning takes any value for a counter, and computes with it much later."""
+    """Raise for a counter that is not a number, which Lightning would accept."""
     for value in vars(node).values():
         if isinstance(value, _Loop | _BaseProgress):
             _check_counters(value)

@@ -1,4 +1,4 @@
-"""A notice to end: remembered here, agreed upon by the ranks, obeyed by the loops between two batches."""
+"""Stop notices: recorded here, agreed upon by the ranks, obeyed by the loops between two batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from trainwright.callbacks.end.notice import FILE, URL, Notice, NoticePoll, Told
+from trainwright.callbacks.end.notice import FILE, URL, NoticeBox, NoticePoll, StopNotice
 from trainwright.callbacks.end.preemption import Preemption
 from trainwright.core.lightning_internals import _HANDLER, _SignalConnector
 from trainwright.core.processes.watch import Allowance, ShutdownWatch
@@ -28,18 +28,14 @@ from trainwright.core.run.traits import traits_of
 if TYPE_CHECKING:
     from trainwright.trainer.leases.batches import LeasedBatchSampler
 
-# Micro-batches between two agreements at most: of very short ones, and where there is nothing to go by.
+# Maximum micro-batches between two agreements.
 MOST_BATCHES = 512
-# How much longer one distance may be than the one before: the first batch of a loop says little about the others.
+# Maximum growth of that distance: the first batch of a loop is not representative.
 _GROWTH = 16
 
 
 class Pace:
-    """How many batches of one kind lie between two agreements: what takes about so many seconds on the slowest rank.
-
-    Args:
-        seconds: between two agreements.
-    """
+    """Number of batches between two agreements, such that they take about ``seconds`` on the slowest rank."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -48,64 +44,63 @@ class Pace:
         self._spent = 0.0
 
     def passed(self, seconds: float) -> bool:
-        """Count a batch that took so long on this rank; whether the ranks are to agree after it."""
+        """Count a batch of this rank's ``seconds``, and return whether the ranks must agree after it."""
         self._passed += 1
         self._spent += seconds
         return self._passed >= self.distance
 
     @property
     def seconds_per_batch(self) -> float:
-        """Of this rank, since the last agreement."""
+        """Mean of this rank since the last agreement."""
         return self._spent / max(self._passed, 1)
 
     def settle(self, slowest: float) -> None:
-        """Begin anew, by the seconds per batch of the slowest rank; every rank has to give the same."""
+        """Start over, given the seconds per batch of the slowest rank; equal on every rank."""
         wanted = self._seconds / slowest if slowest > 0 else MOST_BATCHES
         self.distance = max(1, int(min(wanted, self.distance * _GROWTH, MOST_BATCHES)))
         self._passed, self._spent = 0, 0.0
 
 
 class FlagOnSignal(_SignalConnector):
-    """Remembers that this rank was told to end, and finds out together with the others whether any was.
+    """Records stop notices, and finds out together with the other ranks whether any was given.
 
-    Lightning's handler runs a broadcast inside the signal handler, which meets no partner when one rank alone is told
-    to stop; where it sees ``received_sigterm`` set, it raises on this rank alone and leaves the others waiting in their
-    next collective; and under SLURM it saves inside the handler, in the middle of whatever runs. None of that is done
-    here: a handler sets a flag, the loops call :meth:`passed` after each batch, and where that says so they call
-    :meth:`end`.
+    Lightning's handler broadcasts inside the signal handler, which blocks if only one rank is signaled; where it sees
+    ``received_sigterm`` set, it raises on this rank alone and leaves the others in their next collective; under SLURM
+    it saves inside the handler. Here a handler only sets a flag; the loops call :meth:`passed` after each batch, and
+    :meth:`end` if it returns true.
 
     Raises:
-        ValueError: if Lightning's own requeueing is asked for.
+        ValueError: if Lightning's own requeueing is requested.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._notice = Notice()
+        self._notice = NoticeBox()
         self._process = os.getpid()
         self._without_callback = Preemption(signals=("SIGTERM",))
-        # A callback may train before signals are listened to (LearningRateFinder, when fit starts).
+        # A callback may train before handlers are registered (LearningRateFinder, when fit starts).
         self._paces = {fits: Pace(self._without_callback.check_seconds) for fits in (True, False)}
         self._clock: Callable[[], float] = time.perf_counter
-        self._last_batch = self._clock()  # when it ended
-        self._heard: Told | None = None  # by the steps of ranks that step by themselves
+        self._last_batch = self._clock()  # its end
+        self._received: StopNotice | None = None  # from asynchronous ranks
         self._undo: list[Callable[[], object]] = []
-        self.agreed: Told | None = None
-        """What the ranks were told, once they have agreed that they were."""
+        self.agreed: StopNotice | None = None
+        """The notice that all ranks have agreed on."""
         _refuse_requeueing(trainer)
 
     @property
     def preemption(self) -> Preemption:
-        """What to do: as the first callback of this kind says, else what is done without one."""
+        """The first callback of this kind, or the default."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         return next((each for each in callbacks if isinstance(each, Preemption)), self._without_callback)
 
-    # ---- what comes in ----------------------------------------------------------------------------------------------
+    # ---- incoming notices -------------------------------------------------------------------------------------------
 
     def register_signal_handlers(self) -> None:
-        """Listen to signals, and to the file and the address if there are any."""
+        """Register signal handlers, and start polling the file and the address."""
         preemption = self.preemption
-        self.received_sigterm, self.agreed, self._heard = False, None, None
-        self._process = os.getpid()  # a notice that was not obeyed yet, in the fit before, still counts
+        self.received_sigterm, self.agreed, self._received = False, None, None
+        self._process = os.getpid()  # a notice pending from an earlier fit still counts
         self._paces = {fits: Pace(preemption.check_seconds) for fits in (True, False)}
         self._last_batch = self._clock()
         self._original_handlers = self._get_current_signal_handlers()
@@ -130,7 +125,7 @@ class FlagOnSignal(_SignalConnector):
     def _on_notice(self, number: int) -> None:
         launcher = self.trainer.strategy.launcher
         if self._notice.give(number) and launcher is not None and number not in (FILE, URL):
-            launcher.kill(number)  # the ranks that this process has started
+            launcher.kill(number)  # ranks started by this process
 
     def _poll(self, preemption: Preemption) -> None:
         if (preemption.file is None and preemption.url is None) or self.trainer.local_rank != 0:
@@ -147,27 +142,27 @@ class FlagOnSignal(_SignalConnector):
     # ---- the deadline -----------------------------------------------------------------------------------------------
 
     def _limit_time(self, preemption: Preemption) -> None:
-        """Give the process the time that a save takes, and no more."""
+        """Limit the time from a notice to the end of the process."""
         trainer = self.trainer
         if trainer.state.fn != TrainerFn.FITTING or not preemption.save:
-            return  # then it ends after the batch, within the time that the process has anyway
+            return  # it ends after the batch
         watch = self._watch()
         if watch is None:
             return
 
-        def told(number: int) -> Told:
-            return self._known or Told(number, time.monotonic())
+        def notice(number: int) -> StopNotice:
+            return self._known or StopNotice(number, time.monotonic())
 
         allowance = Allowance(
             numbers=(*preemption.numbers, FILE, URL),
             seconds=preemption.deadline_seconds,
-            exit_code=lambda number: preemption.code_for(told(number)),
-            last_words=lambda number: preemption.give_up(trainer, told(number)),
+            exit_code=lambda number: preemption.code_for(notice(number)),
+            last_words=lambda number: preemption.give_up(trainer, notice(number)),
         )
         self._undo.append(watch.allow(allowance))
 
     def _watch(self) -> ShutdownWatch | None:
-        """The watch of this process; in a script that has none, one for the time of this run."""
+        """Return the watch of this process; a script without one gets one for this run."""
         watch = ShutdownWatch.of_process()
         # A script with a wake-up descriptor of its own (an event loop) keeps it.
         is_free = watch is None and os.name == "posix" and threading.current_thread() is threading.main_thread()
@@ -179,37 +174,36 @@ class FlagOnSignal(_SignalConnector):
         return watch
 
     def _keep_deadline(self) -> None:
-        """Let the process end in time where no signal has come to it."""
-        told, watch, seconds = self._known, ShutdownWatch.of_process(), None
+        """Enforce the deadline without a signal to this process."""
+        notice, watch, seconds = self._known, ShutdownWatch.of_process(), None
         if self.trainer.state.fn == TrainerFn.FITTING and self.preemption.save:
             seconds = self.preemption.deadline_seconds
-        if told is not None and watch is not None and seconds is not None:
-            watch.end_at(told.since + seconds, told.number)
+        if notice is not None and watch is not None and seconds is not None:
+            watch.end_at(notice.since + seconds, notice.number)
 
     @property
-    def _known(self) -> Told | None:
-        return self.agreed or self._heard or self._notice.told
+    def _known(self) -> StopNotice | None:
+        return self.agreed or self._received or self._notice.notice
 
-    # ---- agreeing ---------------------------------------------------------------------------------------------------
+    # ---- agreement --------------------------------------------------------------------------------------------------
 
     def passed(self, fits: bool, even: bool = True, met: bool = False) -> bool:
-        """Count one batch, and every so often ask all ranks; whether they have agreed to end.
+        """Count one batch, from time to time synchronize with all ranks, and return whether they agreed to end.
 
         Args:
-            fits: whether it is a batch of training.
-            even: whether every rank has this batch; else nobody is asked.
-            met: whether ranks that step by themselves are together here, such as at the end of an epoch; then they ask
-                each other in any case. After other batches of training they never do, but hear of a notice by their
-                steps, if the strategy has a way.
+            fits: whether it is a training batch.
+            even: whether every rank has this batch; without it ranks do not synchronize.
+            met: whether asynchronous ranks are synchronized here, such as at the end of an epoch; then they agree.
+                After other training batches they only exchange notices with their steps, if the strategy supports it.
         """
         if self.trainer.world_size == 1:
-            self.agreed = self._notice.told
-        elif fits and not self._in_step:
+            self.agreed = self._notice.notice
+        elif fits and not self._is_synchronous:
             self._last_batch = self._clock()
             if met:
                 self._agree(self._paces[fits])
             elif self.agreed is None:
-                self._hear()
+                self._receive()
         elif self.agreed is None and even:
             now, pace = self._clock(), self._paces[fits]
             due = pace.passed(now - self._last_batch)
@@ -219,11 +213,11 @@ class FlagOnSignal(_SignalConnector):
         return self.agreed is not None
 
     @property
-    def _in_step(self) -> bool:
-        """Whether all ranks are at the same step of training."""
+    def _is_synchronous(self) -> bool:
+        """True if all ranks are at the same training step."""
         return traits_of(self.trainer.strategy).steps_are_collective
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         leased = self.trainer.fit_loop.leased  # type: ignore[attr-defined]
         heard: ReceivedNotice | None
         if leased is not None:
@@ -234,26 +228,26 @@ class FlagOnSignal(_SignalConnector):
             heard = peers.heard_of_end
         if heard is None:
             return
-        if self._heard is None:
-            self._heard = Told(heard.number, time.monotonic() - heard.age)
+        if self._received is None:
+            self._received = StopNotice(heard.number, time.monotonic() - heard.age)
             self._keep_deadline()
         if heard.steps_left == 0:
-            self.agreed = self._heard
+            self.agreed = self._received
 
-    def tell_lessor(self, leased: LeasedBatchSampler) -> None:
-        """Where samples are leased, after each step: let all hear what this rank was told."""
+    def notify_lessor(self, leased: LeasedBatchSampler) -> None:
+        """Send this rank's notice to all after a step, with leased samples."""
         mine = self._own_notice()
         if mine is not None and leased.heard_of_end is None and self.trainer.world_size > 1:
-            leased.tell_of_end(mine.number, mine.age)
+            leased.send_end_notice(mine.number, mine.age)
 
     def _own_notice(self) -> EndNotice | None:
-        told = self._notice.told
-        return None if told is None else EndNotice(told.number, time.monotonic() - told.since)
+        notice = self._notice.notice
+        return None if notice is None else EndNotice(notice.number, time.monotonic() - notice.since)
 
     def _agree(self, pace: Pace) -> None:
-        told, now = self._notice.told, time.monotonic()
-        mine = [0.0, 0.0] if told is None else [float(told.number), now - told.since]
-        # The largest of each: whoever was told, who was told first, and the slowest.
+        notice, now = self._notice.notice, time.monotonic()
+        mine = [0.0, 0.0] if notice is None else [float(notice.number), now - notice.since]
+        # The maximum of each: any notice, the earliest one, and the slowest rank.
         answers = torch.tensor([*mine, pace.seconds_per_batch], dtype=torch.float64)
         if dist.is_available() and dist.is_initialized():
             trainer: Any = self.trainer
@@ -262,34 +256,34 @@ class FlagOnSignal(_SignalConnector):
         number, ago, slowest = answers.tolist()
         pace.settle(slowest)
         if number:
-            self.agreed = Told(int(number), now - ago)
+            self.agreed = StopNotice(int(number), now - ago)
             self._keep_deadline()
 
     def end(self) -> NoReturn:
-        """Save and end, on all ranks at once.
+        """Save and end on all ranks together.
 
         Raises:
             Preempted: always.
         """
         assert self.agreed is not None
-        self._notice = Notice()  # obeyed
-        if not self._in_step:
-            # Whoever ends takes what it holds for the others with it.
+        self._notice = NoticeBox()  # obeyed
+        if not self._is_synchronous:
+            # A rank that ends takes what it holds for the others with it.
             peers_of(self.trainer.strategy).meet()
             self.trainer.strategy.barrier()
-        self.received_sigterm = True  # callbacks may ask the Trainer why it ends
+        self.received_sigterm = True  # read by callbacks
         self.preemption.end(self.trainer, self.agreed)
 
-    # ---- afterwards -------------------------------------------------------------------------------------------------
+    # ---- teardown ---------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Put everything back as it was."""
+        """Restore signal handlers."""
         while self._undo:
             self._undo.pop()()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_undo": [], "_notice": Notice()}
+        return {**super().__getstate__(), "_undo": [], "_notice": NoticeBox()}
 
 
 def _is_of_user(handler: _HANDLER) -> TypeGuard[Callable[[int, FrameType | None], object]]:
@@ -297,10 +291,10 @@ def _is_of_user(handler: _HANDLER) -> TypeGuard[Callable[[int, FrameType | None]
 
 
 def _end_forked(number: int, frame: FrameType | None, existing: _HANDLER) -> None:
-    """What the handler does in a process that was forked meanwhile, and has inherited it.
+    """Handle a signal in a forked process, which has inherited the handler.
 
-    SIGTERM ends it, as without us: who sends it waits for that end (``Pool.terminate``, say). The other signals come
-    from a scheduler, which sends them to every process of a job, and the run is to go on until it has saved.
+    SIGTERM ends it, as the sender (such as ``Pool.terminate``) waits for that. Other signals come from a scheduler,
+    which sends them to all processes of a job, and must not end it before the run has saved.
     """
     if number != signal.SIGTERM or existing == signal.SIG_IGN:
         return

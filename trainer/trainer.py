@@ -1,6 +1,6 @@
 """``trainwright.Trainer``: Lightning's Trainer on any layout.
 
-A script that makes one starts its own ranks, as with Lightning: itself again, once for each other rank of this machine.
+A script that creates one starts its ranks as with Lightning: by running itself once per other rank of this machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -73,13 +73,13 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def _with_environment(init: _Init) -> _Init:
-    """Let the variables ``PL_TRAINER_<ARGUMENT>`` give what the caller leaves out."""
+    """Complete arguments from the variables ``PL_TRAINER_<ARGUMENT>``."""
 
     @wraps(init)
-    def with_environment(self: Trainer, **kwargs: Any) -> None:
+    def wrapper(self: Trainer, **kwargs: Any) -> None:
         init(self, **from_environment(type(self), kwargs))
 
-    return cast(_Init, with_environment)
+    return cast(_Init, wrapper)
 
 
 class Trainer(RunTrainer):
@@ -91,13 +91,13 @@ class Trainer(RunTrainer):
         global_batch_size: samples per optimizer step, the same under every layout; the number of accumulated
             micro-batches follows from it, the loader's batch size and the number of data ranks. ``None`` (off) keeps
             Lightning's meaning: the loader's batch size per rank, times ``accumulate_grad_batches``.
-        uneven_steps: let the last micro-batches of every step be smaller, or none on some ranks, where
-            ``global_batch_size`` cannot be made of full ones: the same numbers, with time lost to waiting. For a run
-            that must keep its global batch when ranks come and go. ``False`` (off) refuses such a batch.
-        balance: who computes how much of the global batch, which itself stays what it is: ``"none"`` (off): all data
-            ranks the same; ``"auto"``: by measured speed; a list of shares, one for each data rank: by these; or
-            options of ``"auto"`` by name, see :class:`~trainwright.trainer.balance.options.BalanceOptions`.
-        data_seed: seed of the order of samples, which depends on it and the epoch alone. ``None`` takes the seed of
+        uneven_steps: let the last micro-batches of a step be smaller, or missing on some ranks, if
+            ``global_batch_size`` is not a multiple of full ones: the same numbers, with time lost to waiting. For a run
+            that keeps its global batch when the number of ranks changes. ``False`` (off) refuses such a batch.
+        balance: shares of data ranks in the global batch, which stays the same: ``"none"`` (off): equal; ``"auto"``: by
+            measured speed; a list with one share per data rank; or options of ``"auto"`` by name, see
+            :class:`~trainwright.trainer.balance.options.BalanceOptions`.
+        data_seed: seed of the order of samples, which depends only on it and the epoch. ``None``: the seed of
             ``seed_everything``, or 0.
         loss_weighting: ``"micro_batch"`` is Lightning's mean over micro-batches (and ranks) of their losses;
             ``"tokens"`` makes gradients and the logged loss those of the mean over all valid tokens of the global
@@ -105,16 +105,17 @@ class Trainer(RunTrainer):
         token_count: with ``"tokens"``, batch -> number of tokens over which ``training_step`` takes its mean, a
             function or ``"package.module:function"``; ``None`` counts the targets of the one ``cross_entropy`` or
             ``nll_loss`` in ``training_step``.
-        data_partition: which data rank trains on which samples: ``"interleave"`` deals them in the order of the epoch;
-            ``"range"`` gives each rank a contiguous range of indices; ``"hash"`` gives a sample to the same rank in
-            every epoch, and to another one only if it must when ranks come or go. Evaluation always interleaves.
-        data_key: with ``"hash"``, what a sample is known by: a function ``(dataset, index) -> str | int | bytes`` or
-            ``"package.module:function"``; ``None`` takes the index.
+        data_partition: assignment of samples to data ranks: ``"interleave"`` in the order of the epoch; ``"range"``: a
+            contiguous range of indices per rank; ``"hash"``: the same rank in every epoch, which changes only as far as
+            necessary with the number of ranks. Evaluation always interleaves.
+        data_key: with ``"hash"``, the key of a sample: a function ``(dataset, index) -> str | int | bytes`` or
+            ``"package.module:function"``; ``None``: the index.
         seed_samples: draw each sample of map-style training data under random number generators seeded from (seed,
             epoch, index), so that augmentations do not depend on layout, workers or resuming; ``False`` (off) leaves
-            them to the generators of the process.
+            epoch, index), so that augmentations do not depend on layout, workers or resuming; ``False`` (off) uses
+            the generators of the process.
         allow_changed_data: ``False`` refuses to resume with another global batch, data set, order or partition than
-            the run that saved; ``True`` goes on and warns of what that means.
+            the saved run; ``True`` warns of the consequences and continues.
         loss_scale: with ``precision="16-mixed"``, how the loss is scaled: ``initial`` (65536), ``growth_interval``
             (2000), ``least`` (0), ``fixed`` (False), see ``LossScaling``. ``None``
             is torch's dynamic scaling.
@@ -123,16 +124,16 @@ class Trainer(RunTrainer):
         **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning.
 
     Raises:
-        ValueError: if an argument is impossible, alone or with another.
+        ValueError: if arguments are invalid or conflict.
     """
 
     _checkpoint_connector: ResumeConnector
     _data_connector: OrderedDataConnector
 
-    if not TYPE_CHECKING:  # Lightning's own, read twenty times a step, without a frame of Python for each
+    if not TYPE_CHECKING:  # read twenty times per step, so without a Python frame each
         strategy = property(attrgetter("_accelerator_connector.strategy"))
         lightning_module = property(attrgetter("_accelerator_connector.strategy.lightning_module"))
-        # Lightning compares the names of stages as lower-case text.
+        # Lightning compares stages as lower-case strings.
         training = property(lambda self: self.state.stage is RunningStage.TRAINING, LightningTrainer.training.fset)
         current_epoch = property(attrgetter("fit_loop.epoch_progress.current.completed"))
 
@@ -165,7 +166,7 @@ class Trainer(RunTrainer):
         kwargs.update(fp16_on_cpu(kwargs))
         strategy = resolve_strategy(strategy, kwargs)
         kwargs.update(accelerator_for(strategy, kwargs))
-        # Without reading the environment again, where it would take our arguments for its own.
+        # Bypasses Lightning's wrapper, which would read the environment again.
         LightningTrainer.__init__.__wrapped__(self, strategy=strategy, **kwargs)  # type: ignore[attr-defined]
         self.global_batch_size = global_batch_size
         self.uneven_steps = uneven_steps
@@ -174,7 +175,7 @@ class Trainer(RunTrainer):
         self.data_partition, self.data_key = data_partition, resolve_data_key(data_key)
         self.seed_samples, self.allow_changed_data = seed_samples, allow_changed_data
         self._agreement_group = WorldGroup()
-        self._all_interrupted: bool | None = None  # whether all ranks have met an exception, once that is asked
+        self._all_interrupted: bool | None = None  # whether all ranks have raised, once known
         self.copies = StateCopies(self)
         self.balance: Balance | None = make_balance(self, balance)
         leased = traits_of(self.strategy).leases_samples
@@ -182,14 +183,17 @@ class Trainer(RunTrainer):
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_loss_scale(self, loss_scale or {})
         _set_error_if_nonfinite(self, error_if_nonfinite)
-        _add_advice(self)
+        asks_advice = isinstance(self.strategy, LayoutStrategy) and self.strategy.averaging.communication != OFF
+        callbacks: list[Any] = self.callbacks  # type: ignore[attr-defined]
+        if asks_advice and not any(isinstance(each, CommunicationAdvice) for each in callbacks):
+            callbacks.insert(0, CommunicationAdvice())
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
         self._use_own_connectors()
         if type(self.strategy.launcher) is _SubprocessScriptLauncher:
             self.strategy._launcher = ScriptLauncher(self.strategy.launcher, run_dir)
 
     def _use_own_loops(self, inference_mode: bool) -> None:
-        # Parameters gathered under inference_mode could not be trained with afterwards.
+        # Parameters gathered under inference_mode could not be trained afterwards.
         inference_mode = inference_mode and not traits_of(self.strategy).forward_is_collective
         old = self.fit_loop.epoch_loop
         self.fit_loop = ResumableFitLoop(self, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
@@ -213,9 +217,9 @@ class Trainer(RunTrainer):
 
     @property
     def reads_evenly(self) -> bool:
-        """Whether ``training_step`` runs on a micro-batch of which every data rank has the same number of samples.
+        """True if ``training_step`` is running on a micro-batch with equally many samples on every data rank.
 
-        ``False`` also where that is not known, or something else runs.
+        ``False`` if unknown, and outside of it.
         """
         loop: Any = self.fit_loop.epoch_loop
         divisor = loop.automatic_optimization.loss_divisor
@@ -223,16 +227,16 @@ class Trainer(RunTrainer):
         return within and divisor is not None and divisor.is_even(loop.batch_idx)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; monitors are told that a checkpoint is being saved, so they report no slow step.
+        """Save as Lightning does; monitors are notified, so that they do not report a slow step.
 
-        After an exception it saves if all ranks have met one, and else warns: saving takes all of them.
+        After an exception it saves only if all ranks have raised one, and else warns: saving is a collective.
         """
         if self.interrupted and self._all_interrupted is None:
             self._all_interrupted = all_are_interrupted()
         if self._all_interrupted is False:
             warnings.warn(
-                f"No checkpoint is saved after the exception on rank {self.global_rank}: saving takes all ranks, but "
-                "others have met none and wait for this one. Resume from the latest checkpoint.",
+                f"No checkpoint is saved after the exception on rank {self.global_rank}: saving needs all ranks, but "
+                "others are still running and wait for this one. Resume the latest checkpoint.",
                 stacklevel=2,
             )
             return
@@ -241,7 +245,7 @@ class Trainer(RunTrainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """As Lightning's; where samples are leased, global batches' worth of samples, which schedulers count there."""
+        """As Lightning's; with leased samples, the number of global batches, which schedulers count then."""
         found: int | float = super().estimated_stepping_batches
         loop: Any = self.fit_loop
         leased: LeasedBatchSampler | None = loop.leased
@@ -252,7 +256,7 @@ class Trainer(RunTrainer):
 
     def _run(self, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
         self._all_interrupted = None
-        # Lightning does not pass it on to strategies that restore after they are set up.
+        # Lightning drops it for strategies that restore late.
         self._checkpoint_connector.weights_only = weights_only
         if service_of(self.strategy).serves:
             return serve(self, model)
@@ -260,23 +264,15 @@ class Trainer(RunTrainer):
 
     def _teardown(self) -> None:
         super()._teardown()
-        self._data_connector.give_back()
+        self._data_connector.restore()
         self.copies.stop()
         if self.leases is not None:
             self.leases.close()
         self._agreement_group.forget()
 
 
-def _add_advice(trainer: Trainer) -> None:
-    """Have somebody measure, if the strategy was made to ask for advice and nobody does."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    asked = isinstance(trainer.strategy, LayoutStrategy) and trainer.strategy.averaging.communication != OFF
-    if asked and not any(isinstance(callback, CommunicationAdvice) for callback in callbacks):
-        callbacks.insert(0, CommunicationAdvice())
-
-
 def _set_loss_scale(trainer: Trainer, given: Mapping[str, Any]) -> None:
-    # Which precision that is, its plugin says.
+    # Whether the precision supports it is checked by its plugin.
     problems = loss_scale_problems(given, LOSS_SCALING_PRECISION, "loss_scale.")
     if problems:
         raise ValueError("; ".join(problems))
@@ -299,33 +295,31 @@ def _set_error_if_nonfinite(trainer: Trainer, error_if_nonfinite: bool) -> None:
 
 
 def all_are_interrupted(seconds: float = WAITING_SECONDS) -> bool:
-    """Return whether every rank has called this within ``seconds``; all that call it get the same answer.
+    """Return whether every rank has called this within ``seconds``; all callers get the same answer.
 
-    To be called once for each exception that ends a run. Ranks that did not meet one are not waited for longer, nor is
-    anything sent to them.
+    Call once per exception that ends a run. Other ranks are not contacted.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
     try:
         number = store.add(f"{_KEY}/{rank}", 1)
-        here, answer = f"{_KEY}/{number}/here", f"{_KEY}/{number}/answer"
+        arrived, answer = f"{_KEY}/{number}/here", f"{_KEY}/{number}/answer"
         until = time.monotonic() + seconds
-        all_here = store.add(here, 1) == ranks
-        while not all_here and time.monotonic() < until and not store.check([answer]):
+        all_arrived = store.add(arrived, 1) == ranks
+        while not all_arrived and time.monotonic() < until and not store.check([answer]):
             time.sleep(_PAUSE)
-        said: bytes = store.compare_set(answer, "", "all" if all_here else "some")
-    except (RuntimeError, dist.DistError):  # the process that holds the store is gone
+        decision: bytes = store.compare_set(answer, "", "all" if all_arrived else "some")
+    except (RuntimeError, dist.DistError):  # the store's process has ended
         return False
-    return said == b"all"
+    return decision == b"all"
 
 
 def serve(trainer: RunTrainer, module: LightningModule) -> None:
-    """Take part in what the Trainer was asked for, on a rank whose strategy ``serves``.
+    """Run a server rank until the workers have ended.
 
-    For ``fit`` the module and its optimizer are built by the user's own code, as on the other ranks; then the rank
-    serves until they have ended. Nothing is trained, logged, saved or evaluated here, and no callback or logger is
-    called.
+    For ``fit`` the user's code builds module and optimizer as on the other ranks. Nothing is trained, logged, saved or
+    evaluated, and no callback or logger is called.
 
     Args:
         trainer: of this rank.
@@ -335,7 +329,7 @@ def serve(trainer: RunTrainer, module: LightningModule) -> None:
     strategy.connect(module)
     if trainer.state.fn == TrainerFn.FITTING:
         callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
-        # A signal that tells the run to end is for the workers to obey; here it is only remembered.
+        # Workers obey a stop signal; here it is only recorded.
         trainer._signal_connector.register_signal_handlers()
         trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
         try:
@@ -353,17 +347,17 @@ def serve(trainer: RunTrainer, module: LightningModule) -> None:
     trainer.state.stage = None
 
 
-# Seconds that ranks have to end once one has failed: a rank that waits for it in a collective may never notice.
+# Time for other ranks to end after a failure; a rank in a collective may never notice one.
 _GRACE_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of scripts, whose ranks tell of an error once and leave none behind.
+    """Lightning's launcher of scripts, which reports an error once and leaves no rank behind.
 
     Args:
-        like: the launcher that Lightning has made.
-        run_dir: below which `logs/` gets the tracebacks.
+        like: Lightning's launcher.
+        run_dir: its `logs/` gets the tracebacks.
     """
 
     def __init__(self, like: _SubprocessScriptLauncher, run_dir: Path) -> None:
@@ -371,27 +365,24 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._run_dir = run_dir
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the other ranks unless they were, then call `function` in this one."""
+        """Start the other ranks if necessary, then call `function` in this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             sizes = f"{self.num_processes}/{self.num_processes * self.num_nodes}"
             os.environ[STARTED] = f"{sizes}@{scratch() / 'error_told'}"
             os.environ.update(token_environment())
             self._call_children_scripts()
-            report_uncaught(self._run_dir, self._silent_end, self._end_others)
+            report_uncaught(self._run_dir, self._silent_end, partial(_end, self.procs, _GRACE_SECONDS))
             threading.Thread(target=self._watch, name="trainwright-ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def _silent_end(self) -> str | None:
-        """How another rank ended that cannot have said so itself."""
+        """Describe the end of another rank that could not report it itself."""
         for rank, process in enumerate(self.procs, 1):
             if process.poll() not in (None, 0, 1):
                 return f"rank {rank} of {len(self.procs) + 1} {describe_end(process.returncode)}; the others were ended"
         return None
-
-    def _end_others(self) -> None:
-        _end(self.procs, _GRACE_SECONDS)
 
     def _watch(self) -> None:
         """End all ranks when one has failed and this one does not end by itself."""
@@ -402,7 +393,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         failed = next((process for process in self.procs if process.poll()), None)
         if failed is None:
             return
-        time.sleep(_GRACE_SECONDS)  # this thread is gone by then if the process ends
+        time.sleep(_GRACE_SECONDS)  # the process may end meanwhile, and this thread with it
         silent = self._silent_end()
         if silent is not None:
             Uncaught(self._run_dir).print_once(silent)

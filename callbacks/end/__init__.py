@@ -1,1 +1,1 @@
-"""End a run that is told to end, with its state saved."""
+"""Preemption: a run is asked to stop, and saves its state first."""

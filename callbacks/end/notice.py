@@ -1,4 +1,4 @@
-"""A notice that this run is to end soon: who gave it, when, and where it may come from besides a signal."""
+"""Stop notices: the reason, the time, and sources other than signals."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Numbers for what is no signal; signals end at 64.
+# Not signals; signal numbers end at 64.
 FILE, URL = 101, 102
-# A server of metadata answers within milliseconds; one that does not must not hold up the next look.
+# Metadata servers answer within milliseconds; a slow one must not delay the next poll.
 _URL_SECONDS = 2.0
-# Enough to tell what is meant; whatever else a server sends is left unread.
+# Enough to decide; the rest is left unread.
 _URL_BYTES = 256
-# What servers of metadata answer while nothing is planned.
+# Answers of metadata servers when no preemption is planned.
 _NOTHING_PLANNED = (b"", b"FALSE", b"NONE")
 
 _log = logging.getLogger("trainwright")
 
 
 @dataclass(frozen=True)
-class Told:
-    """This run is to end.
+class StopNotice:
+    """A notice to end this run.
 
     Args:
         number: of the signal, or :data:`FILE` or :data:`URL`.
-        since: when that was said, on the clock of ``time.monotonic``.
+        since: time of the notice (``time.monotonic``).
     """
 
     number: int
@@ -39,51 +39,45 @@ class Told:
 
     @property
     def reason(self) -> str:
-        """Who said so: ``SIGTERM``, ``the file to watch`` or ``the address to ask``."""
-        others = {FILE: "the file of preemption.file", URL: "the answer of preemption.url"}
+        """The source: ``SIGTERM``, ``preemption.file`` or ``preemption.url``."""
+        others = {FILE: "preemption.file", URL: "preemption.url"}
         return others.get(self.number) or signal.Signals(self.number).name
 
     @property
     def signal(self) -> signal.Signals:
-        """The signal; SIGTERM stands for what is none."""
+        """The signal; SIGTERM for a file or an address."""
         return signal.Signals.SIGTERM if self.number in (FILE, URL) else signal.Signals(self.number)
 
 
-class Notice:
-    """What this process was told, by a signal handler or a thread; the first notice counts."""
+class NoticeBox:
+    """The first stop notice that a signal handler or a thread gave this process."""
 
     def __init__(self) -> None:
-        self.told: Told | None = None
+        self.notice: StopNotice | None = None
 
     def give(self, number: int) -> bool:
-        """Tell this process to end; safe within a signal handler.
+        """Record a notice and return whether it is the first one; safe within a signal handler.
 
         Args:
             number: of the signal, or :data:`FILE` or :data:`URL`.
-
-        Returns:
-            Whether this was the first notice.
         """
-        if self.told is not None:
+        if self.notice is not None:
             return False
-        self.told = Told(number, time.monotonic())
+        self.notice = StopNotice(number, time.monotonic())
         return True
 
 
 class NoticePoll:
-    """A thread that looks for a notice where no signal comes from.
+    """A thread that polls a file and an address for a stop notice. Errors are logged once per source.
 
     Args:
-        file: as soon as it exists, the run is to end; ``None``: off.
-        url: asked by http or https; any answer of status 200 other than an empty one, ``FALSE`` and ``NONE`` (in any
-            case) says that the run is to end, while status 404 says that nothing is planned; ``None``: off. Proxies
-            are not asked, since an address of metadata means this machine, nor is another address to which this one
-            sends: it would see the headers, and what it answers was not asked for. What cannot be reached says nothing.
+        file: the run ends once it exists; ``None``: off.
+        url: http or https; a status 200 with content other than empty, ``FALSE`` or ``NONE`` (in any case) ends the
+            run. No proxies or redirects, since a metadata address means this machine and its headers may be secret.
+            ``None``: off.
         headers: sent to ``url``.
-        seconds: between two looks.
+        seconds: poll interval.
         on_notice: called in the thread with :data:`FILE` or :data:`URL`, once.
-
-    Looking goes on where it fails; why is told in the log, once for the file and once for the address.
     """
 
     def __init__(
@@ -104,11 +98,11 @@ class NoticePoll:
         self._thread = threading.Thread(target=self._run, name="trainwright-preemption", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start polling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; a question that is on its way is given up."""
+        """Stop polling; a pending request is abandoned."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -120,7 +114,7 @@ class NoticePoll:
             self._stopped.wait(self._seconds)
 
     def look(self) -> int | None:
-        """Where there is a notice now: :data:`FILE`, :data:`URL`, or ``None``."""
+        """Return :data:`FILE` or :data:`URL` if there is a notice now, else ``None``."""
         if self._file is not None and self._is_there(self._file):
             return FILE
         return URL if self._request is not None and self._answers(self._request) else None
@@ -131,7 +125,7 @@ class NoticePoll:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, ValueError) as error:
-            self._complain(FILE, f"preemption.file={file} cannot be looked at ({error}); it is looked at again")
+            self._complain(FILE, f"preemption.file={file} cannot be read ({error}); retrying")
             return False
         return True
 
@@ -146,7 +140,7 @@ class NoticePoll:
             problem: Exception = error
         except (OSError, http.client.HTTPException, ValueError) as error:
             problem = error
-        self._complain(URL, f"preemption.url={request.full_url} gives no answer ({problem}); it is asked again")
+        self._complain(URL, f"preemption.url={request.full_url} gives no answer ({problem}); retrying")
         return False
 
     def _complain(self, what: int, text: str) -> None:
@@ -156,7 +150,7 @@ class NoticePoll:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Opens addresses of http and https, and nothing else: no proxy, no file, no address that an answer names."""
+    """Return an opener for http and https only: no proxy, no file, no redirect."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.HTTPHandler(),

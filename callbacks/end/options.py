@@ -1,6 +1,6 @@
-"""What is impossible about the options of :class:`~trainwright.callbacks.end.preemption.Preemption`, all at once.
+"""Validation of the options of :class:`~trainwright.callbacks.end.preemption.Preemption`.
 
-Neither torch nor Lightning is imported here: the launching process asks too, before it starts anything.
+Imports neither torch nor Lightning: the launching process validates too, before it starts anything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainwright.core.config.option_rules import Rule, broken_rules, is_positive, or_none
+from trainwright.core.config.option_rules import Rule, broken_rules, is_count, is_positive, or_none
 
 # A token of RFC 9110.
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -35,10 +35,6 @@ def _is_header(name: Any, value: Any) -> bool:
     return are_texts and _HEADER.fullmatch(name) is not None and value.isascii() and value.isprintable()
 
 
-def _is_exit_code(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 255
-
-
 _IS_SWITCH: Rule = (lambda value: isinstance(value, bool), "True, or False for off")
 _RULES: dict[str, Rule] = {
     "save": _IS_SWITCH,
@@ -55,13 +51,13 @@ _RULES: dict[str, Rule] = {
     "url_headers": (lambda value: value is None or isinstance(value, Mapping), "texts by name, {} for none"),
     "poll_seconds": (is_positive, "more than 0 seconds"),
     "deadline_seconds": (or_none(is_positive), "more than 0 seconds, or None for off"),
-    "exit_code": (or_none(_is_exit_code), "0 to 255, or None for 128 + the signal"),
+    "exit_code": (or_none(lambda value: is_count(value, 0) and value <= 255), "0 to 255, or None for 128 + the signal"),
     "check_seconds": (is_positive, "more than 0 seconds"),
 }
 
 
 def preemption_problems(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the arguments of ``Preemption``, one text each.
+    """Return what is wrong with the arguments of ``Preemption``, one message each.
 
     Args:
         given: all of them by name.
@@ -69,7 +65,7 @@ def preemption_problems(given: Mapping[str, Any]) -> list[str]:
     problems = broken_rules(_RULES, given)
     headers = given["url_headers"] if isinstance(given["url_headers"], Mapping) else {}
     problems += [
-        # Not what it is: it may be a secret.
+        # Without the value, which may be a secret.
         f"url_headers.{name} is no header (allowed: a name without spaces, and a text of one line in ASCII)"
         for name, value in headers.items()
         if not _is_header(name, value)
@@ -77,10 +73,10 @@ def preemption_problems(given: Mapping[str, Any]) -> list[str]:
     if given["url_headers"] and given["url"] is None:
         problems.append("url_headers without url (give the url that they are for)")
     if given["requeue"] and not given["save"]:
-        problems.append("requeue=True with save=False (the job would begin again where it began; set save=True)")
+        problems.append("requeue=True with save=False (the job would start from scratch; set save=True)")
     return problems
 
 
 def numbers_of(names: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of signals."""
+    """Return the numbers of signals."""
     return tuple(int(signal.Signals[name]) for name in names)

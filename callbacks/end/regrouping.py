@@ -1,4 +1,4 @@
-"""Leaving a run where a step begins, all ranks together: for runs whose replicas come and go."""
+"""Leaving a run at a step boundary, all ranks together, when the number of replicas changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainwright.core.run.phases import DATA
 
 
 class Regroup(BaseException):
-    """The ranks leave this run of ``fit`` together, to go on as another number of ranks.
+    """Raised on all ranks to leave ``fit`` and continue with another world size.
 
-    Not an Exception: code that catches errors to go on must not go on.
+    Not an ``Exception``, so that error handlers do not swallow it.
 
     Args:
         step: optimizer steps done.
@@ -28,16 +28,14 @@ class Regroup(BaseException):
 
 @dataclass(eq=False, repr=False)
 class Regrouping(Callback):
-    """Has copies of the run state kept in memory, and leaves when the ranks are called.
-
-    It leaves where a micro-batch begins that is the first of an optimizer step, with a copy of that step.
+    """Keeps in-memory copies of the run state, and leaves at a step boundary on request, with a copy of that step.
 
     Args:
-        snapshots: where the copies are kept.
-        mtbf: hours between two failures of the whole job, from which follows how often copies are made, see
+        snapshots: holds the copies.
+        mtbf: mean hours between failures of the whole job, which sets the copy interval, see
             :class:`~trainwright.callbacks.guard.copies.StateCopies`.
-        must_leave: step -> whether the ranks are called to leave after so many optimizer steps; asked at every step.
-        tell_step: hears how many optimizer steps are done; called at every step.
+        must_leave: step -> whether the ranks must leave after it; called at every step.
+        tell_step: receives the optimizer steps done; called at every step.
     """
 
     snapshots: Snapshots
@@ -50,18 +48,18 @@ class Regrouping(Callback):
         self._step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to listen."""
+        """Start listening to phases."""
         self._step = -1
         ours: Any = trainer
-        ours.copies.want(mtbf=self.mtbf, at_once=True, memory=self.snapshots)
+        ours.copies.request(mtbf=self.mtbf, at_once=True, memory=self.snapshots)
         self._end = ours.phases.listen(lambda phase: self._hear(phase, ours))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._stop()
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Asking SLURM to put this job into its queue again."""
+"""Requeueing of the current SLURM job."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import re
 import subprocess
 from collections.abc import Mapping
 
-# scontrol answers at once, or its controller is down; then the process must still end in time.
+# scontrol answers at once, or its controller is down; the process must still end in time.
 _SECONDS = 10.0
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """Id of the SLURM job that this process belongs to, of its own task in an array; ``None`` outside SLURM."""
+    """Return the id of this process's SLURM job (of its own task in an array); ``None`` outside SLURM."""
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
     return job if re.fullmatch(r"\d+(_\d+)?", job) else None
 
 
 def requeue(environment: Mapping[str, str]) -> str | None:
-    """Put the job into the queue again.
-
-    Returns:
-        Why that failed, with what to type instead; ``None`` if it did not.
-    """
+    """Requeue the job and return ``None``, or the reason why that failed with what to type instead."""
     job = job_of(environment)
     if job is None:
         return "this is no SLURM job (SLURM_JOB_ID is not set), so it cannot be requeued"
     if _is_ending(job, environment):
-        return f"the job {job} is not requeued: SLURM is ending it already (cancelled, or to make room for another)"
-    by_hand = f"type `scontrol requeue {job}` by hand"
+        return f"the job {job} is not requeued: SLURM is already ending it (cancelled or preempted)"
+    by_hand = f"type `scontrol requeue {job}`"
     try:
         done = subprocess.run(  # noqa: S603 - a number and a name
             ["scontrol", "requeue", job],  # noqa: S607 - found by PATH, as every command of SLURM is
@@ -48,15 +44,12 @@ def requeue(environment: Mapping[str, str]) -> str | None:
 
 
 def _is_ending(job: str, environment: Mapping[str, str]) -> bool:
-    """Whether the controller has ended the job, of which the processes have a while to live.
-
-    A job that was cancelled would come back otherwise: it is told by SIGTERM, as one that is to make room is.
-    """
+    """Return whether the controller is ending the job. A cancelled job gets SIGTERM too, and must not come back."""
     words = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
     try:
         done = subprocess.run(  # noqa: S603 - a number and a name
             words, capture_output=True, timeout=_SECONDS, env=dict(environment), check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False  # nobody knows; scontrol says what it thinks of it
+        return False  # unknown; scontrol decides
     return done.returncode == 0 and done.stdout.decode(errors="replace").strip() in ("COMPLETING", "CANCELLED")

@@ -1,4 +1,4 @@
-"""NaN and infinity among losses and gradients: whether there are any, at the cost of one pass, and where they began."""
+"""NaN and infinity in losses and gradients: detection in one pass, and their source."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Ranks that a message names.
+# Ranks named in a message.
 _SHOWN = 8
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: numbers without structure (of a sparse one, those that are there)."""
+    """Return the local part of a tensor (of a sparse one, its values)."""
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return part._values() if part.is_sparse else part
 
 
 @torch.no_grad()
 def any_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """1.0 if any element is NaN or infinite, else 0.0; a scalar on ``device``, for which nobody waits."""
+    """Return 1.0 if any element is NaN or infinite, else 0.0: a scalar on ``device``, without synchronization."""
     parts = [local_part(tensor) for tensor in tensors]
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
     if all(part.device.type == "cpu" for part in parts) and _stacked(parts, 2.0, device).isfinite().all():
-        return torch.zeros((), device=device)  # several times as fast there as what follows
-    # The largest absolute value of each: unlike a sum of squares it does not overflow where no element is infinite.
+        return torch.zeros((), device=device)  # several times as fast on a CPU as what follows
+    # The maximum absolute value: unlike a sum of squares it does not overflow.
     return (~_stacked(parts, float("inf"), device).isfinite()).any().float()
 
 
 def _stacked(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
-    """Norm of each tensor, ``(len(parts),)``, on ``device``."""
+    """Return the norm of each tensor, ``(len(parts),)``, on ``device``."""
     norms = list(torch._foreach_norm(parts, order))
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(device, torch.float32) for norm in norms]
@@ -41,18 +41,17 @@ def _stacked(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Blame:
-    """What one rank knows of where NaN or infinity came from; sent from rank to rank.
+class NonfiniteReport:
+    """One rank's view of the source of NaN or infinity; exchanged between ranks.
 
     Args:
-        rank: the rank.
-        data_rank: which samples it reads.
-        stage: of the pipeline it holds, 0 without one.
-        micro_batch: index in the optimizer step of its first micro-batch whose loss is bad; ``None``: none is.
-        position: of its last parameter, in the order of the module, that has a bad gradient: the first one that
-            backward met; -1: none has.
+        rank: global rank.
+        data_rank: data-parallel rank.
+        stage: pipeline stage, 0 without one.
+        micro_batch: index of the first micro-batch with a bad loss; ``None``: none.
+        position: index, in module order, of the last parameter with a bad gradient: the first in backward; -1: none.
         name: of that parameter.
-        count: how many have.
+        count: parameters with a bad gradient.
     """
 
     rank: int
@@ -65,7 +64,7 @@ class Blame:
 
 
 def find_gradient(gradients: Iterable[tuple[str, Tensor]]) -> tuple[int, str, int]:
-    """Position and name of the last parameter with a bad gradient, and how many have one; ``(-1, "", 0)``: none."""
+    """Return position and name of the last parameter with a bad gradient, and their count; ``(-1, "", 0)``: none."""
     position, name, count = -1, "", 0
     for index, (each, gradient) in enumerate(gradients):
         if not bool(local_part(gradient).isfinite().all()):
@@ -74,27 +73,23 @@ def find_gradient(gradients: Iterable[tuple[str, Tensor]]) -> tuple[int, str, in
 
 
 def first_bad(losses: Sequence[Tensor]) -> int | None:
-    """Index of the first loss that is NaN or infinite."""
+    """Return the index of the first loss that is NaN or infinite."""
     return next((index for index, loss in enumerate(losses) if not bool(loss.isfinite().all())), None)
 
 
-def in_words(found: Sequence[Blame]) -> str:
-    """Where it began, from what all ranks know. A bad loss makes all gradients bad, so it is told first.
-
-    Args:
-        found: one of each rank, in order.
-    """
+def describe(found: Sequence[NonfiniteReport]) -> str:
+    """Describe the source, given one report per rank in order; a bad loss first, since it makes all gradients bad."""
     of_loss = [each for each in found if each.micro_batch is not None]
     of_gradient = [each for each in found if each.position >= 0]
     texts = []
     if of_loss:
         # Ranks of a pipeline share the loss of their samples; only one of them has computed it.
-        by_data: dict[int, list[Blame]] = {}
+        by_data: dict[int, list[NonfiniteReport]] = {}
         for each in of_loss:
             by_data.setdefault(each.data_rank, []).append(each)
         places = [
-            f"data rank {data_rank} ({_ranks(blamed)}, micro-batch {blamed[0].micro_batch})"
-            for data_rank, blamed in sorted(by_data.items())
+            f"data rank {data_rank} ({_ranks(reports)}, micro-batch {reports[0].micro_batch})"
+            for data_rank, reports in sorted(by_data.items())
         ]
         texts.append(f"the loss is not finite on {', '.join(places)}")
     if of_gradient:
@@ -105,7 +100,7 @@ def in_words(found: Sequence[Blame]) -> str:
     return "; ".join(texts) or "a number was not finite, but no longer is"
 
 
-def _ranks(found: Sequence[Blame]) -> str:
+def _ranks(found: Sequence[NonfiniteReport]) -> str:
     ranks = ", ".join(str(each.rank) for each in found[:_SHOWN])
     ranks += f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"rank {ranks}" if len(found) == 1 else f"ranks {ranks}"

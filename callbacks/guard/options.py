@@ -1,4 +1,4 @@
-"""What is impossible about the options of the loss guard, found before training begins, all at once."""
+"""Validation of the options of the loss guard."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _RULES: dict[str, Rule] = {
 
 
 def guard_problems(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with arguments of ``LossGuard``, one text each.
+    """Return what is wrong with arguments of ``LossGuard``, one message each.
 
     Args:
-        given: some of them by name, or all; unknown names are not looked at.
+        given: some or all of them by name; unknown names are ignored.
     """
     rules = {name: rule for name, rule in _RULES.items() if name in given}
     problems = broken_rules(rules, given)
     if problems:
-        return problems  # what the values mean together can be judged only once each is possible
+        return problems  # combinations can be judged only if each value is valid
     window, least = given.get("window"), given.get("min_history")
     if window is not None and least is not None and least > window:
         problems.append(
-            f"min_history={least} with window={window}: so many steps are never remembered (allowed: min_history of at "
-            "most window)"
+            f"min_history={least} with window={window}: the window never holds as many steps (allowed: min_history of "
+            "at most window)"
         )
     return problems
 
@@ -58,33 +58,32 @@ _GUARD = "LossGuard"
 
 
 def guard_refusals(cfg: DictConfig) -> list[str]:
-    """What speaks against the loss guards of a resolved configuration, in `guard` or among the callbacks."""
+    """Return what is wrong with the loss guards of a resolved configuration, in `guard` or among the callbacks."""
     guards = {
         f"{group}.{name}": value
         for group in ("guard", "callbacks")
         for name, value in cfg[group].items()
         if class_of(value) == _GUARD
     }
-    problems = [f"{key}: {problem}" for key, value in guards.items() for problem in guard_problems(_options_of(value))]
+    problems = [
+        f"{key}: {problem}"
+        for key, value in guards.items()
+        for problem in guard_problems(OmegaConf.to_container(value))  # type: ignore[arg-type]
+    ]
     if len(guards) > 1:
-        problems.append(f"{' and '.join(guards)} are both a {_GUARD}; type guard=none, or leave the other one out")
+        problems.append(f"{' and '.join(guards)} are both a {_GUARD}; type guard=none, or remove the other one")
     for key, value in guards.items():
-        problems += _beside(cfg, key, value.get("policy", "rollback"))
+        problems += _conflicts(cfg, key, value.get("policy", "rollback"))
     return problems
 
 
-def _beside(cfg: DictConfig, key: str, policy: str) -> Iterator[str]:
-    """What else cannot be had together with a guard."""
+def _conflicts(cfg: DictConfig, key: str, policy: str) -> Iterator[str]:
+    """Yield options that a guard does not support."""
     if class_of(cfg.optimizer) == "LBFGS":
         yield f"{key} with optimizer LBFGS, which computes the loss several times within a step; type guard=none"
     averaging = [name for name, each in cfg.callbacks.items() if class_of(each) == "StochasticWeightAveraging"]
     if policy == "rollback" and averaging:
         yield (
-            f"{key} with callbacks.{averaging[0]}: StochasticWeightAveraging exchanges schedulers while it runs, which "
-            "going back cannot undo; type guard=skip, or use WeightAveraging in its place"
+            f"{key} with callbacks.{averaging[0]}: StochasticWeightAveraging replaces schedulers while it runs, which "
+            "a rollback cannot undo; type guard=skip, or use WeightAveraging instead"
         )
-
-
-def _options_of(value: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(value)
-    return dict(plain)

@@ -1,4 +1,4 @@
-"""Silent corruption: ranks that must hold the same bytes, and do not."""
+"""Detection of silent corruption: replicas whose bytes differ."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from torch import Tensor
 from trainwright.callbacks.steps import require_strategy, require_window
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 
-# Bytes of a CUDA tensor that are brought to the host at a time.
+# Bytes of a CUDA tensor copied to the host at a time.
 _CHUNK = 64 << 20
-# A box of the whole: its key, and where in the whole it lies.
+# A part of a whole tensor: its key, offsets and shape.
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
-Policy = Literal["repair", "stop"]
 
-# Names that a message shows of one rank.
+# Names shown per rank in a message.
 _SHOWN = 8
-# Numbers that a digest is sent as.
+# Integers per digest.
 _WORDS = 2
-# What a rank says of what it does not hold.
+# Sent for parts that a rank does not hold.
 _LEAST = -(2**63)
 
 
 class ReplicaDifferenceError(RuntimeError):
-    """Ranks that must hold the same do not, and it is not repaired; raised on every rank.
+    """Raised on every rank if replicas differ and are not repaired.
 
     Args:
-        text: what differs, and what to do.
-        differences: what differs.
+        text: message.
+        differences: the differences found.
     """
 
     def __init__(self, text: str, differences: Sequence[Difference]) -> None:
@@ -47,12 +46,12 @@ class ReplicaDifferenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """A box that its holders do not agree on.
+    """A part that its holders do not agree on.
 
     Args:
         key: such as ``weights/blocks.0.weight`` or ``optimizer/0/blocks.0.weight/exp_avg``.
         holders: global ranks that hold it.
-        wrong: those that differ from more than half of them; empty if there is no such majority.
+        wrong: those that differ from the majority; empty without a majority.
     """
 
     key: str
@@ -61,7 +60,7 @@ class Difference:
 
     @property
     def name(self) -> str:
-        """The parameter and what of it differs."""
+        """Name of the parameter, and of its optimizer state."""
         section, _, rest = self.key.partition("/")
         if section == "weights":
             return rest
@@ -71,37 +70,35 @@ class Difference:
 
 @dataclass(eq=False, repr=False)
 class ReplicaCheck(Callback):
-    """Compare what several ranks hold alike, parameters and optimizer states, and repair or stop where they differ.
+    """Compare replicated parameters and optimizer states across ranks, and repair or stop on a difference.
 
-    Hardware that computes or keeps wrong numbers without an error shows nowhere else until the loss goes wrong. Every
-    rank hashes what it holds (xxh3, 126 bits of 128 count), and one small all-reduce per check finds out whether the
-    hashes are equal. Ranks are compared box by box of the whole tensors, under any layout: replicas of DDP, copies of
-    hybrid sharding, weights that tensor or pipeline ranks have in common. What only one rank holds cannot be compared.
+    Hardware that computes or stores wrong numbers silently is otherwise noticed only when the loss goes wrong. Every
+    rank hashes its parts (xxh3, 126 of 128 bits), and one small all-reduce per check compares the hashes, under any
+    layout: replicas of DDP, copies of hybrid sharding, weights shared by tensor or pipeline ranks. What only one rank
+    holds is not compared.
 
-    A check is made before the optimizer steps, every ``every_n_steps`` steps, and before a state is saved: so a
-    checkpoint never holds what replicas do not agree on. Where more than half of those that hold a box agree, the
-    others get it from them; the gradient that the wrong numbers have given in that one step is not undone. Of two
-    replicas it cannot be known which is right: then, as with ``on_difference="stop"``, training stops on every rank
-    with :class:`ReplicaDifferenceError`, and goes on from the newest checkpoint.
+    A check precedes the optimizer step every ``every_n_steps`` steps, and every save, so that a checkpoint never holds
+    differing replicas. A majority repairs the others; the gradient that wrong numbers gave in that step is not undone.
+    Without a majority, or with ``on_difference="stop"``, :class:`ReplicaDifferenceError` is raised on every rank, and
+    the run can resume from the newest checkpoint.
 
-    A check costs one pass over what a rank holds: about 0.1 s per GiB on a CPU, and on CUDA what it takes to copy it to
-    the host, 64 MiB at a time.
+    Cost: one pass over the state of a rank, about 0.1 s per GiB on a CPU; on CUDA a copy to the host in 64 MiB chunks.
 
     Args:
-        every_n_steps: optimizer steps between two checks.
+        every_n_steps: optimizer steps between checks.
         on_difference: ``"repair"`` from the majority, or ``"stop"``.
-        before_saves: check too whenever the state is taken for saving, copies in memory included; ``False``: off.
-        most_repairs: a rank that had to be repaired so often is broken: the next time training stops and names it.
+        before_saves: check before every save too, in-memory copies included; ``False``: off.
+        most_repairs: repairs per rank; one more stops training and names the rank.
 
     Raises:
-        ValueError: if an argument is impossible.
+        ValueError: if an argument is invalid.
     """
 
     needs_collective_steps = True
-    """Whether it needs all ranks at the same optimizer step."""
+    """All ranks must be at the same optimizer step."""
 
     every_n_steps: int = 1000
-    on_difference: Policy = "repair"
+    on_difference: Literal["repair", "stop"] = "repair"
     before_saves: bool = True
     most_repairs: int = 3
 
@@ -112,49 +109,45 @@ class ReplicaCheck(Callback):
         if self.most_repairs < 0:
             raise ValueError(f"ReplicaCheck(most_repairs={self.most_repairs}) (allowed: 0 or more)")
         self.found: list[tuple[int, Difference]] = []
-        """What has differed so far, each with its optimizer step."""
+        """All differences so far, each with its optimizer step."""
         self.equal_at: int | None = None
-        """The last optimizer step at which all replicas were equal; ``None`` before the first check."""
+        """The last optimizer step with equal replicas; ``None`` before the first check."""
         self._repairs: Counter[int] = Counter()
         self._warned = False
-        self._holders = _Holders()
+        self._holders = _ReplicaMap()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy whose ranks do not tell what they hold.
-
-        Raises:
-            ValueError: if it is not one of this project's.
-        """
+        """Raise a ``ValueError`` for a strategy that does not report its parts."""
         if stage == "fit":
             require_strategy(self, trainer, "trained_boxes")
-        self._holders = _Holders()
+        self._holders = _ReplicaMap()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Check, if it is time. A collective then."""
-        step = trainer.global_step  # of several optimizers each step counts, so each number comes by once
+        """Check if due. A collective then."""
+        step = trainer.global_step  # each optimizer's step counts, so every number occurs once
         if step and step % self.every_n_steps == 0:
             self.check(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Check what is about to be saved. A collective."""
-        # After a validation the best are saved; once training has ended, ranks do not hold what they held.
+        """Check before a save. A collective."""
+        # The best are saved after a validation; after training, ranks hold no comparable state.
         fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
         if self.before_saves and fits:
             self.check(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What was equal at a later step has not been reached yet."""
+        """Reset :attr:`equal_at` to a step that has been reached."""
         if self.equal_at is not None:
             self.equal_at = min(self.equal_at, trainer.global_step)
 
     def check(self, trainer: Trainer) -> list[Difference]:
-        """Compare now, and do what the policy says. A collective of all ranks.
+        """Compare now, and apply the policy. A collective of all ranks.
 
         Returns:
-            What differed, and has been repaired.
+            The differences, which have been repaired.
 
         Raises:
-            ReplicaDifferenceError: on every rank, if something differs that is not repaired.
+            ReplicaDifferenceError: on every rank, if a difference is not repaired.
         """
         if trainer.world_size == 1:
             return []
@@ -164,52 +157,50 @@ class ReplicaCheck(Callback):
         digests = {box: digest_of(tensor) for box, tensor in boxes.items()}
         differences = self._holders.differences(digests, strategy.root_device)
         self.found += [(step, each) for each in differences]
-        self._warn_once_if_nothing_is_shared(trainer)
+        if not self._holders.sets and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"ReplicaCheck compares nothing: under {strategy.layout} no two ranks hold the same part of the state. "
+                "Leave it out, or replicate (strategy.replicate=2, or 3 so that a difference can be repaired)."
+            )
         if not differences:
             self.equal_at = step
             return []
-        self._refuse_what_cannot_be_repaired(differences, step)
+        self._raise_if_unrepairable(differences, step)
         self._repair(boxes, strategy.root_device)
-        rank_zero_warn(f"Step {step}: {_text(differences)}; repaired from the others.")
+        rank_zero_warn(f"Step {step}: {_text(differences)}; repaired from the majority.")
         return differences
 
-    def _warn_once_if_nothing_is_shared(self, trainer: Trainer) -> None:
-        if not self._holders.compares_something and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"ReplicaCheck compares nothing: under {trainer.strategy.layout} no two ranks hold the same part of "  # type: ignore[attr-defined]
-                "the state. Leave it out, or hold copies (strategy.replicate=2, or 3 so that one can be repaired)."
-            )
-
-    def _refuse_what_cannot_be_repaired(self, differences: Sequence[Difference], step: int) -> None:
-        never = "they were not compared before"
-        since = never if self.equal_at is None else f"they were equal at step {self.equal_at}"
+    def _raise_if_unrepairable(self, differences: Sequence[Difference], step: int) -> None:
+        since = "they were not compared before" if self.equal_at is None else f"they were equal at step {self.equal_at}"
         text = f"Step {step}: {_text(differences)}; {since}."
-        again = "Go on from the newest checkpoint (resume=auto), which was written while they were equal"
-        if not self.before_saves:
-            again = "Go on from a checkpoint that is not newer than that (ckpt_path=...)"
+        again = (
+            "Resume the newest checkpoint (resume=auto), which was saved while they were equal"
+            if self.before_saves
+            else "Resume a checkpoint that is not newer than that (ckpt_path=...)"
+        )
         if any(not each.wrong for each in differences):
             raise ReplicaDifferenceError(
-                f"{text} Which of them is right cannot be known, since no more than half of those that hold it agree. "
-                f"{again}, and look at the memory of these machines.",
+                f"{text} There is no majority, so it is unknown which of them is right. {again}, and check the memory "
+                "of these machines.",
                 differences,
             )
         wrong = {rank for each in differences for rank in each.wrong}
         if self.on_difference == "stop":
             raise ReplicaDifferenceError(
-                f"{text} {again}, and look at the memory of the machine of rank {_listed(wrong)}.", differences
+                f"{text} {again}, and check the memory of the machine of rank {_listed(wrong)}.", differences
             )
         self._repairs.update(wrong)
         broken = [rank for rank in sorted(wrong) if self._repairs[rank] > self.most_repairs]
         if broken:
             raise ReplicaDifferenceError(
-                f"{text} Rank {_listed(broken)} had to be repaired {self.most_repairs} time(s) before: take its "
-                f"machine out. {again} without it.",
+                f"{text} Rank {_listed(broken)} had been repaired {self.most_repairs} time(s) before: remove its "
+                f"machine. {again} without it.",
                 differences,
             )
 
     def _repair(self, boxes: Mapping[Box, Tensor], device: torch.device) -> None:
-        """Send what the majority holds to those that differ. Every rank knows of every repair."""
+        """Send the majority's bytes to the ranks that differ. Every rank knows all repairs."""
         own = dist.get_rank()
         for box, source, wrong in self._holders.repairs:
             for rank in wrong:
@@ -219,42 +210,35 @@ class ReplicaCheck(Callback):
                     receive(boxes[box], source, device)
 
 
-class _Holders:
-    """Knows which ranks hold which boxes, and compares digests of many boxes as one.
-
-    Boxes that the same ranks hold make one digest together; only when such a digest differs are those of single boxes
-    exchanged.
+class _ReplicaMap:
+    """Which ranks hold which parts. Parts with the same holders share one digest; only if that differs are single
+    digests exchanged.
     """
 
     def __init__(self) -> None:
         self.repairs: list[tuple[Box, int, tuple[int, ...]]] = []
-        """Of the last comparison: box, a rank that holds it right, and those that hold it wrong; in one order."""
-        self._boxes: list[Box] | None = None  # of this rank, when the plan was made
-        self._sets: list[tuple[int, ...]] = []  # ranks that hold something alike, the same list on every rank
-        self._members: dict[tuple[int, ...], list[Box]] = {}  # boxes of this rank that they hold
-
-    @property
-    def compares_something(self) -> bool:
-        """Whether any two ranks held something alike at the last comparison."""
-        return bool(self._sets)
+        """Of the last comparison: part, a rank that has it right, and ranks that have it wrong; in equal order."""
+        self._boxes: list[Box] | None = None  # of this rank, when the map was made
+        self.sets: list[tuple[int, ...]] = []
+        """Sets of ranks with a common part, equal on every rank."""
+        self._members: dict[tuple[int, ...], list[Box]] = {}  # parts of this rank by their holders
 
     def differences(self, digests: Mapping[Box, bytes], device: torch.device) -> list[Difference]:
-        """What the ranks do not agree on, the same on every rank. A collective."""
+        """Return the differences, equal on every rank. A collective."""
         has_changed, differing = self._compare(digests, device)
         if has_changed:
-            self._plan(digests, device)  # the first time, or an optimizer has got states since
+            self._update(digests, device)  # the first time, or an optimizer has created states
             _, differing = self._compare(digests, device)
         self.repairs = []
-        return self._look_closely(digests, differing, device) if differing else []
+        return self._find(digests, differing, device) if differing else []
 
     def _compare(self, digests: Mapping[Box, bytes], device: torch.device) -> tuple[bool, list[tuple[int, ...]]]:
-        """Whether any rank holds other boxes than before, and the sets of ranks that do not agree.
+        """Return whether any rank's parts have changed, and the sets of ranks that differ.
 
-        One all-reduce: the greatest and the least digest of each set, of those that are in it. So what is sent grows
-        with the sets, not with the ranks.
+        One all-reduce of the maximum and minimum digest per set, so traffic grows with sets, not with ranks.
         """
         extremes = [int(sorted(digests) != self._boxes)]
-        for ranks in self._sets:
+        for ranks in self.sets:
             boxes = self._members.get(ranks)
             if boxes is None:
                 extremes += [_LEAST] * (2 * _WORDS)
@@ -268,31 +252,31 @@ class _Holders:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         has_changed, rows = bool(found[0].item()), found[1:].cpu().view(-1, 2, _WORDS)
         disagree = (rows[:, 0] != -rows[:, 1]).any(dim=1).tolist()
-        return has_changed, [ranks for ranks, differs in zip(self._sets, disagree, strict=True) if differs]
+        return has_changed, [ranks for ranks, differs in zip(self.sets, disagree, strict=True) if differs]
 
-    def _plan(self, digests: Mapping[Box, bytes], device: torch.device) -> None:
+    def _update(self, digests: Mapping[Box, bytes], device: torch.device) -> None:
         own = self._boxes = sorted(digests)
         known = all_gather_values(own, device=device)
-        alike: dict[int, list[int]] = {}  # by the list that ranks said, which they share
+        alike: dict[int, list[int]] = {}  # ranks by identity of their list, which equal ranks share
         for rank, boxes in enumerate(known):
             alike.setdefault(id(boxes), []).append(rank)
-        kins = [(ranks, known[ranks[0]]) for ranks in alike.values()]
+        groups = [(ranks, known[ranks[0]]) for ranks in alike.values()]
         holders: dict[Box, list[int]] = defaultdict(list)
-        for number, (_, boxes) in enumerate(kins):
+        for number, (_, boxes) in enumerate(groups):
             for box in boxes:
                 holders[box].append(number)
         sets = {
-            numbers: tuple(sorted(rank for number in numbers for rank in kins[number][0]))
+            numbers: tuple(sorted(rank for number in numbers for rank in groups[number][0]))
             for numbers in {tuple(each) for each in holders.values()}
         }
-        self._sets = sorted(ranks for ranks in sets.values() if len(ranks) > 1)
+        self.sets = sorted(ranks for ranks in sets.values() if len(ranks) > 1)
         self._members = defaultdict(list)
         for box in own:
             ranks = sets[tuple(holders[box])]
             if len(ranks) > 1:
                 self._members[ranks].append(box)
 
-    def _look_closely(
+    def _find(
         self, digests: Mapping[Box, bytes], differing: Iterable[tuple[int, ...]], device: torch.device
     ) -> list[Difference]:
         doubtful = {box: digests[box] for ranks in differing for box in self._members.get(ranks, ())}
@@ -312,7 +296,7 @@ class _Holders:
 
 
 def _boxes_of(held: Mapping[str, Any]) -> dict[Box, Tensor]:
-    """Every box that this rank holds, and its tensor."""
+    """Return this rank's parts and their tensors."""
     return {
         (key, tuple(offsets), tuple(tensor.shape)): tensor
         for key, parts in held.items()
@@ -322,12 +306,12 @@ def _boxes_of(held: Mapping[str, Any]) -> dict[Box, Tensor]:
 
 
 def _numbers(octets: bytes) -> list[int]:
-    """A digest of 128 bits as two numbers of 63 bits each, which have a negative."""
+    """Return a 128-bit digest as two 63-bit integers, which can be negated."""
     return [int.from_bytes(half, "little") >> 1 for half in (octets[:8], octets[8:])]
 
 
 def _text(differences: Sequence[Difference]) -> str:
-    """Who differs from whom in what."""
+    """Describe which ranks differ in what."""
     names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
     for each in differences:
         names[each.wrong, each.holders].append(each.name)
@@ -348,10 +332,10 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def digest_of(tensor: Tensor) -> bytes:
-    """Hash of a tensor's bytes in the order of its elements (xxh3, 128 bits).
+    """Return the hash of a tensor's bytes in element order (xxh3, 128 bits).
 
     Args:
-        tensor: of any type, on any device; a CUDA tensor is waited for and copied to the host piece by piece.
+        tensor: of any type, on any device; a CUDA tensor is synchronized and copied to the host in chunks.
     """
     octets = octets_of(tensor)
     found = xxhash.xxh3_128()
@@ -361,13 +345,7 @@ def digest_of(tensor: Tensor) -> bytes:
 
 
 def send(tensor: Tensor, rank: int, device: torch.device) -> None:
-    """Send a tensor's bytes to a global rank, which calls :func:`receive`.
-
-    Args:
-        tensor: on any device.
-        rank: of the default process group.
-        device: that the backend of the group works on.
-    """
+    """Send a tensor's bytes to a global rank, which calls :func:`receive`; ``device`` is that of the backend."""
     dist.send(octets_of(tensor).to(device), rank)
 
 
@@ -380,12 +358,12 @@ def receive(tensor: Tensor, rank: int, device: torch.device) -> None:
 
 
 def octets_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, uint8 ``(bytes,)``; a view where it is contiguous."""
+    """Return the bytes of a tensor, uint8 ``(bytes,)``; a view if contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _on_host(octets: Tensor) -> Iterator[Tensor]:
-    """Pieces of a CUDA tensor in host memory; while one is hashed, the next one is on its way."""
+    """Yield chunks of a CUDA tensor in host memory; the next chunk is copied while one is hashed."""
     room = min(_CHUNK, octets.numel())
     buffers = [torch.empty(room, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     waiting: Tensor | None = None

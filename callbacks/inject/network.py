@@ -1,4 +1,4 @@
-"""A fault of the network: connections between ranks are cut."""
+"""Network faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.checkpoint.exchange.distinct import all_gather_values
 
 _ESTABLISHED = "01"
 _SOCKET = "socket:["
-# An end of a connection: address as /proc/net writes it (hexadecimal), with the port.
+# An end of a connection: hexadecimal address as in /proc/net, with the port.
 End = str
 
 
@@ -30,7 +30,7 @@ class Partition(Fault):
         self._places: list[Endpoint] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Learn where the other ranks are. A collective.
+        """Exchange the endpoints of ranks. A collective.
 
         Raises:
             ValueError: if there is nothing to cut.
@@ -41,35 +41,35 @@ class Partition(Fault):
         self._places = _places()
 
     def strikes(self, trainer: Trainer) -> bool:
-        """Whether this rank is cut off; the others are told by their ends of the connections."""
+        """Return whether this rank is cut off; shutting its end down closes the other one too."""
         return trainer.global_rank in self.ranks
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shut the connections down that lead to the other side."""
+        """Shut down the connections to the other side."""
         others = [place for rank, place in enumerate(self._places) if rank not in self.ranks]
         own = self._places[trainer.global_rank]
         cut_off(own, others)
 
 
 def _places() -> list[Endpoint]:
-    """Where all ranks are, by rank. A collective."""
+    """Return the endpoints of all ranks, by rank. A collective."""
     addresses = {end.partition(":")[0] for end, _ in connections(os.getpid()).values()}
     own: Any = (socket.gethostname(), os.getpid(), tuple(sorted(addresses - _LOOPBACK)))
     return [Endpoint(*each) for each in all_gather_values(own)]
 
 
-# Of every machine, so it tells none apart.
+# Common to all machines.
 _LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank runs.
+    """The location of a rank.
 
     Args:
         host: name of the machine.
-        pid: its process there.
-        addresses: ends that processes of the machine listen on or are connected by have one of these addresses.
+        pid: of its process.
+        addresses: of the machine, as far as its connections show them.
     """
 
     host: str
@@ -81,11 +81,11 @@ def cut_off(own: Endpoint, others: Collection[Endpoint]) -> int:
     """Shut down this process's TCP connections with other ranks.
 
     Args:
-        own: where this rank is.
-        others: where those are that it shall not reach any more.
+        own: this rank.
+        others: ranks to cut off.
 
     Returns:
-        How many connections there were.
+        The number of connections.
     """
     ends_here = {end for place in others if place.host == own.host for end, _ in connections(place.pid).values()}
     far = {address for place in others if place.host != own.host for address in place.addresses}
@@ -97,33 +97,33 @@ def cut_off(own: Endpoint, others: Collection[Endpoint]) -> int:
 
 
 def _shut(descriptor: int, remote: End) -> bool:
-    """Shut a connection down, unless its owner (a thread of gloo) has closed it since it was looked up."""
+    """Shut a connection down, unless its owner (a thread of gloo) has closed it since the lookup."""
     try:
-        # A second descriptor of the same socket: closing it leaves the first, which stays its owner's.
+        # A second descriptor of the same socket: closing it leaves its owner's open.
         copy = os.dup(descriptor)
     except OSError:
         return False
     try:
         connection = socket.socket(fileno=copy)
-    except OSError:  # the number belongs to a file by now
+    except OSError:  # the number has been reused for a file
         os.close(copy)
         return False
     with connection, suppress(OSError):
-        if connection.getpeername()[1] == int(remote.partition(":")[2], 16):  # not to another connection by now
+        if connection.getpeername()[1] == int(remote.partition(":")[2], 16):  # not reused for another connection
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
 
 
 def connections(pid: int) -> dict[int, tuple[End, End]]:
-    """TCP connections of a process of this user: descriptor -> its own end and the other one."""
+    """Return the TCP connections of a process of this user: descriptor -> local and remote end."""
     ends = dict(_ends_by_inode(pid))
     found = {}
     links: list[Path] = []
-    with suppress(OSError):  # the process has ended, or this is no Linux
+    with suppress(OSError):  # the process has ended, or this is not Linux
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     for link in links:
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in between
             target = os.readlink(link)
             if target.startswith(_SOCKET) and target[len(_SOCKET) : -1] in ends:
                 found[int(link.name)] = ends[target[len(_SOCKET) : -1]]
@@ -140,7 +140,7 @@ def _ends_by_inode(pid: int) -> Iterator[tuple[str, tuple[End, End]]]:
 
 
 def _plain(end: End) -> End:
-    """An IPv4 address that a socket of IPv6 uses, as IPv4 alone writes it."""
+    """Return an IPv4-mapped address in IPv4 notation."""
     address, _, port = end.partition(":")
     if address.startswith("0000000000000000FFFF0000"):
         address = address[-8:]

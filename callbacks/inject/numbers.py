@@ -1,4 +1,4 @@
-"""Faults of numbers: NaN, a spike of the loss, a flipped bit; and of speed."""
+"""Numerical faults (NaN, loss spikes, flipped bits), and slow ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 
-# A backward pass costs about as much as two forward passes: gradients of inputs, and of weights.
+# Backward costs about two forward passes: gradients of inputs and of weights.
 _STEP_OF_FORWARD = 3
-# Names in an error message.
+# Names shown in a message.
 _SHOWN = 8
 
 
@@ -31,7 +31,7 @@ class Spike(StepFault):
         self._done = False
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the loss of this micro-batch."""
+        """Wrap the step."""
         self._done = False
         super().strike(trainer, pl_module)
 
@@ -46,7 +46,7 @@ class Spike(StepFault):
         return {**output, "loss": changed} if isinstance(output, dict) else changed
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Give the module its step back.
+        """Restore the module's step.
 
         Raises:
             RuntimeError: if this rank had no loss to change.
@@ -56,7 +56,7 @@ class Spike(StepFault):
         if was_due:
             raise RuntimeError(
                 f"{self.sentence} changed nothing: rank {trainer.global_rank} has no loss, because its training_step "
-                "returns none or its stage of the pipeline is not the last. Name another rank."
+                "returns none or its pipeline stage is not the last. Name another rank."
             )
 
 
@@ -68,16 +68,16 @@ class NaN(Spike):
         self.where = where
         self.parameter = parameter
         self._handles: list[RemovableHandle] = []
-        self._is_chosen = False  # whose gradient it will be
+        self._is_chosen = False  # whether a gradient has been picked
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse, before the first step, a parameter of which this rank holds nothing."""
+        """Raise before the first step if this rank does not have the parameter."""
         super().on_train_start(trainer, pl_module)
         if self.parameter is not None and self.strikes(trainer):
             _require(pl_module, self.parameter, self.sentence)
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the loss, or for the parameter's module to be called: only then a strategy has it in one piece."""
+        """Wrap the step, or hook the module that uses the parameter: only then a strategy has gathered it."""
         if self.where == "loss":
             super().strike(trainer, pl_module)
             return
@@ -88,7 +88,7 @@ class NaN(Spike):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Undo what was put into the module."""
+        """Remove all hooks."""
         if self.where == "loss":
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
@@ -102,12 +102,12 @@ class NaN(Spike):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo what was put into the module."""
+        """Remove all hooks."""
         super().on_exception(trainer, pl_module, exception)
         self._remove()
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Undo what was put into the module."""
+        """Remove all hooks."""
         super().on_gone_back(trainer, pl_module)
         self._remove()
 
@@ -119,7 +119,7 @@ class NaN(Spike):
         self._handles.append(parameter.register_hook(self._with_nan))
 
     def _with_nan(self, gradient: Tensor) -> Tensor:
-        """``gradient`` with one element that is NaN."""
+        """Return ``gradient`` with one NaN element."""
         self._done = True
         poisoned = gradient.clone()
         poisoned[(0,) * poisoned.dim()] = math.nan
@@ -142,7 +142,7 @@ class FlipBit(Fault):
         self.bit = bit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse, before the first step, a parameter of which this rank holds nothing."""
+        """Raise before the first step if this rank does not have the parameter."""
         super().on_train_start(trainer, pl_module)
         if self.parameter is not None and self.strikes(trainer):
             _require(pl_module, self.parameter, self.sentence)
@@ -151,9 +151,9 @@ class FlipBit(Fault):
         """Flip the bit.
 
         Raises:
-            RuntimeError: if this rank holds nothing of the parameter.
+            RuntimeError: if this rank holds no part of the parameter.
         """
-        parameters = pl_module.named_parameters(remove_duplicate=False)  # a tied one by any of its names
+        parameters = pl_module.named_parameters(remove_duplicate=False)  # tied ones by any of their names
         held = {name: _local(parameter) for name, parameter in parameters}
         name = self.parameter or next((name for name, tensor in held.items() if _is_held(tensor)), "")
         if name not in held or not _is_held(held[name]):
@@ -176,15 +176,15 @@ class Slow(StepFault):
         self._is_slow = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch."""
+        """Reset."""
         super().on_train_start(trainer, pl_module)
         self._device, self._since, self._is_slow = trainer.strategy.root_device, None, False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Slow down from the first step on that is meant, and no longer than that."""
+        """Slow down in the given range of steps."""
         self.reach(trainer)
-        is_meant = self.at_step <= self.step and (self.to_step is None or self.step < self.to_step)
-        was_slow, self._is_slow = self._is_slow, is_meant and self.strikes(trainer)
+        in_range = self.at_step <= self.step and (self.to_step is None or self.step < self.to_step)
+        was_slow, self._is_slow = self._is_slow, in_range and self.strikes(trainer)
         if self._is_slow:
             self.surround(pl_module)
             if not was_slow:
@@ -196,10 +196,10 @@ class Slow(StepFault):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stay for the next batch."""
+        """Stay wrapped for the next batch."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the module its step back."""
+        """Restore the module's step."""
         self.release(pl_module)
 
     def around(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,14 +230,14 @@ def flip_bit(tensor: Tensor, bit: int | None = None) -> None:
         bit: counted from the lowest; ``None``: the highest of the mantissa.
 
     Raises:
-        ValueError: if a number of this type has no such bit.
+        ValueError: if ``bit`` is too large for the type.
     """
     width = 8 * tensor.element_size()
     if bit is None:
         bit = round(-math.log2(torch.finfo(tensor.dtype).eps)) - 1
     if bit >= width:
         raise ValueError(f"bit={bit} of a number of {width} bits, {tensor.dtype} (allowed: 0 to {width - 1})")
-    number = tensor[tuple(size // 2 for size in tensor.shape)]  # a view, of zero dimensions
+    number = tensor[tuple(size // 2 for size in tensor.shape)]  # a 0-d view
     octets = number.reshape(1).clone().view(torch.uint8)
     octet = bit // 8 if sys.byteorder == "little" else tensor.element_size() - 1 - bit // 8
     octets[octet] ^= 1 << bit % 8
@@ -245,7 +245,7 @@ def flip_bit(tensor: Tensor, bit: int | None = None) -> None:
 
 
 def _owners(module: nn.Module, parameter: str | None) -> Iterator[tuple[nn.Module, str]]:
-    """Modules that hold the parameter, or any, and its name in them; a tied one has several."""
+    """Yield the modules that hold the parameter (or any, if ``None``) with its local name; a tied one has several."""
     for path, part in module.named_modules():
         for name in part._parameters:
             if parameter is None or parameter == (f"{path}.{name}" if path else name):
@@ -253,11 +253,7 @@ def _owners(module: nn.Module, parameter: str | None) -> Iterator[tuple[nn.Modul
 
 
 def _require(module: LightningModule, parameter: str, sentence: str) -> None:
-    """Refuse a parameter that the module does not have here.
-
-    Raises:
-        ValueError: with the names there are.
-    """
+    """Raise a ``ValueError`` if the module lacks the parameter on this rank."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     if parameter not in names:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -265,7 +261,7 @@ def _require(module: LightningModule, parameter: str, sentence: str) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be spread over several."""
+    """Return the local part of a tensor."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.detach()
 

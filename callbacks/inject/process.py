@@ -1,4 +1,4 @@
-"""Faults of a process: it dies, stops, hangs, raises, or runs out of memory."""
+"""Process faults: kill, stop, hang, exception, out of memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainwright.callbacks.inject.rules import STEP
 from trainwright.core.run.phases import DATA
 from trainwright.core.torch_internals import tree_leaves
 
-# More than any platform's pthread_mutex_t takes.
+# At least the size of any platform's pthread_mutex_t.
 _MUTEX_BYTES = 256
-# Far more than any device has, and little enough that it is the allocator who refuses.
+# More than any device has, but not so much that anything but the allocator refuses.
 _TOO_MANY_BYTES = 1 << 50
 
 
@@ -35,7 +35,7 @@ class Kill(Fault):
         self.signal = signal
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send this process the signal."""
+        """Send the signal."""
         os.kill(os.getpid(), self.signal)
 
 
@@ -43,7 +43,7 @@ class Stop(Fault):
     """See :func:`trainwright.callbacks.inject.stop`."""
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop this process, all of its threads."""
+        """Stop all threads of this process."""
         os.kill(os.getpid(), signals.SIGSTOP)
 
 
@@ -55,7 +55,7 @@ class Exit(Fault):
         self.code = code
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the interpreter."""
+        """Exit the interpreter."""
         sys.exit(self.code)
 
 
@@ -63,7 +63,7 @@ class OutOfMemory(StepFault):
     """See :func:`trainwright.callbacks.inject.out_of_memory`."""
 
     def around(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Allocate in vain, on the device of the batch."""
+        """Allocate on the device of the batch."""
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8, device=device)
@@ -71,7 +71,7 @@ class OutOfMemory(StepFault):
 
 
 class RaiseIn(Fault):
-    """See :func:`trainwright.callbacks.inject.raise_in`; :func:`raise_in` overrides the hook that is named."""
+    """See :func:`trainwright.callbacks.inject.raise_in`; :func:`raise_in` overrides the given hook."""
 
     def __init__(self, hook: str, rank: int | None, at_step: int, error: Exception | None, times: int | None) -> None:
         super().__init__(rank, at_step, times)
@@ -79,21 +79,21 @@ class RaiseIn(Fault):
         self.error = error
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep in mind which step runs."""
+        """Track the current step."""
         self.reach(trainer)
 
     def raise_if_due(self, trainer: Trainer) -> None:
-        """Raise, if the hook is called in the step that is meant."""
+        """Raise if due."""
         if self.is_due(trainer):
             self.fire(trainer)
             raise self.error or RuntimeError(f"injected in {self.hook}")
 
 
 class RaiseInStep(RaiseIn, StepFault):
-    """The same in the module's own step."""
+    """The same in the module's ``training_step``."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take the step's place, if it is due."""
+        """Wrap the step if due."""
         self.reach(trainer)
         if self.is_due(trainer):
             self.fire(trainer)
@@ -105,16 +105,16 @@ class RaiseInStep(RaiseIn, StepFault):
 
 
 def raise_in(hook: str, rank: int | None, at_step: int, error: Exception | None, times: int | None) -> RaiseIn:
-    """A callback that overrides just the hook that is named: every other one would cost time and run for nothing."""
+    """Create a callback that overrides only the given hook, so that no other hook runs."""
     if hook == STEP:
         return RaiseInStep(hook, rank, at_step, error, times)
     usual = getattr(RaiseIn, hook)
 
-    def raise_or_go_on(self: RaiseIn, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def raise_or_continue(self: RaiseIn, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         usual(self, trainer, *args, **kwargs)
         self.raise_if_due(trainer)
 
-    kind: type[RaiseIn] = type(RaiseIn.__name__, (RaiseIn,), {hook: raise_or_go_on})
+    kind: type[RaiseIn] = type(RaiseIn.__name__, (RaiseIn,), {hook: raise_or_continue})
     return kind(hook, rank, at_step, error, times)
 
 
@@ -124,31 +124,31 @@ class Hang(StepFault):
     def __init__(self, rank: int | None, at_step: int, how: str, times: int | None) -> None:
         super().__init__(rank, at_step, times)
         self.how = how
-        self._alone: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None  # that no other rank enters
         self._end_listening: Callable[[], None] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare what hangs: for ``skip_collective`` a process group, whose making is a collective of all ranks."""
+        """Create the process group for ``skip_collective`` (a collective), or listen to phases for ``data``."""
         super().on_train_start(trainer, pl_module)
         if self.how == "skip_collective":
             if trainer.world_size == 1:
-                raise ValueError(f"{self.sentence}: there is one rank, which has nobody to wait for; use how='sleep'.")
-            self._alone = dist.new_group()
+                raise ValueError(f"{self.sentence}: there is only one rank, none to wait for; use how='sleep'.")
+            self._group = dist.new_group()
         if self.how == "data":
             phases: Any = getattr(trainer, "phases", None)
             if phases is None:
-                raise ValueError(f"{self.sentence} needs trainwright.Trainer, which tells when it waits for data.")
+                raise ValueError(f"{self.sentence} needs trainwright.Trainer, which reports when it waits for data.")
             self._end_listening = phases.listen(partial(self._hear, trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Hang in this step, if it is due and data is not the place."""
+        """Hang in this step if due, unless in data loading."""
         if self.how != "data":
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def around(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hang."""
-        _HANGS[self.how](self._alone)
-        raise AssertionError(f"{self.sentence} has come to an end")
+        _HANGS[self.how](self._group)
+        raise AssertionError(f"{self.sentence} has ended")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop listening."""
@@ -185,11 +185,8 @@ def _lock(*_: Any) -> None:
 
 
 def _hold_gil(*_: Any) -> None:
-    """Wait in native code for a lock that is taken, without letting other threads of Python run.
-
-    A lock of the C library, since sleeping there ends early when a signal arrives.
-    """
-    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the global lock during a call
+    """Deadlock in native code while holding the GIL. A C mutex, since a sleep ends early on a signal."""
+    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the GIL during a call
     mutex = ctypes.create_string_buffer(_MUTEX_BYTES)
     library.pthread_mutex_init(mutex, None)
     library.pthread_mutex_lock(mutex)
@@ -198,7 +195,7 @@ def _hold_gil(*_: Any) -> None:
 
 def _enter_alone(group: dist.ProcessGroup | None) -> None:
     dist.barrier(group)
-    _sleep()  # the collective has timed out, and been left
+    _sleep()  # the collective has timed out
 
 
 _HANGS: dict[str, Callable[[dist.ProcessGroup | None], None]] = {

@@ -1,4 +1,4 @@
-"""What can be said in a sentence that injects a fault; read by the command line too, so nothing heavy is imported."""
+"""Validation of injected faults. Free of heavy imports, for the command line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
 PLACES = ("loss", "gradient")
 """Where a NaN may appear."""
 SOAKED = ("kill", "stop", "exit", "partition")
-"""Kinds that a soak draws from."""
+"""Where a NaN can be injected."""
 STEP = "training_step"
-"""The one hook of the module, beside those of callbacks, that can be told to raise."""
+"""The one hook of the module, besides those of callbacks, that can raise."""
 _STAGES = ("train", "validation", "test", "predict")
 HOOKS = (
     "setup",
@@ -40,11 +40,11 @@ _MOST_BITS = 64
 
 
 def problems_of(kind: str, arguments: Mapping[str, Any]) -> list[str]:
-    """What is impossible about the arguments of the fault ``kind``, one text each; empty when all can be meant.
+    """Return what is wrong with the arguments of the fault ``kind``, one message each.
 
     Args:
         kind: name of a function of :mod:`trainwright.callbacks.inject`.
-        arguments: all of its arguments, by name.
+        arguments: all of its arguments by name.
     """
     rules = {**_RULES, **_RULES_OF.get(kind, {})}
     found = [
@@ -52,11 +52,11 @@ def problems_of(kind: str, arguments: Mapping[str, Any]) -> list[str]:
         for name, value in arguments.items()
         if not rules[name][0](value)
     ]
-    return found or _together(kind, arguments)
+    return found or _conflicts(kind, arguments)
 
 
 def ranks_named(kind: str, arguments: Mapping[str, Any]) -> list[int]:
-    """The global ranks that a sentence names; empty if it means all."""
+    """Return the global ranks that a fault names; empty for all."""
     named = arguments.get("ranks") if kind == "partition" else arguments.get("rank")
     if named is None:
         return []
@@ -64,14 +64,14 @@ def ranks_named(kind: str, arguments: Mapping[str, Any]) -> list[int]:
 
 
 def step_named(arguments: Mapping[str, Any]) -> int | None:
-    """The optimizer step that must be reached for a fault to strike; ``None`` if there is none."""
+    """Return the optimizer step of a fault; ``None`` if it has none."""
     for name in ("at_step", "from_step", "step"):
         if name in arguments:
             return int(arguments[name])
     return None
 
 
-def _together(kind: str, arguments: Mapping[str, Any]) -> list[str]:
+def _conflicts(kind: str, arguments: Mapping[str, Any]) -> list[str]:
     if kind == "nan" and arguments["parameter"] is not None and arguments["where"] == "loss":
         return [f"nan(parameter={arguments['parameter']!r}) needs where='gradient': a loss belongs to no parameter"]
     if kind == "slow" and arguments["to_step"] is not None and arguments["to_step"] <= arguments["from_step"]:
@@ -131,7 +131,7 @@ _RULES: dict[str, Rule] = {
     "factor": (_is_finite, "a number"),
     "bit": (or_none(_whole(0, _MOST_BITS - 1)), f"0 to {_MOST_BITS - 1}, or None"),
     "seed": (_whole(0), "0, 1, ..."),
-    "every_seconds": (_are_seconds, "seconds, or the least and the most of them: (20, 30)"),
+    "every_seconds": (_are_seconds, "seconds, or their minimum and maximum: (20, 30)"),
     "kinds": (_are_kinds, "a list of some of " + ", ".join(map(repr, SOAKED))),
 }
 _RULES_OF: dict[str, dict[str, Rule]] = {

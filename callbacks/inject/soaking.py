@@ -1,4 +1,4 @@
-"""One fault after the other, drawn from a seed."""
+"""A soak test: a sequence of faults drawn from a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.callbacks.inject.fault import FOLDER, Fault, Firings
 from trainwright.callbacks.inject.network import Partition
 from trainwright.callbacks.inject.process import Exit, Kill, Stop
 
-# A fault whose time passed before training began is left out when it is older than this (seconds).
+# Faults overdue by more than this when training starts are skipped (seconds).
 _LATE = 5.0
 
 
@@ -24,10 +24,10 @@ class Planned:
     """One fault of a soak.
 
     Args:
-        number: in the order of time, from 0.
-        after: seconds since the run first began.
-        kind: what happens.
-        rank: to whom.
+        number: in order of time, from 0.
+        after: seconds since the run first started.
+        kind: of fault.
+        rank: to strike.
     """
 
     number: int
@@ -37,8 +37,8 @@ class Planned:
 
 
 def plan(seed: int, every_seconds: tuple[float, float], kinds: Sequence[str], world_size: int) -> Iterator[Planned]:
-    """The faults of a soak, without end; the same for the same arguments."""
-    draw, after, number = random.Random(seed), 0.0, 0  # noqa: S311 - nothing is to be kept secret
+    """Yield the faults of a soak without end; deterministic in the arguments."""
+    draw, after, number = random.Random(seed), 0.0, 0  # noqa: S311 - not for secrets
     while True:
         after += draw.uniform(*every_seconds)
         yield Planned(number, after, draw.choice(list(kinds)), draw.randrange(world_size))
@@ -55,16 +55,16 @@ class Soak(Fault):
         least, most = (every_seconds,) * 2 if isinstance(every_seconds, int | float) else every_seconds
         self.every_seconds = (float(least), float(most))
         self._began = 0.0
-        self._from = 0.0  # seconds since the run first began; what was due before is left out
+        self._from = 0.0  # seconds since the run first started; earlier faults are skipped
         self._next: Planned | None = None
         self._rest: Iterator[Planned] = iter(())
         self._parts: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out when the run first began, on rank 0 for all. A collective."""
+        """Agree on when the run first started. A collective."""
         super().on_train_start(trainer, pl_module)
         self._began = trainer.strategy.broadcast(self._first_beginning(trainer))
-        self._leave_out_the_past()
+        self._skip_past()
         self._rest = plan(self.seed, self.every_seconds, self.kinds, trainer.world_size)
         self._next = next(self._rest)
         self._parts = {kind: _PARTS[kind]() for kind in self.kinds if kind != "partition"}
@@ -75,13 +75,13 @@ class Soak(Fault):
                 cut.on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Strike, if the time of a fault has come."""
+        """Strike if a fault is due."""
         self.reach(trainer)
         assert self._next is not None
         now = time.time() - self._began
         while now >= self._next.after:
             due, self._next = self._next, next(self._rest)
-            if due.rank == trainer.global_rank and due.after >= self._from and not self._has_struck(due):
+            if due.rank == trainer.global_rank and due.after >= self._from and not self._recorded(due):
                 self._strike(due, trainer, pl_module)
 
     def _strike(self, due: Planned, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,12 +90,12 @@ class Soak(Fault):
         name = f"partition {due.rank}" if due.kind == "partition" else due.kind
         if name in self._parts:
             self._parts[name].strike(trainer, pl_module)
-        self._leave_out_the_past()  # in which this process may have been stopped
+        self._skip_past()  # this process may have been stopped
 
-    def _leave_out_the_past(self) -> None:
+    def _skip_past(self) -> None:
         self._from = time.time() - self._began - _LATE
 
-    def _has_struck(self, due: Planned) -> bool:
+    def _recorded(self, due: Planned) -> bool:
         assert self._firings is not None
         return bool(self._firings.of(self._key_of(due)))
 
@@ -106,10 +106,10 @@ class Soak(Fault):
         if not trainer.is_global_zero:
             return 0.0
         kept = Firings(Path(trainer.default_root_dir) / FOLDER, 0)
-        begun = f"{self.sentence} began"
-        if not kept.of(begun):
-            kept.add(begun, trainer.global_step)
-        return float(kept.of(begun)[0]["time"])
+        start = f"{self.sentence} began"
+        if not kept.of(start):
+            kept.add(start, trainer.global_step)
+        return float(kept.of(start)[0]["time"])
 
 
 _PARTS = {

@@ -1,4 +1,4 @@
-"""Faults of checkpoints: a full disk, a file that is not what was written."""
+"""Checkpoint faults: a full disk, a corrupted file."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class FullDisk(Fault):
     def __init__(self, at_step: int, rank: int | None, times: int | None) -> None:
         super().__init__(rank, at_step, times)
         self._trainer: Trainer | None = None
-        self._failed: set[str] = set()  # tokens of the saves that fail
+        self._failed: set[str] = set()  # tokens of failing saves
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Fill the disk, once the step is reached."""
+        """Fill the disk once the step is reached."""
         self.reach(trainer)
         if self._trainer is None and self.step >= self.at_step and self.strikes(trainer) and self.has_more():
             self._trainer = trainer
             _Disk.fill(self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Empty it again."""
+        """Free the disk."""
         self._empty()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Empty it again."""
+        """Free the disk."""
         self._empty()
 
     def fails(self, save: str) -> bool:
-        """Whether a file of the save with this token fails; all of one save do."""
+        """Return whether files of the save with this token fail."""
         if save not in self._failed and self._trainer is not None and self.has_more():
             self._failed.add(save)
             self.fire(self._trainer)
@@ -55,7 +55,7 @@ class FullDisk(Fault):
 
 
 class _Disk:
-    """Exchanges what creates files of checkpoints, once for all faults that fill the disk."""
+    """Patch of the function that creates checkpoint files, shared by all faults that fill the disk."""
 
     full: tuple[FullDisk, ...] = ()
     usual: Any = None
@@ -93,16 +93,16 @@ class CorruptCheckpoint(Fault):
         self._damaged: set[str] = set()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look for the checkpoint."""
+        """Corrupt the checkpoint if it exists."""
         self.reach(trainer)
         self._look(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for one that was written at the end of training."""
+        """Corrupt one that was written at the end of training."""
         self._look(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Look for one that was written in the background until now."""
+        """Corrupt one that was written in the background."""
         if stage == "fit":
             self._look(trainer)
 
@@ -111,7 +111,7 @@ class CorruptCheckpoint(Fault):
             return
         for callback in trainer.checkpoint_callbacks:
             newest = getattr(callback, "last_model_path", "")
-            # Read anew each time: a checkpoint may have the name of the one before.
+            # Read again each time: a checkpoint may have the name of an earlier one.
             if newest and newest not in self._damaged and self.has_more():
                 manifest = read_manifest(newest)
                 if manifest.about.get("step") == self.at_step:

@@ -1,1 +1,1 @@
-"""What a run costs and where its time goes: one small callback per concern, and who keeps what they found."""
+"""Monitoring of cost and time, one callback per concern, and of records that they emit."""

@@ -1,4 +1,4 @@
-"""Operations of a module's forward and backward, counted while it runs."""
+"""FLOP counting of a module's forward and backward while it runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from trainwright.core.torch_internals import TorchDispatchMode
 
-# Torch's table has the kernels of GPUs alone.
+# Torch's table has only the kernels of GPUs.
 _ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class CountedOperations(TorchDispatchMode):
-    """Counts floating-point operations of matrix products, convolutions and attention on this rank, by torch's table.
+    """Counts FLOPs of matrix products, convolutions and attention on this rank, by torch's table.
 
-    A product and the addition that goes with it are two. What activation checkpointing computes again in backward is
-    left out: it is no part of the model. Attention counts as whole where a mask hides half of it. Values are left as
-    they are.
+    A multiply-add is two. Recomputation by activation checkpointing is left out. Attention counts in full even if a
+    mask hides half of it.
 
     Attributes:
-        total: operations so far.
+        total: FLOPs so far.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class CountedOperations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # comes again with what this rank holds
+            return NotImplemented  # dispatched again with the local tensor
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if not (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()):
@@ -45,14 +44,14 @@ class CountedOperations(TorchDispatchMode):
 def operations_of(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, halve_causal: bool = False
 ) -> float:
-    """Floating-point operations of one call of an operator, by torch's table; 0 for what is no product.
+    """Return the FLOPs of one operator call, by torch's table; 0 if it is no product.
 
     Args:
-        func: the operator, as ``__torch_dispatch__`` gets it.
-        args, kwargs: of the call; tensors may have no memory.
+        func: the operator, as passed to ``__torch_dispatch__``.
+        args, kwargs: of the call; meta tensors are allowed.
         output: of the call.
-        halve_causal: whether attention of the CPU's kernel counts half where a causal mask hides half of it, which
-            kernels leave out; ``False``: as a whole, as torch's table has it for the kernels of GPUs.
+        halve_causal: count causal attention of the CPU kernel half, as kernels skip what the mask hides; ``False``: in
+            full, as torch's table counts GPU kernels.
     """
     packet = func._overloadpacket
     name = packet.__name__
@@ -66,7 +65,7 @@ def operations_of(
 def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_backward: bool, halve_causal: bool) -> float:
     query, key, value = (tuple(tensor.shape) for tensor in (args[1:4] if is_backward else args[:3]))
     if len(query) == 4:
-        # Heads of queries that share keys and values count for themselves.
+        # Grouped-query attention: each query head counts.
         key, value = ((*query[:2], *shape[2:]) for shape in (key, value))
     count = sdpa_backward_flop_count(query, query, key, value) if is_backward else sdpa_flop_count(query, key, value)
     place = 7 if is_backward else 4

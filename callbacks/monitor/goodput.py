@@ -1,4 +1,4 @@
-"""How much of the time made steps that count."""
+"""Goodput: the fraction of time spent on steps that count."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from trainwright.callbacks.monitor.records import read_records, records_path, tell
+from trainwright.callbacks.monitor.records import emit, read_records, records_path
 from trainwright.callbacks.steps import log_metrics, steps_done
+
+# Stretches kept apart; older ones are merged.
+_MOST = 1000
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row, and the seconds that they took.
+    """Consecutive steps.
 
     Args:
         begin: optimizer steps done before the first of them.
@@ -28,7 +31,7 @@ class Stretch:
     seconds: float
 
     def until(self, step: int) -> Stretch | None:
-        """What is left of it where training goes on from ``step``; ``None``: nothing."""
+        """Return the part of it up to ``step``; ``None`` if there is none."""
         if step >= self.end:
             return self
         if step <= self.begin:
@@ -37,17 +40,16 @@ class Stretch:
 
 
 class Goodput(Callback):
-    """Log the part of the time since the run began that made optimizer steps which count, as ``goodput``.
+    """Log the fraction of the time since the run began that was spent on optimizer steps which count, as ``goodput``.
 
-    A step counts if no later one has taken its place: steps that were made again, since training went back or the run
-    was started again from a checkpoint, count once. What was spent on checkpoints, validation, starting, lost steps and
-    standing still does not count. Times of steps are those of ``StepTime``, which must be there.
+    Steps repeated after a rollback or a restart count once. Checkpoints, validation, startup, lost steps and downtime
+    do not count. Times come from ``StepTime``, which is required.
 
-    Rank 0 alone tells it, as a record ``goodput`` (``share``, ``counted`` and ``wall`` in seconds, ``began`` in unix
-    seconds). A run that goes on in its directory remembers by its own records what it did before.
+    Rank 0 emits a ``goodput`` record (``share``, ``counted`` and ``wall`` in seconds, ``began`` in unix seconds). A run
+    resumed in its directory reads its earlier records.
 
     Args:
-        run_dir: of the run; ``None``: what was before this process is not known.
+        run_dir: of the run; ``None``: earlier processes are not counted.
     """
 
     looks_at_parameters = False
@@ -55,12 +57,12 @@ class Goodput(Callback):
     def __init__(self, run_dir: str | None = None) -> None:
         self.run_dir = run_dir
         self.latest: dict[str, float] = {}
-        """What was told last; empty before the first window of ``StepTime`` has ended."""
+        """The last record; empty before the end of the first window of ``StepTime``."""
         self._began = 0.0
         self._stretches: list[Stretch] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remember what was before."""
+        """Read earlier records."""
         if stage != "fit" or not trainer.is_global_zero:
             return
         self._began, self._stretches = time.time(), []
@@ -72,43 +74,34 @@ class Goodput(Callback):
             elif record["kind"] == "step":
                 self._add(record)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget steps that are made again."""
-        self._forget_after(trainer)
-
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget steps that are made again."""
-        self._forget_after(trainer)
+        """Drop steps that will be repeated."""
+        self._cut(steps_done(trainer))
+
+    on_train_start = on_gone_back
 
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """Count steps, and tell."""
+        """Count steps, and report."""
         if record["kind"] != "step" or not trainer.is_global_zero:
             return
         self._add(record)
         wall = max(float(record["time"]) - self._began, 1e-9)
         counted = sum(each.seconds for each in self._stretches)
         self.latest = {"share": counted / wall, "counted": counted, "wall": wall, "began": self._began}
-        tell(trainer, "goodput", self.latest, int(record["step"]))
+        emit(trainer, "goodput", self.latest, int(record["step"]))
         log_metrics(trainer, {"goodput": self.latest["share"]}, int(record["step"]) - 1)
 
     def _add(self, record: Mapping[str, Any]) -> None:
         end, steps = int(record["step"]), int(record["steps"])
         seconds = float(record["total"]) - float(record["seconds"]["checkpoint"])
-        self._cut(end - steps)  # in the records of a run that went back, steps stand twice
+        self._cut(end - steps)  # records of a rolled back run contain steps twice
         last = self._stretches[-1] if self._stretches else None
         if last is not None and last.end == end - steps and len(self._stretches) > _MOST:
-            # Long ago, how long each took tells nothing that is needed.
+            # The times of old steps are not needed one by one.
             first, second = self._stretches[:2]
             self._stretches[:2] = [Stretch(first.begin, second.end, first.seconds + second.seconds)]
         self._stretches.append(Stretch(end - steps, end, seconds))
 
-    def _forget_after(self, trainer: Trainer) -> None:
-        self._cut(steps_done(trainer))
-
     def _cut(self, step: int) -> None:
         left = (each.until(step) for each in self._stretches)
         self._stretches = [each for each in left if each is not None]
-
-
-# Stretches that are known apart.
-_MOST = 1000

@@ -1,4 +1,4 @@
-"""Phases of a step where the loop does not report them: as the hooks of Lightning's own Trainer show them."""
+"""Phases of a step from hooks, for Lightning's own Trainer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OP
 
 
 class HookPhases(Callback):
-    """Reports the phases of a Trainer that is not of this project; what its loop does between hooks counts as data.
+    """Reports phases of a Trainer that has none; the time between hooks counts as data.
 
     Args:
-        phases: what is reported.
+        phases: receives them.
     """
 
     looks_at_parameters = False
@@ -27,7 +27,7 @@ def _begin(phase: str) -> Callable[..., None]:
     return lambda self, *_: self.phases.begin(phase)
 
 
-# The hook with which each phase begins.
+# The hook that begins each phase.
 for _hook, _phase in {
     "on_train_epoch_start": DATA,
     "on_train_batch_start": FORWARD,
@@ -43,10 +43,7 @@ for _hook, _phase in {
 
 
 def phases_of(trainer: Any) -> Phases:
-    """The phases of a Trainer: its own, or as hooks show them.
-
-    Call it in ``setup``: where hooks are needed, a callback is added behind the others.
-    """
+    """Return the phases of a Trainer: its own, or from hooks. Call in ``setup``, as it may append a callback."""
     own = getattr(trainer, "phases", None)
     if isinstance(own, Phases):
         return own

@@ -1,4 +1,4 @@
-"""What a rank holds in memory."""
+"""Memory held by a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Windowed
 
@@ -17,18 +17,16 @@ _PROC = Path("/proc/self/statm")
 
 
 class Memory(Windowed):
-    """Log the bytes that a rank holds, at the end of each window of optimizer steps.
+    """Log the bytes that a rank holds at the end of each window of optimizer steps.
 
-    Told as a record ``memory`` of every rank and logged as ``memory/<name>`` of rank 0: ``host`` (resident memory of
-    the process) and ``host_peak``; on CUDA ``allocated``, ``reserved`` and ``peak`` (the most that was allocated in the
-    window); with a strategy of this project ``parameters``, ``gradients`` and ``optimizer``, what the rank holds of
-    them. Nothing is communicated, and the device is not waited for.
+    A ``memory`` record of every rank, logged as ``memory/<name>`` of rank 0: ``host`` (resident memory of the process)
+    and ``host_peak``; on CUDA ``allocated``, ``reserved`` and ``peak`` (of the window); with a strategy of this project
+    ``parameters``, ``gradients`` and ``optimizer``. No communication, no device synchronization.
 
-    The peak of the window is had by beginning to look for it anew (``torch.cuda.reset_peak_memory_stats``), which other
-    code that reads the peak of a whole run sees.
+    The peak is reset in each window (``torch.cuda.reset_peak_memory_stats``), which affects other code that reads it.
 
     Args:
-        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
+        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
 
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
@@ -40,15 +38,15 @@ class Memory(Windowed):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, int] = {}
-        """What was logged last, bytes; empty before the first window has ended."""
+        """Bytes logged last; empty before the end of the first window."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """At the end of a window, look."""
+        """Report at the end of a window."""
         step = self._ended(trainer)
         if step is None:
             return
         self.latest = _held(trainer)
-        tell(trainer, "memory", self.latest, step + 1)
+        emit(trainer, "memory", self.latest, step + 1)
         log_metrics(trainer, {f"memory/{name}": float(value) for name, value in self.latest.items()}, step)
 
 
@@ -75,7 +73,7 @@ def _held(trainer: Any) -> dict[str, int]:
 
 
 def host_bytes() -> int:
-    """Resident memory of this process, bytes; where the system does not tell, the most it ever was."""
+    """Return the resident memory of this process in bytes; its peak if the system does not report it."""
     try:
         import resource
 
@@ -86,7 +84,7 @@ def host_bytes() -> int:
 
 
 def host_peak_bytes() -> int:
-    """The most resident memory that this process ever had, bytes; 0 where the system does not tell."""
+    """Return the peak resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""The figures of a run for Prometheus."""
+"""Prometheus endpoint of a run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from trainwright.core.text.bounded import ContentError
 _OTHERS = re.compile(r"[^a-zA-Z0-9_]")
 _REQUEST = re.compile(r"(GET|HEAD|OPTIONS) ([^ ?]+)\??([^ ]*) HTTP/1\.[01]")
 _LONGEST_HEAD = 1 << 14  # bytes of a request
-_NOT_A_FIGURE = ("time", "step", "kind", "timeline", "text", "what", "began")
+_NOT_A_METRIC = ("time", "step", "kind", "timeline", "text", "what", "began")
 
 
 class Prometheus(Callback):
-    """Serve what is found out about a run at ``http://<host>:<port>/metrics``, as Prometheus asks for it.
+    """Serve the monitored values of a run at ``http://<host>:<port>/metrics``.
 
-    Each figure of a record (see docs/monitoring.md) is a gauge ``trainwright_<kind>_<name>``, such as
+    Each number in a record (see docs/monitoring.md) is a gauge ``trainwright_<kind>_<name>``, such as
     ``trainwright_step_seconds_forward`` or ``trainwright_rate_mfu``, with the label ``rank``; ``trainwright_step`` is
-    the number of optimizer steps done, and ``trainwright_events_total`` counts events by ``what``. What has not been
-    found out yet is not there. It needs the extra ``prometheus``.
+    the number of optimizer steps done, and ``trainwright_events_total`` counts events by ``what``. Needs the extra
+    ``prometheus``.
 
     Args:
-        port: of rank 0; 0 takes a free one, see :attr:`port`. With ``every_rank``, those of the other ranks of a
-            machine follow it by their local rank.
-        host: address at which it is served; the default can be reached from this machine alone. Whoever can reach it
-            can read it.
-        every_rank: whether each rank serves its own figures; else rank 0 alone.
+        port: of rank 0; 0 takes a free one, see :attr:`port`. With ``every_rank``, the other ranks of a machine use the
+            following ports by local rank.
+        host: address to listen on; by default only this machine can connect. There is no authentication.
+        every_rank: serve the values of each rank; ``False``: of rank 0 only.
 
     Raises:
-        ValueError: if ``port`` is impossible.
+        ValueError: if ``port`` is invalid.
     """
 
     looks_at_parameters = False
@@ -45,7 +44,7 @@ class Prometheus(Callback):
         self.host = host
         self.every_rank = every_rank
         self.port: int | None = None
-        """At which it is served; ``None``: it is not."""
+        """Port in use; ``None`` while not serving."""
         self._server: MessageServer | None = None
         self._answers: Any = None
         self._registry: Any = None
@@ -53,7 +52,7 @@ class Prometheus(Callback):
         self._events: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to serve.
+        """Start serving.
 
         Raises:
             ValueError: if the library is missing, or the port is taken.
@@ -90,7 +89,7 @@ class Prometheus(Callback):
         server.start()
 
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """Remember the figures of a record."""
+        """Update the gauges from a record."""
         if self._server is None:
             return
         rank, kind = str(trainer.global_rank), str(record["kind"])
@@ -98,29 +97,29 @@ class Prometheus(Callback):
         if kind == "event":
             self._events.labels(rank, str(record["what"])).inc()
             return
-        for name, value in _figures(record):
+        for name, value in _numbers(record):
             self._set(f"trainwright_{kind}_{name}", rank, value)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if self._server is not None:
             self._server.stop()
             self._server = self.port = None
 
     def _answer(self, peer: Peer, head: bytes) -> None:
-        """Answer a request of HTTP in the thread of the server, and hang up."""
+        """Answer an HTTP request in the server's thread, and close the connection."""
         first, *fields = head.decode("latin-1").split("\r\n")
         request = _REQUEST.fullmatch(first)
         if request is None or self._server is None:
-            raise ContentError("this is no request of HTTP")
+            raise ContentError("not an HTTP request")
         method, path, query = request.groups()
         environment = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
         for name, _, value in (field.partition(":") for field in fields):
             environment[f"HTTP_{name.strip().upper().replace('-', '_')}"] = value.strip()
-        begun: list[str] = []
-        body = b"".join(self._answers(environment, lambda status, names: begun.extend(_head(status, names))))
-        begun += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
-        self._server.send(peer, "\r\n".join(begun).encode("latin-1") + (b"" if method == "HEAD" else body), last=True)
+        lines: list[str] = []
+        body = b"".join(self._answers(environment, lambda status, names: lines.extend(_head(status, names))))
+        lines += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+        self._server.send(peer, "\r\n".join(lines).encode("latin-1") + (b"" if method == "HEAD" else body), last=True)
 
     def _set(self, name: str, rank: str, value: float) -> None:
         if name not in self._gauges:
@@ -136,12 +135,12 @@ def _head(status: str, names: Iterable[tuple[str, str]]) -> list[str]:
     return [f"HTTP/1.0 {status}", *(f"{name}: {value}" for name, value in names)]
 
 
-def _figures(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
     for key, value in values.items():
         name = f"{before}{_OTHERS.sub('_', str(key))}"
-        if not before and key in _NOT_A_FIGURE:
+        if not before and key in _NOT_A_METRIC:
             continue
         if isinstance(value, Mapping):
-            yield from _figures(value, f"{name}_")
+            yield from _numbers(value, f"{name}_")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, float(value)

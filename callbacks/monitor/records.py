@@ -1,4 +1,4 @@
-"""What is found out about a run: told by whoever measures, kept by whoever wants to, both of them callbacks."""
+"""Records of monitored values: emitted by callbacks that measure, consumed by callbacks with a method ``on_record``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -19,48 +19,34 @@ from trainwright.callbacks.steps import steps_done
 from trainwright.core.text.plain import finite
 
 FOLDER = "monitor"
-"""Of a run directory."""
+"""Subfolder of the run directory."""
 
 
-@runtime_checkable
-class HearsRecords(Protocol):
-    """A callback that wants to know what others find out on this rank."""
+def emit(trainer: Any, kind: str, values: Mapping[str, Any], step: int | None = None) -> None:
+    """Pass a record to ``on_record(trainer, record)`` of every callback on this rank that has it.
 
-    def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """Something was found out.
-
-        Args:
-            trainer: of the run.
-            record: ``time`` (unix seconds), ``step`` (optimizer steps done), ``kind`` and the values of that kind.
-        """
-
-
-def tell(trainer: Any, kind: str, values: Mapping[str, Any], step: int | None = None) -> None:
-    """Tell every callback that wants to know what was found out on this rank; nothing is sent.
+    A record holds ``time`` (unix seconds), ``step`` (optimizer steps done), ``kind`` and the values of that kind.
 
     Args:
         trainer: of the run.
-        kind: what it is about, see docs/monitoring.md.
-        values: plain values (numbers, texts, lists and mappings of them).
-        step: optimizer steps done; ``None``: as the Trainer counts them now.
+        kind: see docs/monitoring.md.
+        values: plain values (numbers, strings, lists and mappings of them).
+        step: optimizer steps done; ``None``: the Trainer's current count.
     """
     done = steps_done(trainer) if step is None else step
     record = {"time": time.time(), "step": int(done), "kind": kind, **values}
     for callback in trainer.callbacks:
-        if isinstance(callback, HearsRecords):
+        if hasattr(callback, "on_record"):
             callback.on_record(trainer, record)
 
 
 def records_path(run_dir: str | Path, rank: int) -> Path:
-    """Where a rank keeps its records."""
+    """Return the path of a rank's records."""
     return Path(run_dir) / FOLDER / f"rank_{rank}.jsonl"
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file of records, in order; none if there is no file.
-
-    A line that a process was about to write when it ended is left out.
-    """
+    """Yield the records of a file in order, without an unfinished last line; none if there is no file."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8") as file:
@@ -72,22 +58,21 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class MonitorFile(Callback):
-    """Keep what is found out on each rank in ``<run_dir>/monitor/rank_<n>.jsonl``, one JSON object a line.
+    """Keep the records of each rank in ``<run_dir>/monitor/rank_<n>.jsonl``, one JSON object per line.
 
-    Lines are collected and written in one piece when the micro-batch in which they came has ended. What was written is
-    in the hands of the kernel: it stays if the process is killed. A run that goes on in its directory adds to the file.
-    It should be the last of the callbacks that find something out, else their lines are written a micro-batch later.
+    Lines are written at the end of the micro-batch that emitted them, and survive a killed process. A resumed run
+    appends to the file. Should be the last of the monitoring callbacks, else lines are written a micro-batch later.
 
     Args:
-        run_dir: of the run; ``None``: nothing is kept.
-        most_ranks: that keep a file; of more ranks, some that stand for all do, see
-            :func:`~trainwright.callbacks.monitor.sample.is_sampled`, and rank 0 says so. ``None``: all ranks.
+        run_dir: of the run; ``None``: off.
+        most_ranks: maximum number of ranks with a file, chosen by
+            :func:`~trainwright.callbacks.monitor.sample.is_sampled`; ``None``: all ranks.
 
     Raises:
         ValueError: if ``most_ranks`` is less than 1.
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     def __init__(self, run_dir: str | None = None, most_ranks: int | None = 1024) -> None:
@@ -99,7 +84,7 @@ class MonitorFile(Callback):
         self._file: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Open the file, where there is to be one."""
+        """Open the file of a sampled rank."""
         if stage != "fit" or self.run_dir is None or self._file is not None:
             return
         if self.most_ranks is not None and trainer.world_size > self.most_ranks:
@@ -110,7 +95,7 @@ class MonitorFile(Callback):
             )
         if is_sampled(trainer.global_rank, trainer.world_size, self.most_ranks):
             try:
-                self._file = _opened(records_path(self.run_dir, trainer.global_rank))
+                self._file = _open_records(records_path(self.run_dir, trainer.global_rank))
             except OSError as error:
                 self._give_up(error)
 
@@ -120,25 +105,21 @@ class MonitorFile(Callback):
             self._lines.append(json.dumps(finite(record), separators=(",", ":")) + "\n")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Write what has come together."""
+        """Write pending lines."""
         if self._lines:
             self.flush()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what there is: the process may be about to end."""
-        self.flush()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the rest."""
+        """Write pending lines: the process may be about to end."""
         self.flush()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the rest and close the file."""
+        """Write pending lines and close the file."""
         self.flush()
         self._close()
 
     def flush(self) -> None:
-        """Write what has come together."""
+        """Write pending lines."""
         text, self._lines = "".join(self._lines).encode(), []
         try:
             while text and self._file is not None:
@@ -149,8 +130,8 @@ class MonitorFile(Callback):
     def _give_up(self, error: OSError) -> None:
         self._close()
         warnings.warn(
-            f"records of {self.run_dir}/monitor cannot be written ({error.strerror}), so report and watch show "
-            "nothing of this rank from here on; training goes on. Free space on the disk.",
+            f"records of {self.run_dir}/monitor cannot be written ({error.strerror}), so report and watch show nothing "
+            "of this rank from now on; training continues. Free space on the disk.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -158,14 +139,14 @@ class MonitorFile(Callback):
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # a disk that fails; what was written before stays
+            with suppress(OSError):  # on a failing disk
                 os.close(file)
 
 
-def _opened(path: Path) -> int:
+def _open_records(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    # A machine that lost its power may have left part of a line.
+    # A power loss may have left part of a line.
     size = whole = os.fstat(file).st_size
     while whole and os.pread(file, 1, whole - 1) != b"\n":
         whole -= 1

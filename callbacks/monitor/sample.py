@@ -1,18 +1,18 @@
-"""Which ranks are looked at where all are too many: as many files, or traces, as a person or a file system can bear."""
+"""Sampling of ranks for files and traces when there are too many."""
 
 from __future__ import annotations
 
 
 def is_sampled(rank: int, world_size: int, most: int | None) -> bool:
-    """Whether a rank is among at most ``most`` that stand for all; rank 0 always is.
+    """Return whether a rank is in a sample of at most ``most`` ranks; rank 0 always is.
 
-    One of each ``ceil(world_size / most)`` neighbours is, in turn the first, the second and so on of these: ranks of
-    one place of a machine, or of a mesh, would not stand for the others.
+    One of each ``ceil(world_size / most)`` neighbours is, in rotating position, since ranks in the same position of a
+    machine or a mesh would not be representative.
 
     Args:
         rank: the rank.
         world_size: number of ranks.
-        most: of the sample; ``None``, or as many as there are: all are.
+        most: size of the sample; ``None``: all ranks.
     """
     if most is None or world_size <= most:
         return True
@@ -22,5 +22,5 @@ def is_sampled(rank: int, world_size: int, most: int | None) -> bool:
 
 
 def sampled_ranks(world_size: int, most: int | None) -> list[int]:
-    """The ranks of which :func:`is_sampled` is true, in order."""
+    """Return the ranks in the sample, in order."""
     return [rank for rank in range(world_size) if is_sampled(rank, world_size, most)]

@@ -1,4 +1,4 @@
-"""For what the time of a step is spent."""
+"""Breakdown of the time of a step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.hook_phases import phases_of
-from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.step_clock import PhaseClock
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Measuring, Windowed
 from trainwright.core.run.phases import AGREEMENT, BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, SAVING, Phases
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
-"""Of a step, in the order in which they are told."""
-# Validation is no part of a step.
+"""Parts of a step, in reporting order."""
+# Validation is not part of a step.
 _PART_OF = {
     DATA: "data",
     FORWARD: "forward",
@@ -26,53 +26,48 @@ _PART_OF = {
     IDLE: "other",
     AGREEMENT: "communication",
 }
-# Of these phases waits are told apart: an agreement is nothing else, and who saves is saving.
+# Parts whose waits are split off; an agreement is all waiting, and saving counts as saving.
 _WITH_WAITS = ("data", "forward", "backward", "optimizer", "other")
 
 
 class StepTime(Measuring, Windowed):
-    """Log the seconds of an optimizer step by what they were spent for, averaged over windows of steps.
+    """Log the seconds of an optimizer step by part, averaged over windows of steps.
 
-    The parts, which add up to the time of the step: ``data`` (until the next batch is there), ``forward``,
-    ``backward``, ``communication`` (as far as this rank waits for it: what other work hides is not in it),
-    ``optimizer``, ``checkpoint`` (as long as training stands still for it) and ``other`` (hooks of callbacks and the
-    module, logging, the loop itself, what lies between two epochs). Validation is no part of a step.
+    The parts add up to the step time: ``data`` (until the next batch arrives), ``forward``, ``backward``,
+    ``communication`` (exposed: the time this rank waits), ``optimizer``, ``checkpoint`` (while it blocks training) and
+    ``other`` (hooks, logging, the loop, time between epochs). Validation is not part of a step.
 
-    Logged are ``time/<part>`` and ``time/step`` of rank 0; every rank tells a record ``step``. Nothing is communicated.
-    The device is waited for at the end of a window only. The first step of a run (which compiles, and warms caches) is
-    told as a record of its own and not logged. On CUDA all times are those of the stream that computes.
+    Logged are ``time/<part>`` and ``time/step`` of rank 0; every rank emits a ``step`` record. No communication; the
+    device is synchronized only at the end of a window. The first step of a run (compilation, warm-up) gets a record of
+    its own and is not logged. On CUDA all times are those of the compute stream.
 
-    With a Trainer of Lightning's own, parts are as its hooks show them by the clock of the host: what its loop does
-    between two of them is in ``data``, and so are checkpoints. With a strategy of Lightning's own, what is waited for
-    others is in the part in which it is. A pipeline mixes forward and backward of micro-batches: what its stages do
-    backward is ``backward``, the rest of its step ``forward``.
+    With Lightning's own Trainer parts come from hooks and the host clock: time between hooks, checkpoints included, is
+    ``data``. With Lightning's own strategies waits belong to the part they occur in. In a pipeline, backward of the
+    stages is ``backward`` and the rest of the step ``forward``.
 
     Args:
-        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
-
-    Raises:
-        ValueError: if ``every_n_steps`` is less than 1.
+        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, float] = {}
-        """Seconds of a step by part in the last window, and of all of it as ``step``; empty before the first."""
-        self._done = 0  # steps of this window
+        """Seconds of a step by part in the last window, and in total as ``step``; empty before the first."""
+        self._done = 0  # steps in this window
         self._is_first = True
         self._phases: Phases | None = None
         self._clock: PhaseClock | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find who tells of phases."""
+        """Find the source of phases."""
         if stage == "fit":
             self._phases = phases_of(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         super().on_train_start(trainer, pl_module)
         self._stop()
         if not self._window:
@@ -83,7 +78,7 @@ class StepTime(Measuring, Windowed):
         self._clock.split_pipeline(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """At the end of a window, tell."""
+        """Report at the end of a window."""
         if self._clock is None:
             return
         step = self._steps.ended(trainer)
@@ -91,19 +86,19 @@ class StepTime(Measuring, Windowed):
             return
         self._done += 1
         if self._is_first or self._ends_window(step):
-            self._tell(trainer, step)
+            self._report(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a window anew: what was spent on steps that are made again is told by no step."""
+        """Start a new window; time spent on undone steps is dropped."""
         super().on_gone_back(trainer, pl_module)
         self._done = 0
         if self._clock is not None:
             self._clock.spent_and_waited(wait_for_device=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell of what is left of a window."""
+        """Report an incomplete window."""
         if self._clock is not None and self._done:
-            self._tell(trainer, self._steps.next_number(trainer) - 1)
+            self._report(trainer, self._steps.next_number(trainer) - 1)
         self._stop()
 
     def _stop(self) -> None:
@@ -111,11 +106,11 @@ class StepTime(Measuring, Windowed):
             self._clock.stop()
             self._clock = None
 
-    def _tell(self, trainer: Trainer, step: int) -> None:
+    def _report(self, trainer: Trainer, step: int) -> None:
         assert self._clock is not None
         seconds = parts_of(*self._clock.spent_and_waited(wait_for_device=True))
         total, done = sum(seconds.values()), self._done
-        tell(trainer, "step", {"seconds": seconds, "total": total, "steps": done}, step + 1)
+        emit(trainer, "step", {"seconds": seconds, "total": total, "steps": done}, step + 1)
         self._done = 0
         if self._is_first:
             self._is_first = False
@@ -126,14 +121,14 @@ class StepTime(Measuring, Windowed):
 
 
 def parts_of(spent: dict[str, float], waited: dict[str, float]) -> dict[str, float]:
-    """Seconds by part; they add up to all that was spent, but for validation.
+    """Return seconds by part, which add up to all time spent except validation.
 
     Args:
         spent: by part, waits included.
-        waited: of these, what was waited for other ranks.
+        waited: time spent waiting for other ranks, by part.
     """
-    # A wait that another thread has measured may be longer than what it lies in.
-    apart = {part: min(waited.get(part, 0.0), spent.get(part, 0.0)) for part in _WITH_WAITS}
-    seconds = {part: spent.get(part, 0.0) - apart.get(part, 0.0) for part in PARTS}
-    seconds["communication"] += sum(apart.values())
+    # A wait measured by another thread may exceed its part.
+    waits = {part: min(waited.get(part, 0.0), spent.get(part, 0.0)) for part in _WITH_WAITS}
+    seconds = {part: spent.get(part, 0.0) - waits.get(part, 0.0) for part in PARTS}
+    seconds["communication"] += sum(waits.values())
     return seconds

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import is_dropped, log_metrics
 from trainwright.callbacks.windows import Windowed
 from trainwright.core.run.traits import traits_of
@@ -20,40 +20,37 @@ from trainwright.core.run.traits import traits_of
 _ADVICE = "Lower the learning rate (optimizer.lr=...)"
 _CLIP = "clip gradients (trainer.gradient_clip_val=1.0)"
 ADVICE = f"{_ADVICE}, {_CLIP}, or keep such steps out of the weights (guard=skip, guard=rollback or guard=stop)."
-ADVICE_ALONE = (
-    f"{_ADVICE} and a large momentum, or {_CLIP}: workers that step by themselves need about the learning rate of "
-    "workers in step, divided by their number."
+ADVICE_ASYNCHRONOUS = (
+    f"{_ADVICE} and a large momentum, or {_CLIP}: asynchronous workers need about the learning rate of synchronous "
+    "ones divided by their number."
 )
 
 
 class GlobalLoss(Windowed):
     """Log ``loss``, the mean over the global batch of each optimizer step, to every logger, each at its own step.
 
-    A value logged in ``training_step`` is that of one micro-batch on one rank. This one sums the losses of a step's
-    micro-batches (which the Trainer has divided by the accumulation) and averages over the data ranks. Steps are
-    collected and averaged together, one all-reduce of a small vector per ``every_n_steps``; on one process the value
-    is the plain loss, bit for bit. What is collected is also written when validation begins and when training ends; a
-    run that fails loses the values since then.
+    A value logged in ``training_step`` is that of one micro-batch on one rank. This callback sums the losses of a
+    step's micro-batches (which the Trainer has divided by the accumulation) and averages over the data ranks, in one
+    small all-reduce per ``every_n_steps``; on one process the value is the plain loss, bit for bit. Pending values are
+    also written when validation begins and training ends; a failed run loses them.
 
-    Where the Trainer weighs losses by tokens (``loss_weighting="tokens"``), it is the mean over all valid tokens of the
-    step, which the Trainer has added up already. Where ranks step by themselves
-    (``strategy.traits.steps_are_collective`` is false) a step is one of this rank alone, and so is its loss.
+    With ``loss_weighting="tokens"`` it is the mean over all valid tokens of the step, which the Trainer has summed
+    already. With asynchronous steps (``strategy.traits.steps_are_collective`` is false) it is the loss of this rank.
 
-    The first loss that is NaN or infinite is reported when its window is written, once, with a warning and a record
-    ``event``: no step is looked at by itself.
+    The first loss that is NaN or infinite is reported once, when its window is written, by a warning and an ``event``
+    record.
 
-    With manual optimization the loss is what ``training_step`` returns (or returns under ``"loss"``), added up over
-    the batches of a step. A step for which no rank has a loss is left out.
+    With manual optimization the loss is what ``training_step`` returns (or returns under ``"loss"``), summed over the
+    batches of a step. A step without a loss on any rank is left out.
 
     Args:
-        every_n_steps: optimizer steps per all-reduce and write; ``None``: the Trainer's ``log_every_n_steps`` (there,
-            0 is off).
+        every_n_steps: optimizer steps per all-reduce; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
 
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -61,19 +58,19 @@ class GlobalLoss(Windowed):
         self.latest: float | None = None
         """The last loss written; ``None`` before the first."""
         self.diverged: Divergence | None = None
-        """The first loss of this fit that was not finite; ``None``: all were."""
+        """The first non-finite loss of this fit; ``None``: all were finite."""
         self._micro_losses: list[Tensor] = []
         self._pending: list[tuple[int, list[Tensor]]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Reset, and start counting."""
         super().on_train_start(trainer, pl_module)
         self._micro_losses, self._pending, self.diverged = [], [], None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss; at the end of a window, average and write."""
+        """Keep the loss; at the end of a window, average and log."""
         if not self._window:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -93,7 +90,7 @@ class GlobalLoss(Windowed):
             self._write(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget what was not written of steps that are made again."""
+        """Drop pending losses of steps that will be repeated."""
         super().on_gone_back(trainer, pl_module)
         self._micro_losses = []
         next_step = self._steps.next_number(trainer)
@@ -102,17 +99,17 @@ class GlobalLoss(Windowed):
             self.diverged = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what was collected, so that logs are complete up to a validation."""
+        """Log pending losses, so that logs are complete up to a validation."""
         self._write(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write what was collected, to the disk: a run that goes on from this state does not make these steps again."""
+        """Flush pending losses to disk: a run resumed from this state does not repeat these steps."""
         self._write(trainer)
         for logger in trainer.loggers:
             logger.save()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the rest."""
+        """Log the rest."""
         self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
@@ -130,50 +127,52 @@ class GlobalLoss(Windowed):
             self._report(trainer, steps[first], losses[first], own[first])
 
     def _averaged(self, trainer: Trainer) -> tuple[Tensor, list[float], list[float]]:
-        """Loss of each pending step on this rank and over all data ranks, and the part of the ranks that have one."""
+        """Return the loss of each pending step on this rank and over data ranks, and the share of ranks that have
+        one.
+        """
         device = trainer.strategy.root_device
         exists = torch.tensor([float(bool(micro)) for _, micro in self._pending], device=device)
         own = _sums([micro for _, micro in self._pending], device)
         both = torch.cat((own, exists))
-        if _together(trainer):
+        if _are_synchronous(trainer):
             both = trainer.strategy.reduce(both, reduce_op="mean")
         values, existing = both.chunk(2)
         return own, values.tolist(), existing.tolist()
 
     def _report(self, trainer: Trainer, step: int, loss: float, own: Tensor) -> None:
-        """Say that a loss is not finite; a collective where the ranks step together, which then have all seen it."""
-        together = _together(trainer)
+        """Report a non-finite loss. A collective with synchronous ranks, which have all seen it."""
+        together = _are_synchronous(trainer)
         self.diverged = Divergence(step, loss, ranks_where(not bool(own.isfinite()), trainer, together=together))
-        advice = ADVICE if together else ADVICE_ALONE
-        rank_zero_warn(f"GlobalLoss: {self.diverged}, the first that is not finite. Training goes on. {advice}")
-        # Without ranks where each has found out by itself, so that the report shows one event.
+        advice = ADVICE if together else ADVICE_ASYNCHRONOUS
+        rank_zero_warn(f"GlobalLoss: {self.diverged}, the first that is not finite. Training continues. {advice}")
+        # Without ranks if asynchronous, so that the report shows one event.
         text = str(self.diverged if together else replace(self.diverged, ranks=()))
-        tell(trainer, "event", {"what": "diverged", "text": text, "seconds": 0}, step)
+        emit(trainer, "event", {"what": "diverged", "text": text, "seconds": 0}, step)
 
 
-def _together(trainer: Trainer) -> bool:
+def _are_synchronous(trainer: Trainer) -> bool:
     return traits_of(trainer.strategy).steps_are_collective
 
 
 def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:
-    """Sum of each part, float32 ``(len(parts),)``; 0 for an empty one."""
+    """Return the sum of each part, float32 ``(len(parts),)``; 0 for an empty one."""
     sizes = [len(part) for part in parts]
     if not any(sizes):
         return torch.zeros(len(parts), device=device)
     values = torch.stack([value for part in parts for value in part]).float()
-    if len(set(sizes)) == 1:  # the common case, in one operation
+    if len(set(sizes)) == 1:  # common case in one operation
         return values.view(len(parts), -1).sum(dim=1)
     return torch.stack([piece.sum() for piece in values.split(sizes)])
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first step whose loss was NaN or infinite.
+    """The first step with a NaN or infinite loss.
 
     Args:
         step: its number in the logs, from 0.
         loss: of that step.
-        ranks: whose own loss was not finite; ``()``: each was, but not their mean.
+        ranks: ranks whose own loss was not finite; ``()``: only the mean overflowed.
     """
 
     step: int
@@ -187,17 +186,17 @@ class Divergence:
 
 
 def losses_of(trainer: Any) -> GlobalLoss | None:
-    """The callback of a Trainer that knows the exact losses; ``None``: it has none."""
+    """Return the Trainer's :class:`GlobalLoss`, ``None`` if it has none."""
     return next((callback for callback in trainer.callbacks if isinstance(callback, GlobalLoss)), None)
 
 
 def first_nonfinite(values: Sequence[float]) -> int | None:
-    """Index of the first value that is NaN or infinite; ``None``: all are finite."""
+    """Return the index of the first NaN or infinite value, ``None`` if all are finite."""
     return next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
 
 
 def ranks_where(found: bool, trainer: Any, *, together: bool) -> tuple[int, ...]:
-    """The ranks on which something was found; a collective if they are ``together``, else this one alone."""
+    """Return the ranks on which ``found`` is true (a collective); without ``together``, only this one."""
     if not together:
         return (trainer.global_rank,) if found else ()
     flags = torch.zeros(trainer.world_size, device=trainer.strategy.root_device)

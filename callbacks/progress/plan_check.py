@@ -1,4 +1,4 @@
-"""What the first steps of a run take, against what was predicted when its layout was planned."""
+"""Comparison of the first steps of a run with what its plan predicted."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch.optim import Optimizer
 
-from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import StepCounter
 from trainwright.core.failures.records import write_whole
 from trainwright.core.run.traits import traits_of
 
 FILE = "plan.json"
 _MIB = 2**20
-# Steps at the beginning that are left out: they compile, warm caches and make connections.
+# First steps that are not measured: compilation, warm caches, connections.
 _WARM_UP = 2
 _STATE = ("parameters", "gradients", "optimizer")
 
 
 class PlanCheck(Callback):
-    """Compare the seconds of a step and the bytes of the fullest rank with those that ``plan.json`` predicts; once.
+    """Compare step time and bytes of the fullest rank with the prediction in ``plan.json``, once.
 
-    A run has a ``plan.json`` where ``strategy=auto`` or ``micro_batch_size=auto`` was asked for. Without one, or where
-    the run has another layout than it tells of (after a restart with fewer devices), nothing is measured; nor where
-    ranks step by themselves.
-    Rank 0 prints one line, adds ``measured`` to the file, and tells an event ``plan`` to callbacks that keep records.
-    Bytes are those of parameters, gradients (when the optimizer steps) and optimizer; on CUDA also the most that was
-    allocated.
+    A run has a ``plan.json`` after ``strategy=auto`` or ``micro_batch_size=auto``. Without one, with another layout
+    than the planned one (after a restart with fewer devices), or with asynchronous steps nothing is measured. Rank 0
+    prints one line, adds ``measured`` to the file, and emits a ``plan`` event. Bytes are those of parameters, gradients
+    (when the optimizer steps) and optimizer states; on CUDA also the peak allocation.
 
     Args:
-        steps: optimizer steps that are measured, behind 2 that are not; a shorter run tells of those it made.
-        console: where to print; ``None``: standard output.
+        steps: optimizer steps to measure, after 2 that are not; a shorter run reports those it made.
+        console: prints the line; ``None``: standard output.
 
     Raises:
         ValueError: if ``steps`` is less than 1.
@@ -50,7 +48,7 @@ class PlanCheck(Callback):
         self.steps = steps
         self.console = console or Console()
         self.measured: dict[str, Any] | None = None
-        """What was found, as in the file; ``None`` before."""
+        """The result, as in the file; ``None`` before."""
         self._steps = StepCounter()
         self._plan: dict[str, Any] | None = None
         self._done = -_WARM_UP
@@ -59,46 +57,46 @@ class PlanCheck(Callback):
         self._bytes = dict.fromkeys(_STATE, 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for a plan of this layout. A collective, where one can be held against the run."""
+        """Read the plan if it fits this layout. A collective if the run can be measured."""
         self._plan = None
         if self.measured is None and _is_measurable(trainer):
-            # Machines of other ranks may have run directories of their own, without the file.
+            # Other machines may have their own run directory, without the file.
             self._plan = trainer.strategy.broadcast(_plan_of(trainer) if trainer.is_global_zero else None)
         self._steps.start(trainer)
         self._restart()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Gradients are all there."""
+        """Measure gradients, which are complete now."""
         if self._plan is not None and self._done >= 0:
             self._bytes["gradients"] = max(self._bytes["gradients"], _held(trainer).gradients)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count steps; when enough were made, tell. A collective then."""
+        """Count steps; report after enough of them, in a collective."""
         if self._plan is None or self._steps.ended(trainer) is None:
             return
         self._done += 1
         if self._done == 0:
             self._start(trainer)
         elif self._done == self.steps:
-            self._tell(trainer)
+            self._report(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
+        """Pause the clock."""
         self._paused -= time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the clock go on."""
+        """Resume the clock."""
         self._paused += time.perf_counter()
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew, after steps that are left out."""
+        """Start over, warm-up included."""
         self._steps.start(trainer)
         self._restart()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell of a run that was shorter; a collective, if there was a step to measure."""
+        """Report a shorter run; a collective if a step was measured."""
         if self._plan is not None and self._done > 0:
-            self._tell(trainer)
+            self._report(trainer)
 
     def _restart(self) -> None:
         self._done, self._bytes = -_WARM_UP, dict.fromkeys(_STATE, 0)
@@ -110,7 +108,7 @@ class PlanCheck(Callback):
             torch.cuda.reset_peak_memory_stats(device)
         self._paused, self._begin = 0.0, time.perf_counter()
 
-    def _tell(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer) -> None:
         assert self._plan is not None
         plan, self._plan = self._plan, None
         seconds, held = self._most_of_any_rank(trainer)
@@ -124,10 +122,10 @@ class PlanCheck(Callback):
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         plan["measured"] = self.measured
         write_whole(Path(trainer.default_root_dir, FILE), json.dumps(plan, indent=1, allow_nan=False) + "\n")
-        tell(trainer, "event", {"what": "plan", "text": line, "seconds": 0.0}, step=done)
+        emit(trainer, "event", {"what": "plan", "text": line, "seconds": 0.0}, step=done)
 
     def _most_of_any_rank(self, trainer: Trainer) -> tuple[float, dict[str, float]]:
-        """Seconds of a step and bytes by kind, of the rank that has most of each; a collective."""
+        """Return the maximum over ranks of the step seconds and of bytes by kind. A collective."""
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -144,14 +142,14 @@ class PlanCheck(Callback):
 
 
 def _is_measurable(trainer: Any) -> bool:
-    """Whether all ranks make the steps of this run together, in batches of a known size; the same on all of them."""
+    """Return whether steps are synchronous with batches of a known size; equal on all ranks."""
     strategy = trainer.strategy
     knows = getattr(trainer, "global_batch", None) is not None and hasattr(strategy, "measures")
     return knows and traits_of(strategy).steps_are_collective
 
 
 def _plan_of(trainer: Any) -> dict[str, Any] | None:
-    """What was planned for the layout and batches of this run, as the file here has it; None if nothing was."""
+    """Return the plan for the layout and batches of this run from its file; ``None`` if there is none."""
     strategy, batch = trainer.strategy, trainer.global_batch
     try:
         plan: dict[str, Any] = json.loads(Path(trainer.default_root_dir, FILE).read_text(encoding="utf-8"))
@@ -160,7 +158,7 @@ def _plan_of(trainer: Any) -> dict[str, Any] | None:
         sizes = {axis: size for axis, size in chosen["layout"].items() if axis != "expert"}
         wanted = sizes, chosen["micro_batch_size"], chosen["accumulation"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # there is none, or it is another's file
+        return None  # missing, or not such a file
     return plan if (strategy.layout.sizes, batch.micro_batch_size, batch.accumulation) == wanted else None
 
 
@@ -176,5 +174,5 @@ def _line(seconds: float, held: Mapping[str, float], predicted: Mapping[str, Any
         f"{bytes_of[kind] / _MIB:.4g})"
         for kind, size in held.items()
     )
-    apart = f"{100 * (seconds / expected - 1):+.0f} %"
-    return f"Plan: a step takes {seconds:.3g} s (predicted {expected:.3g}, {apart}); of the fullest rank: {sizes}."
+    deviation = f"{100 * (seconds / expected - 1):+.0f} %"
+    return f"Plan: a step takes {seconds:.3g} s (predicted {expected:.3g}, {deviation}); of the fullest rank: {sizes}."

@@ -1,10 +1,10 @@
-"""One progress bar for the run, from rank 0; lines of text where there is no terminal."""
+"""Progress bar of rank 0; lines of text without a terminal."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -19,35 +19,34 @@ from trainwright.callbacks.progress.throughput import Throughput
 
 @dataclass(frozen=True)
 class State:
-    """What a display shows: a count of steps or batches, and what is known beside it."""
+    """The content of a display: a count of steps or batches, and notes."""
 
     title: str
     done: int
     total: float
-    """``math.inf`` when nobody knows."""
+    """``math.inf`` if unknown."""
     unit: str = "batch"
     notes: dict[str, str] = field(default_factory=dict)
-    """Name to formatted value, in the order shown."""
+    """Name -> formatted value, in display order."""
 
 
 class ProgressBar(LightningProgressBar):
-    """Loss, samples or units per second, time left; one line more while validation, test or prediction runs.
+    """Loss, samples or units per second, and time left; one more line during validation, test or prediction.
 
-    The loss is :class:`GlobalLoss`'s and the speed :class:`Throughput`'s where the Trainer has those callbacks; before
-    their first values and without them, rank 0's own last loss and optimizer steps per second. Time left is for
-    training, without validations to come. Values logged with ``prog_bar=True`` stand behind. Between two refreshes a
-    step costs one look at the clock.
+    Loss and speed come from :class:`GlobalLoss` and :class:`Throughput`; without these callbacks, or before their first
+    values, from rank 0's last loss and its optimizer steps per second. Time left does not include validation. Values
+    logged with ``prog_bar=True`` follow. Between two refreshes a step only reads the clock.
 
     Args:
-        refresh_seconds: time between two refreshes in a terminal.
-        line_seconds: time between two lines where there is none (a file, a pipe).
-        console: where to draw; ``None``: standard output.
+        refresh_seconds: refresh interval in a terminal.
+        line_seconds: interval between two lines without one (a file, a pipe).
+        console: draws; ``None``: standard output.
 
     Raises:
         ValueError: if a time is not positive.
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     def __init__(
@@ -61,17 +60,17 @@ class ProgressBar(LightningProgressBar):
         self._period = refresh_seconds if self.console.is_terminal else line_seconds
         self._enabled = True
         self._display: Bars | Lines | None = None
-        self._next = 0.0  # monotonic() before which nothing is shown
+        self._next = 0.0  # monotonic() of the next refresh
         self._timer = TrainingTimer()
         self._evaluation: State | None = None
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is shown; Lightning asks before it prints through the bar."""
+        """Visibility; Lightning checks it before printing through the bar."""
         return self._enabled
 
     def disable(self) -> None:
-        """Show nothing."""
+        """Stop showing anything."""
         self._enabled = False
         self._close()
 
@@ -80,7 +79,7 @@ class ProgressBar(LightningProgressBar):
         self._enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print without breaking the bar; rank 0 prints."""
+        """Print on rank 0 without breaking the bar."""
         text = kwargs.get("sep", " ").join(map(str, args))
         if self._display is not None:
             self._display.print(text)
@@ -98,62 +97,67 @@ class ProgressBar(LightningProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Refresh if it is time."""
+        """Refresh if due."""
         if self._display is None or time.monotonic() < self._next:
             return
         self._show(self._train_state(trainer, outputs))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave a last line and give the terminal back."""
+        """Print a last line and release the terminal."""
         if self._display is not None:
             self._display.finish(self._train_state(trainer, None))
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._close()
 
     # ---- validation, test, prediction
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the display before training does."""
+        """Open the display before training."""
         self._open()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a line for validation; the training clock stands still."""
+        """Start a line for validation; pause the training clock."""
         self._timer.pause()
-        self._begin("sanity check" if trainer.sanity_checking else "validation", self._validation_batches(trainer))
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._begin("sanity check" if trainer.sanity_checking else "validation", _sum(batches))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the line away."""
+        """Close the line."""
         self._end(trainer)
         self._timer.resume()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a line for test."""
+        """Start a line for test."""
         self._begin("test", _sum(trainer.num_test_batches))
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a line for prediction."""
+        """Start a line for prediction."""
         self._begin("prediction", _sum(trainer.num_predict_batches))
 
     def on_predict_batch_end(self, *_: Any) -> None:
-        """Count."""
-        self._advance()
+        """Count a batch."""
+        if self._evaluation is None:
+            return
+        self._evaluation = replace(self._evaluation, done=self._evaluation.done + 1)
+        if time.monotonic() >= self._next:
+            self._show(self._evaluation)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end  # type: ignore[assignment]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the line away."""
+        """Close the line."""
         self._end(trainer)
 
     on_test_end = on_predict_end
 
-    # ---- inside
+    # ---- internal
 
     def _open(self) -> bool:
         if self._display is None and self._enabled:
@@ -163,8 +167,7 @@ class ProgressBar(LightningProgressBar):
     def _close(self) -> None:
         if self._display is not None:
             self._display.close()
-        self._display = None
-        self._evaluation = None
+        self._display = self._evaluation = None
 
     def _show(self, state: State) -> None:
         assert self._display is not None
@@ -176,23 +179,12 @@ class ProgressBar(LightningProgressBar):
             self._evaluation = State(title, 0, total)
             self._show(self._evaluation)
 
-    def _advance(self) -> None:
-        if self._evaluation is None:
-            return
-        self._evaluation = State(self._evaluation.title, self._evaluation.done + 1, self._evaluation.total)
-        if time.monotonic() >= self._next:
-            self._show(self._evaluation)
-
     def _end(self, trainer: Trainer) -> None:
         if self._evaluation is None or self._display is None:
             return
-        last = self._evaluation
         notes = {} if trainer.sanity_checking else _logged(trainer)
-        self._display.finish(State(last.title, last.done, last.total, notes=notes))
+        self._display.finish(replace(self._evaluation, notes=notes))
         self._evaluation = None
-
-    def _validation_batches(self, trainer: Trainer) -> float:
-        return _sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     def _train_state(self, trainer: Trainer, outputs: Any) -> State:
         total = total_steps(trainer)
@@ -213,7 +205,7 @@ class ProgressBar(LightningProgressBar):
 
 
 class TrainingTimer:
-    """Optimizer steps per second, without the first step and without validation."""
+    """Optimizer steps per second, excluding the first step and validation."""
 
     def __init__(self) -> None:
         self._first_step = 0
@@ -221,21 +213,21 @@ class TrainingTimer:
         self._paused_at: float | None = None
 
     def start(self, step: int) -> None:
-        """Training begins at ``step``; the clock when the next step is seen to be done."""
+        """Start at ``step``; the clock starts when the next step is done."""
         self._first_step, self._begin, self._paused_at = step, None, None
 
     def pause(self) -> None:
-        """Stop the clock."""
+        """Pause the clock."""
         self._paused_at = time.monotonic()
 
     def resume(self) -> None:
-        """Go on."""
+        """Resume the clock."""
         if self._begin is not None and self._paused_at is not None:
             self._begin += time.monotonic() - self._paused_at
         self._paused_at = None
 
     def steps_per_second(self, step: int) -> float | None:
-        """Mean rate so far; ``None`` until two looks lie at different steps."""
+        """Return the mean rate so far; ``None`` until two calls lie at different steps."""
         now = time.monotonic() if self._paused_at is None else self._paused_at
         if self._begin is None:
             if step > self._first_step:
@@ -247,7 +239,7 @@ class TrainingTimer:
 
 
 class Bars:
-    """Rich bars in a terminal, drawn when asked and never by a thread of their own."""
+    """Rich bars in a terminal, drawn on demand, without a thread."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -272,7 +264,7 @@ class Bars:
         self._progress.refresh()
 
     def finish(self, state: State) -> None:
-        """Take the bar away and leave its line."""
+        """Replace the bar by a final line."""
         task = self._tasks.pop(state.title, None)
         if task is not None:
             self._progress.remove_task(task)
@@ -295,7 +287,7 @@ class Lines:
         self._console = console
 
     def show(self, state: State) -> None:
-        """Print the line of ``state``; nothing before anything is done."""
+        """Print the line of ``state``; nothing before the first batch."""
         if state.done:
             self.print(_line(state))
 
@@ -304,24 +296,21 @@ class Lines:
         self.print(_line(state))
 
     def print(self, text: str) -> None:
-        """Print a line as it is, however long, and at once: someone may be following a file."""
+        """Print an unwrapped line and flush, since a file may be followed."""
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def total_steps(trainer: Trainer) -> float:
-    """Optimizer steps at which training ends, by ``max_steps`` or ``max_epochs``, whichever comes first.
-
-    Infinite where nobody knows how many batches an epoch has on this rank.
-    """
+    """Return the optimizer steps at which ``max_steps`` or ``max_epochs`` ends training; infinite if unknown."""
     by_steps = trainer.max_steps if trainer.max_steps != -1 else math.inf
     if trainer.max_epochs is None or trainer.max_epochs == -1 or math.isinf(trainer.num_training_batches):
         return by_steps
     per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-    # Several optimizers each count their own step.
+    # With several optimizers each counts its own step.
     return min(by_steps, trainer.max_epochs * per_epoch * max(1, len(trainer.optimizers)))
 
 
@@ -354,7 +343,7 @@ def _line(state: State) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits and a power of 1000: 1234567 is '1.23M'."""
+    """Format with three digits and a power of 1000: 1234567 is '1.23M'."""
     for power, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= power:
             return f"{value / power:.3g}{letter}"

@@ -1,4 +1,4 @@
-"""How a run ended, in one small file."""
+"""Summary file of a run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ FILE = "summary.json"
 
 
 class RunSummary(Callback):
-    """Keep ``summary.json`` in the run directory, and say at the end of a run that it diverged.
+    """Keeps ``summary.json`` in the run directory, and reports divergence at the end of a run.
 
-    The file holds ``status``, ``steps`` (optimizer steps done), ``loss`` (of the last step, ``null`` if it is not
-    finite), ``diverged`` (``null``, or the ``step``, ``loss`` and ``ranks`` of the first loss that was not finite) and
-    ``error`` (``null``, or its first line). The status is ``running``, ``finished``, ``diverged``, ``preempted`` or
-    ``failed``; a process that was killed leaves ``running``. Losses are those of
-    ``GlobalLoss``, which should stand before it; without it they are unknown.
+    The file holds ``status``, ``steps`` (optimizer steps done), ``loss`` (of the last step, ``null`` if not finite),
+    ``diverged`` (``null``, or ``step``, ``loss`` and ``ranks`` of the first non-finite loss) and ``error`` (``null``,
+    or its first line). The status is ``running``, ``finished``, ``diverged``, ``preempted`` or ``failed``; a killed
+    process leaves ``running``. Losses come from ``GlobalLoss``, which should precede it in the list of callbacks.
 
     Args:
-        console: where to print; ``None``: standard output.
+        console: prints; ``None``: standard output.
     """
 
     looks_at_parameters = False
@@ -38,21 +37,21 @@ class RunSummary(Callback):
         self._console = console or Console()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace what an earlier attempt has left."""
+        """Overwrite the file of an earlier attempt."""
         self._write(trainer, "running")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write how it ended."""
+        """Write the final status."""
         self._write(trainer, "finished")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write with what it ended."""
+        """Write the error."""
         lines = str(exception).splitlines()
         error = f"{type(exception).__name__}: {lines[0]}" if lines else type(exception).__name__
         self._write(trainer, "preempted" if isinstance(exception, Preempted) else "failed", error)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say it where the run's last lines are."""
+        """Print divergence next to the run's last lines."""
         losses = losses_of(trainer)
         if losses is not None and losses.diverged is not None and trainer.is_global_zero:
             text = f"Diverged:      {losses.diverged}, the first that is not finite"
@@ -74,5 +73,5 @@ class RunSummary(Callback):
         path = Path(trainer.default_root_dir, FILE)
         try:
             write_whole(path, json.dumps(document, indent=1) + "\n")
-        except OSError as error:  # a run does not fail for that, and its own error is not to be hidden
-            rank_zero_warn(f"RunSummary: {path} cannot be written: {error.strerror}. The run goes on without it.")
+        except OSError as error:  # must not fail the run, nor hide its own error
+            rank_zero_warn(f"RunSummary: {path} cannot be written: {error.strerror}. The run continues without it.")

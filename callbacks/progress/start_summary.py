@@ -1,4 +1,4 @@
-"""What a run is, in a few lines at its start, and where its files are, at its end."""
+"""Summary of a run printed at its start, and its run directory printed at its end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ MIB = 2**20
 
 
 class StartSummary(Callback):
-    """Print a table when training starts, and where to look when it has ended; rank 0 prints.
+    """Print a table when training starts, and the run directory when it has ended, on rank 0.
 
-    The table tells the strategy and its layout, what a rank holds of the parameters, and how the global batch is made.
-    TensorBoard, where it is among the loggers, gets it too, as the text ``run/layout``. Ranks exchange what they hold
-    once, here.
+    The table shows the strategy, its layout, parameter bytes per rank and how the global batch is made. TensorBoard
+    loggers get it as the text ``run/layout``. Ranks exchange their parameter bytes once.
 
     Args:
-        console: where to print; ``None``: standard output.
+        console: prints; ``None``: standard output.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -32,7 +31,7 @@ class StartSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table."""
-        held = least_and_most_bytes(trainer, pl_module)  # a collective: every rank takes part
+        held = least_and_most_bytes(trainer, pl_module)  # a collective of all ranks
         if not trainer.is_global_zero:
             return
         table = Table(show_header=False, box=None, pad_edge=False)
@@ -47,7 +46,7 @@ class StartSummary(Callback):
                 logger.experiment.add_text("run/layout", _markdown(rows), trainer.global_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say where the run's files are; nothing when no logger wrote any."""
+        """Print the run directory, if a logger wrote anything."""
         if not trainer.is_global_zero or not trainer.loggers:
             return
         directory = os.path.relpath(trainer.default_root_dir)
@@ -57,17 +56,17 @@ class StartSummary(Callback):
         if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             lines.append(f"Look at it:    tensorboard --logdir {directory}")
         for line in lines:
-            # Plain and unbroken: it is there to be copied.
+            # Plain and unwrapped, so that it can be copied.
             self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def summary_rows(trainer: Trainer, pl_module: LightningModule, held: tuple[int, int]) -> list[tuple[str, str]]:
-    """Rows of the table: name and value.
+    """Return the rows of the table, name and value.
 
     Args:
         trainer: as training starts.
         pl_module: the module.
-        held: bytes of parameters on the rank that holds least of them, and on the one that holds most.
+        held: minimum and maximum over ranks of the bytes of parameters held.
     """
     return [
         ("strategy", _strategy(trainer)),
@@ -83,7 +82,7 @@ def _markdown(rows: list[tuple[str, str]]) -> str:
 
 
 def least_and_most_bytes(trainer: Trainer, pl_module: LightningModule) -> tuple[int, int]:
-    """Bytes of parameters on the rank that holds least of them, and on the one that holds most; a collective."""
+    """Return the minimum and maximum over ranks of the bytes of parameters held. A collective."""
     measures = getattr(trainer.strategy, "measures", None)
     own = measures.held_bytes().parameters if measures is not None else _local_bytes(pl_module)
     extremes = torch.tensor([-own, own], dtype=torch.int64, device=trainer.strategy.root_device)
@@ -107,14 +106,14 @@ def _strategy(trainer: Trainer) -> str:
 
 
 def _parameters(trainer: Trainer, pl_module: LightningModule, held: tuple[int, int]) -> str:
-    known = getattr(trainer.strategy, "num_parameters", None)  # of the whole module, where a rank has a part of it
+    known = getattr(trainer.strategy, "num_parameters", None)  # of the whole module, where ranks hold parts
     whole = sum(parameter.numel() for parameter in pl_module.parameters()) if known is None else known
     return f"{whole:,}; each rank holds {_span(*held)}"
 
 
 def _global_batch(trainer: Trainer) -> str:
     batch = getattr(trainer, "global_batch", None)
-    if batch is None:  # a Trainer that does not fix it: only what it multiplies is known
+    if batch is None:  # Lightning's own Trainer
         ranks = _count(_data_ranks(trainer), "data rank")
         return f"micro-batch x accumulation {trainer.accumulate_grad_batches} x {ranks}"
     return (
@@ -124,19 +123,19 @@ def _global_batch(trainer: Trainer) -> str:
 
 
 def _servers(trainer: Trainer) -> list[tuple[str, str]]:
-    """Which ranks hold a parameter server, if any does."""
+    """Return a row that names the ranks with a parameter server, if there are any."""
     bytes_of: dict[int, int] = service_of(trainer.strategy).server_bytes()
     if not bytes_of:
         return []
     size = _span(min(bytes_of.values()), max(bytes_of.values()))
-    what = "doing nothing else" if min(bytes_of) >= trainer.world_size else "beside the workers there"
+    what = "doing nothing else" if min(bytes_of) >= trainer.world_size else "colocated with workers"
     ranks = ", ".join(map(str, sorted(bytes_of)))
     one = len(bytes_of) == 1
     return [("servers", f"on rank{'' if one else 's'} {ranks}, {what}; {'it' if one else 'each'} holds {size} of them")]
 
 
 def _span(least: int, most: int) -> str:
-    """Bytes for people: one number where both are the same."""
+    """Format bytes: one number if both are equal."""
     return f"{most / MIB:,.2f} MiB" if least == most else f"{least / MIB:,.2f} to {most / MIB:,.2f} MiB"
 
 

@@ -1,4 +1,4 @@
-"""Samples, units (tokens, pixels, ...) and operations per second, and the time of a step."""
+"""Throughput (samples, units such as tokens, FLOPs) and step time."""
 
 from __future__ import annotations
 
@@ -11,44 +11,40 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from trainwright.callbacks.monitor.flops import CountedOperations
-from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Windowed
 from trainwright.core.run.traits import traits_of
 
 
 class Throughput(Windowed):
-    """Log ``samples_per_second`` and ``step_seconds`` of all ranks together, averaged over windows of optimizer steps;
-    where ranks step by themselves (``steps_are_collective`` of its traits), of rank 0 alone.
+    """Log ``samples_per_second`` and ``step_seconds`` over windows of optimizer steps: of all ranks together, or of
+    rank 0 if steps are asynchronous (trait ``steps_are_collective`` is false).
 
-    Where it is known what a sample consists of, ``<unit>_per_second`` too: from the arguments, or from the module's
-    attributes ``sample_unit`` (such as ``"tokens"``) and ``units_per_sample``. Samples of a batch are the first
-    dimension of its first tensor, wherever that is nested.
+    ``<unit>_per_second`` is logged too if the unit is known from the arguments or from the module's attributes
+    ``sample_unit`` (such as ``"tokens"``) and ``units_per_sample``. The samples of a batch are the first dimension of
+    its first tensor, however nested.
 
-    The floating-point operations of forward and backward are counted while the first micro-batch runs
-    (:class:`~trainwright.callbacks.monitor.flops.CountedOperations`), and logged as ``flops_per_second``: of one
-    device, the mean of all, by the samples that it has trained on. Where it is known how many the device could do,
-    ``mfu`` is the part of that. Every rank tells a record ``rate`` of what is logged, with its own operations. Where
-    ranks share the experts of a model, how evenly tokens went to these is logged too
-    (``strategy.measures.routing_balance()``).
+    FLOPs of forward and backward are counted during the first micro-batch
+    (:class:`~trainwright.callbacks.monitor.flops.CountedOperations`) and logged as ``flops_per_second``, the mean per
+    device; ``mfu`` is its fraction of ``peak_flops``. Every rank emits a ``rate`` record with its own FLOPs. The
+    balance of tokens over experts (``strategy.measures.routing_balance()``) is logged too.
 
-    The clock begins after the first step, whose compilation and warm-up would hide the rest, and stands still during
-    validation; time for saving a checkpoint or reading data counts. The device is waited for at the end of a window
-    only.
+    The clock starts after the first step (compilation, warm-up) and pauses during validation; saving a checkpoint and
+    reading data count. The device is synchronized only at the end of a window.
 
     Args:
-        every_n_steps: optimizer steps per window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
-        unit: what a sample consists of, plural, such as ``tokens``; ``None``: the module's ``sample_unit``.
-        units_per_sample: how many of them a sample has; ``None``: the module's ``units_per_sample``. Off if the module
-            has none.
-        count_flops: whether to count operations; ``False`` is off.
-        peak_flops: most operations per second of one device; ``None``: not known, and there is no ``mfu``.
+        every_n_steps: optimizer steps per window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
+        unit: plural name of what a sample consists of, such as ``tokens``; ``None``: the module's ``sample_unit``.
+        units_per_sample: ``None``: the module's ``units_per_sample``; off if the module has none.
+        count_flops: ``False`` is off.
+        peak_flops: peak FLOP/s of one device; ``None``: unknown, no ``mfu``.
 
     Raises:
         ValueError: if ``every_n_steps`` or ``units_per_sample`` is less than 1, or ``peak_flops`` is not above 0.
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     def __init__(
@@ -69,60 +65,60 @@ class Throughput(Windowed):
         self.count_flops = count_flops
         self.peak_flops = peak_flops
         self.flops_per_sample: float | None = None
-        """Operations of forward and backward on this rank for one of its samples; ``None``: not counted."""
+        """FLOPs of forward and backward per sample of this rank; ``None``: not counted."""
         self.latest: dict[str, float] = {}
-        """What was logged last, in units per second and seconds; empty before the first window has ended."""
+        """Values logged last; empty before the end of the first window."""
         self._counted: tuple[str, int] | None = None  # unit and units per sample of this run
-        self._begin: float | None = None  # perf_counter() at which the running piece of the window began
-        self._before = 0.0  # seconds of the window's earlier pieces
+        self._begin: float | None = None  # perf_counter() at the last start of the clock
+        self._before = 0.0  # seconds of this window before that
         self._samples = 0  # of this rank, in this window
         self._steps_done = 0  # in this window
         self._counting: CountedOperations | None = None
         self._counted_operations: float | None = None
         self._is_counted = True
-        self._peak: float | None = None
 
     @property
     def rate(self) -> tuple[float, str] | None:
-        """Units (or samples) per second and their name; ``None`` before the first window has ended."""
+        """Units (or samples) per second and their name; ``None`` before the end of the first window."""
         name = "samples" if self._counted is None else self._counted[0]
         return (self.latest[f"{name}_per_second"], name) if self.latest else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count; the clock starts after the first step."""
+        """Reset; the clock starts after the first step."""
         super().on_train_start(trainer, pl_module)
         unit = self.unit or getattr(pl_module, "sample_unit", None) or "units"
         units = self.units_per_sample or getattr(pl_module, "units_per_sample", None)
         self._counted = None if units is None else (unit, units)
         self._begin = None
         self._restart()
-        self._peak = self.peak_flops
         self._is_counted = not (self.count_flops and self._window)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the operations of the first micro-batch."""
+        """Count FLOPs of the first micro-batch."""
         if not self._is_counted:
             self._is_counted = True
             self._counting = CountedOperations()
             self._counting.__enter__()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """What an optimizer computes is no part of the model."""
+        """Stop counting before the optimizer computes."""
         self._end_counting()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._end_counting()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples; at the end of a window, write."""
+        """Count samples; log at the end of a window."""
         if not self._window:
             return
         if self._counting is not None or self._counted_operations is not None:
             self._end_counting()
-            self._settle_operations(num_samples(batch))
+            operations, self._counted_operations = self._counted_operations, None
+            samples = num_samples(batch)
+            self.flops_per_sample = operations / samples if operations and samples else None
         if self._begin is not None:
             self._samples += num_samples(batch)
         step = self._steps.ended(trainer)
@@ -136,18 +132,18 @@ class Throughput(Windowed):
             self._write(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew: the clock starts after the next step."""
+        """Start over after the next step."""
         super().on_gone_back(trainer, pl_module)
         self._begin = None
         self._restart()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
+        """Pause the clock."""
         if self._begin is not None:
             self._before += time.perf_counter() - self._begin
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the clock go on."""
+        """Resume the clock."""
         if self._begin is not None:
             self._begin = time.perf_counter()
 
@@ -156,10 +152,6 @@ class Throughput(Windowed):
             self._counting.__exit__(None, None, None)
             self._counted_operations, self._counting = self._counting.total, None
 
-    def _settle_operations(self, samples: int) -> None:
-        operations, self._counted_operations = self._counted_operations, None
-        self.flops_per_sample = operations / samples if operations and samples else None
-
     def _write(self, trainer: Trainer, step: int) -> None:
         assert self._begin is not None
         flops = self._samples * (self.flops_per_sample or 0.0)
@@ -167,7 +159,7 @@ class Throughput(Windowed):
         together = traits_of(trainer.strategy).steps_are_collective
         if together:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        total, all_flops = sums.tolist()  # waits for the device
+        total, all_flops = sums.tolist()  # synchronizes the device
         now = time.perf_counter()
         seconds = self._before + now - self._begin
         self.latest = {"samples_per_second": total / seconds, "step_seconds": seconds / self._steps_done}
@@ -177,8 +169,8 @@ class Throughput(Windowed):
         own = dict(self.latest)
         devices = trainer.world_size if together else 1
         self.latest |= self._rates(all_flops / devices, seconds)
-        tell(trainer, "rate", own | self._rates(flops, seconds), step + 1)
-        measures = getattr(trainer.strategy, "measures", None)  # Lightning's own strategies have none
+        emit(trainer, "rate", own | self._rates(flops, seconds), step + 1)
+        measures = getattr(trainer.strategy, "measures", None)  # absent on Lightning's own strategies
         balance = {} if measures is None else measures.routing_balance()
         log_metrics(trainer, self.latest | balance, step)
         self._begin = now
@@ -188,14 +180,14 @@ class Throughput(Windowed):
         if not flops:
             return {}
         rate = flops / seconds
-        return {"flops_per_second": rate} | ({} if self._peak is None else {"mfu": rate / self._peak})
+        return {"flops_per_second": rate} | ({} if self.peak_flops is None else {"mfu": rate / self.peak_flops})
 
     def _restart(self) -> None:
         self._before, self._samples, self._steps_done = 0.0, 0, 0
 
 
 def num_samples(batch: Any) -> int:
-    """First dimension of the first tensor in ``batch``; 1 for a 0-d tensor, 0 if there is no tensor."""
+    """Return the first dimension of the first tensor in ``batch``; 1 for a 0-d tensor, 0 without a tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
     if isinstance(batch, Mapping):

@@ -1,8 +1,9 @@
-"""Which checkpoints of a run are the best ones."""
+"""Ranking of the checkpoints of a run."""
 
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ class SaveRecord:
     Args:
         path: its folder.
         step: optimizer steps done.
-        score: the monitored value at that step; ``None``: there was none.
+        score: the monitored value at that step; ``None``: none.
     """
 
     path: str
@@ -23,11 +24,11 @@ class SaveRecord:
 
 
 class SaveRecords:
-    """Remembers the newest checkpoint and the best ones.
+    """The newest checkpoint and the best ones.
 
     Args:
-        keep_best: how many best ones are kept; 0: nothing is monitored.
-        mode: whether the smallest (``"min"``) or the greatest (``"max"``) value is best.
+        keep_best: number of best ones kept; 0: nothing is monitored.
+        mode: ``"min"`` or ``"max"``, which values are best.
     """
 
     def __init__(self, keep_best: int, mode: Literal["min", "max"]) -> None:
@@ -35,49 +36,48 @@ class SaveRecords:
         self._sign = 1.0 if mode == "min" else -1.0
         self.last: SaveRecord | None = None
         self.ranking: list[SaveRecord] = []
-        """The best ones, the best of all first."""
+        """The best ones, best first."""
 
     @property
     def best(self) -> SaveRecord | None:
-        """The best one; where nothing is monitored the newest, as Lightning has it."""
+        """The best one; the newest if nothing is monitored, as in Lightning."""
         if self._keep_best == 0:
             return self.last
         return self.ranking[0] if self.ranking else None
 
     def is_among_best(self, score: float) -> bool:
-        """Whether ``score`` is better than that of some checkpoint that is kept for its own; never for NaN."""
+        """Return whether ``score`` would enter the ranking; never for NaN."""
         if math.isnan(score) or self._keep_best == 0:
             return False
         return len(self.ranking) < self._keep_best or self._key(score) < self._key(self.ranking[-1].score)
 
     def add(self, record: SaveRecord) -> None:
-        """Take up a checkpoint; one of the same path is replaced."""
+        """Add a checkpoint; one of the same path is replaced."""
         self.last = record
         self.ranking = [other for other in self.ranking if other.path != record.path]
         if record.score is not None and not math.isnan(record.score):
-            # Sorting is stable: of equal ones the newer comes first, as it does where older ones are deleted.
+            # A stable sort: of equal scores the newer comes first, consistent with deleting older ones.
             self.ranking = sorted([record, *self.ranking], key=lambda r: self._key(r.score))[: self._keep_best]
 
     def _key(self, score: float | None) -> float:
         assert score is not None
         return self._sign * score
 
-    def with_one_more(self, record: SaveRecord | None) -> SaveRecords:
-        """A copy that has taken up ``record`` too."""
-        copy = SaveRecords(self._keep_best, "min" if self._sign > 0 else "max")
-        copy.last, copy.ranking = self.last, list(self.ranking)
+    def including(self, record: SaveRecord | None) -> SaveRecords:
+        """Return a copy with ``record`` added."""
+        copied = copy(self)
         if record is not None:
-            copy.add(record)
-        return copy
+            copied.add(record)
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "last": None if self.last is None else asdict(self.last),
             "ranking": [asdict(record) for record in self.ranking],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         self.last = None if state["last"] is None else SaveRecord(**state["last"])
         self.ranking = [SaveRecord(**record) for record in state["ranking"]][: self._keep_best]

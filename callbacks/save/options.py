@@ -1,4 +1,4 @@
-"""What is impossible about the options of a checkpoint callback, found before training begins, all at once."""
+"""Validation of the options of a checkpoint callback."""
 
 from __future__ import annotations
 
@@ -26,48 +26,46 @@ _WHEN = ("every", "every_n_steps", "every_n_seconds", "every_n_epochs", "save_at
 
 
 def save_problems(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the arguments of ``RunStateCheckpoint``, one text each.
+    """Return what is wrong with the arguments of ``RunStateCheckpoint``, one message each.
 
     Args:
         given: all of them by name.
     """
-    problems = broken_rules(_RULES, given)
     name = SaveName(given["filename"])
-    wrong_name = name.problems()
-    problems += wrong_name
+    problems = broken_rules(_RULES, given) + name.problems()
     if problems:
-        return problems  # what the values mean together can be judged only once each is possible
+        return problems  # combinations can be judged only if each value is valid
     monitor, keep_best = given["monitor"], given["keep_best"]
     if keep_best and monitor is None:
-        problems.append(f"keep_best={keep_best} without monitor (say by which logged value: monitor='val_loss')")
+        problems.append(f"keep_best={keep_best} without monitor (name a logged value: monitor='val_loss')")
     if monitor is not None and not keep_best:
-        problems.append(f"monitor={monitor!r} with keep_best=0 (say how many of the best to keep: keep_best=1)")
+        problems.append(f"monitor={monitor!r} with keep_best=0 (set how many of the best to keep: keep_best=1)")
     keeps_several = given["keep_last"] > 1 or given["keep_every"] is not None or keep_best
-    if keeps_several and not name.has_step:
+    if keeps_several and "step" not in name.fields:
         problems.append(
             f"filename={name.template!r} without {{step}}, while several checkpoints are kept (keep_last, keep_every "
-            "or keep_best): one would replace the other; write {step} into it"
+            "or keep_best): they would overwrite each other; add {step}"
         )
     if not any(given[option] for option in _WHEN):
         problems.append(f"nothing says when to save (give one of {', '.join(_WHEN)})")
     if given["in_memory_every_n_steps"] is not None and given["save_weights_only"]:
-        problems.append("in_memory_every_n_steps with save_weights_only=True (a run cannot go on from weights alone)")
+        problems.append("in_memory_every_n_steps with save_weights_only=True (weights alone cannot be resumed)")
     return problems
 
 
 class SaveName:
-    """Makes names of checkpoints such as ``step=1200`` of a template such as ``"step={step}"``.
+    """Names of checkpoints from a template: ``"step={step}"`` gives ``step=1200``.
 
     Args:
-        template: for ``str.format``, with the fields ``step`` and ``epoch`` (whole numbers) and any logged metric
-            (floats), such as ``"{epoch}-{step:06d}-{val/loss:.3f}"``.
+        template: for ``str.format``, with the fields ``step`` and ``epoch`` (integers) and any logged metric (floats),
+            such as ``"{epoch}-{step:06d}-{val/loss:.3f}"``.
     """
 
     def __init__(self, template: str) -> None:
         self.template = template
 
     def problems(self) -> list[str]:
-        """What is wrong with the template, one text each."""
+        """Return what is wrong with the template, one message each."""
         given = f"filename={self.template!r}"
         try:
             if any(not field or field.isdigit() for field in self.fields):
@@ -76,13 +74,8 @@ class SaveName:
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             return [f'{given} ({error}; allowed: a template such as "step={{step}}" or "{{epoch}}-{{val_loss:.3f}}")']
         if not name or name.startswith(".") or "/" in name or "\\" in name:
-            return [f"{given} (allowed: the name of one folder, not beginning with a dot; say where by dirpath)"]
+            return [f"{given} (allowed: the name of one folder, not starting with a dot; set its parent by dirpath)"]
         return []
-
-    @property
-    def has_step(self) -> bool:
-        """Whether saves at different steps have different names."""
-        return "step" in self.fields
 
     @property
     def fields(self) -> list[str]:
@@ -90,7 +83,7 @@ class SaveName:
         return [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
 
     def make(self, step: int, epoch: int, metrics: Mapping[str, float]) -> str:
-        """The name of one checkpoint; a metric that has not been logged yet reads ``nan``."""
+        """Return the name of one checkpoint; a metric that has not been logged yet is ``nan``."""
         known: dict[str, Any] = {**metrics, "step": step, "epoch": epoch}
         return self.template.format_map({field: known.get(field, math.nan) for field in self.fields})
 

@@ -1,10 +1,10 @@
-"""Saves the run state while training: when it costs least, beside training if asked, and never less than before."""
+"""The callback that saves the run state during training."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,8 +19,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from trainwright.callbacks.save.best import SaveRecord, SaveRecords
-from trainwright.callbacks.save.folder import prepare_folder, warn_of_later_ones
-from trainwright.callbacks.save.logged import fresh_metrics, is_trial, logged_metrics, refuse_unlogged
+from trainwright.callbacks.save.logged import (
+    fresh_metrics,
+    is_dev_run,
+    logged_metrics,
+    refuse_unlogged,
+    warn_of_later_checkpoints,
+)
 from trainwright.callbacks.save.options import SaveName, save_problems
 from trainwright.callbacks.save.schedule import SaveSchedule
 from trainwright.callbacks.steps import require_strategy
@@ -31,6 +36,8 @@ from trainwright.checkpoint.memory.replicas import NeighbourCopies
 from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.read.find import FoundCheckpoint
 from trainwright.checkpoint.store.paths import join_path
+from trainwright.checkpoint.store.storage import clean_up
+from trainwright.checkpoint.store.write_errors import refuse_unwritable
 from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver, Saved
 from trainwright.checkpoint.write.retention import Retention, may_delete
 from trainwright.checkpoint.write.retention import apply as apply_retention
@@ -39,11 +46,11 @@ from trainwright.core.errors import CheckpointError, ClearingError
 from trainwright.core.run.phases import SAVING, Phases
 from trainwright.core.run.traits import traits_of
 
-# Seconds that a run which ends by an error waits for the checkpoint that is being written.
+# Seconds that a failing run waits for the checkpoint being written.
 _PATIENCE = 120.0
-# In the manifest: what a user saved by other means into the same folder is nobody's to delete.
+# In the manifest: checkpoints that a user saved by other means into the same folder are never deleted.
 _MARK = "RunStateCheckpoint"
-# A rank that has ended is noticed at once; this is for those that hang. Writing to a slow store may take long.
+# For ranks that hang (dead ones are noticed at once); writing to a slow store may take long.
 _TIMEOUT = timedelta(hours=2)
 
 
@@ -51,44 +58,44 @@ _TIMEOUT = timedelta(hours=2)
 class RunStateCheckpoint(Checkpoint):
     """Saves the whole run state into folders that any layout can read.
 
-    Saves are made after an optimizer step, after validation where a value is monitored, and at the end of training.
-    Every rank decides alike: by steps, or by the clock of the first rank at steps that the ranks have agreed on. Where
-    ranks step by themselves (``strategy.traits.steps_are_collective`` is false) they meet for a save by steps, and what
-    is due by the clock is saved at the end of the epoch.
+    Saves happen after an optimizer step, after validation if a value is monitored, and at the end of training. All
+    ranks decide alike: by steps, or by the clock of rank 0 at steps agreed on. With asynchronous steps
+    (``strategy.traits.steps_are_collective`` is false) they synchronize for a save by steps, and one by the clock
+    happens at the end of the epoch.
 
-    ``trainwright.Trainer`` finds the newest by ``ckpt_path="last"``. Lightning's own Trainer looks for files of its
-    ``ModelCheckpoint`` alone: give it :attr:`last_model_path`. ``"best"`` works with both.
+    ``trainwright.Trainer`` finds the newest by ``ckpt_path="last"``. Lightning's own Trainer looks only for files of
+    its ``ModelCheckpoint``: pass it :attr:`last_model_path`. ``"best"`` works with both.
 
     Args:
         dirpath: folder for the checkpoints, local or any fsspec path; ``None``: ``checkpoints`` in the Trainer's
             ``default_root_dir``. One callback per folder.
         filename: name of a checkpoint's folder, a template for ``str.format`` with ``step``, ``epoch`` and logged
             metrics, such as ``"{epoch}-{step:06d}-{val_loss:.3f}"``. An existing one of that name is replaced.
-        every: ``"auto"``: unless one of the three intervals below is given, as often as costs least, by Young's and
-            Daly's formula from the measured cost of a save and ``mtbf``; the first save after a minute, later ones
-            between 10 seconds and an hour apart. ``None``: off.
+        every: ``"auto"``: unless one of the three intervals below is given, the interval that minimizes lost time, by
+            Young's and Daly's formula from the measured cost of a save and ``mtbf``; the first save after a minute,
+            later ones between 10 seconds and an hour apart. ``None``: off.
         every_n_steps: optimizer steps between saves; ``None``: off.
         every_n_seconds: seconds between saves; ``None``: off.
-        every_n_epochs: save after every n-th epoch; ``None``: off.
+        every_n_epochs: epochs between saves; ``None``: off.
         save_at_end: save when training ends, unless nothing was trained since the last save.
-        save_weights_only: leave out optimizers, schedulers and callbacks; such a checkpoint cannot be resumed from.
-        asynchronous: training goes on while the checkpoint is written from a copy, which takes host memory of the size
-            of what this rank writes. An error of writing is raised at one of the next steps.
-        keep_last: how many of the newest checkpoints are kept.
-        keep_every: keep those of every so many steps for good; ``None``: off.
-        keep_best: how many of the best are kept by ``monitor``; 0: off.
-        monitor: name of a logged value; after each validation (or epoch) a state that is among the best is saved.
-        mode: ``"min"`` or ``"max"``, what is best.
-        mtbf: hours between two failures of the whole job, for ``every="auto"``.
+        save_weights_only: leave out optimizers, schedulers and callbacks; such a checkpoint cannot be resumed.
+        asynchronous: write in the background from a copy, which takes host memory of the size of what this rank writes.
+            A write error is raised at one of the next steps.
+        keep_last: number of newest checkpoints kept.
+        keep_every: keep those of every n-th step for good; ``None``: off.
+        keep_best: number of best ones kept, by ``monitor``; 0: off.
+        monitor: name of a logged value; after each validation (or epoch) a state among the best is saved.
+        mode: ``"min"`` or ``"max"``, which values are best.
+        mtbf: mean hours between failures of the whole job, for ``every="auto"``.
         in_memory_every_n_steps: optimizer steps between copies in the memory of this rank and of a rank on the next
             node, see :class:`~trainwright.checkpoint.memory.replicas.NeighbourCopies`; ``None``: off.
-        on_error: ``"raise"``, or ``"warn"`` and go on training, when a save fails.
+        on_error: ``"raise"``, or ``"warn"`` and continue training, when a save fails.
 
     Raises:
-        ValueError: naming everything that is impossible about the arguments.
+        ValueError: naming all invalid arguments.
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     dirpath: str | None = None
@@ -115,30 +122,30 @@ class RunStateCheckpoint(Checkpoint):
         if problems:
             raise ValueError("RunStateCheckpoint: " + "; ".join(problems))
         self.copies: NeighbourCopies | None = None
-        """Copies in memory, if they are asked for; made when training begins."""
+        """In-memory copies, if requested; created when training starts."""
         self.retention = Retention(self.keep_last, self.keep_every, self.keep_best, self.monitor, self.mode)
         self._name = SaveName(self.filename)
         self._schedule = SaveSchedule(
             self.every, self.every_n_steps, self.every_n_seconds, self.every_n_epochs, self.mtbf
         )
         self._records = SaveRecords(self.keep_best, self.mode)
-        self._pending: SaveRecord | None = None  # decided on, not yet published
+        self._pending: SaveRecord | None = None  # not yet published
         self._saver: AsyncSaver | BlockingSaver | None = None
         self._folder = ""
-        self._step = 0  # the last one seen
-        self._saved_step = -1  # the last one that a save was begun at
-        self._settle_at = 0  # the step at which the ranks ask each other whether the save on its way has ended
-        self._measured: tuple[int, float] | None = None  # the monitored value, and the step it belongs to
+        self._step = 0  # last seen
+        self._saved_step = -1  # of the last save
+        self._settle_at = 0  # step at which the ranks check whether the pending save has ended
+        self._measured: tuple[int, float] | None = None  # step and value of the monitored value
         self._validated = False  # in this fit
         self._fits = False
         self._prepared = False
-        self._blocked = 0.0  # seconds that training stood still for the last save
+        self._blocked = 0.0  # seconds that the last save blocked training
 
-    # ---- what others may read ---------------------------------------------------------------------------------------
+    # ---- public attributes ------------------------------------------------------------------------------------------
 
     @property
     def best_model_path(self) -> str:
-        """The checkpoint with the best monitored value (the newest if none is monitored); ``""`` if there is none."""
+        """The checkpoint with the best monitored value (the newest if none is monitored); ``""``: none."""
         best = self._records.best
         return "" if best is None else best.path
 
@@ -150,59 +157,65 @@ class RunStateCheckpoint(Checkpoint):
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint; ``""`` if there is none."""
+        """The newest checkpoint; ``""``: none."""
         last = self._records.last
         return "" if last is None else last.path
 
     @property
     def interval_seconds(self) -> float | None:
-        """Seconds between two saves now; ``None`` where the clock decides nothing."""
+        """Current seconds between saves; ``None`` if saves do not depend on the clock."""
         return self._schedule.interval_seconds
 
     @property
     def state_key(self) -> str:
-        """Under which this callback's state is kept in a checkpoint."""
+        """Key of this callback's state in a checkpoint."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode, filename=self._name.template)
 
     def state_dict(self) -> dict[str, Any]:
-        """Newest and best checkpoints, the one that is being made counted in."""
-        return {"folder": self._folder, "records": self._records.with_one_more(self._pending).state_dict()}
+        """Return the newest and best checkpoints, including the pending one."""
+        return {"folder": self._folder, "records": self._records.including(self._pending).state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the best ones so far, if this run saves into the same folder."""
+        """Restore the records, if this run saves into the same folder."""
         if not self._fits:
-            return  # a checkpoint is tested: what this run has saved since is not forgotten
+            return  # testing a checkpoint must not drop what this run has saved since
         if state_dict["folder"] == self._folder:
             self._records.load_state_dict(state_dict["records"])
         elif self.monitor is not None:
             rank_zero_warn(
-                f"This run saves into {self._folder}, the one it goes on from saved into {state_dict['folder']}: the "
-                "best checkpoints there are not compared with those of this run."
+                f"This run saves into {self._folder}, the one it resumes saved into {state_dict['folder']}: the best "
+                "checkpoints there are not compared with those of this run."
             )
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Settle the folder, and remove what killed writers left in it."""
+        """Agree on the folder, and remove unfinished checkpoints in it."""
         self._fits = stage == TrainerFn.FITTING
         if not self._fits:
             return
         require_strategy(self, trainer, "run_state")
         if not trainer.strategy.writes_run_states:  # type: ignore[attr-defined]
             raise ValueError(
-                "RunStateCheckpoint writes folders of its own and would pass over the CheckpointIO plugin given to the "
-                "Trainer. Leave the plugin out, or save with lightning.pytorch.callbacks.ModelCheckpoint."
+                "RunStateCheckpoint writes its own folders and would bypass the CheckpointIO plugin of the Trainer. "
+                "Remove the plugin, or save with lightning.pytorch.callbacks.ModelCheckpoint."
             )
         if traits_of(trainer.strategy).leases_samples is not None and self.every_n_steps is not None:
             raise ValueError(
-                f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples: none "
-                "knows how many steps it will make, so they could not meet for it. Save by epochs (every_n_epochs=1) "
-                "or seconds (at the end of an epoch), or turn leases off (strategy.leases=none)."
+                f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples: the "
+                "number of their steps is unknown, so they cannot synchronize at one. Save by epochs "
+                "(every_n_epochs=1) or seconds (at the end of an epoch), or turn leases off (strategy.leases=none)."
             )
         folder = self.dirpath or join_path(str(trainer.default_root_dir), "checkpoints")
         self._folder = trainer.strategy.broadcast(folder)
         self._refuse_shared_folder(trainer)
-        problem = _try(prepare_folder, self._folder) if trainer.is_global_zero else None
+        problem = None
+        if trainer.is_global_zero:
+            try:
+                refuse_unwritable(self._folder)
+                clean_up(self._folder)
+            except CheckpointError as error:  # must reach the other ranks, which wait for the broadcast
+                problem = str(error)
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
             raise CheckpointError(problem)
@@ -211,33 +224,37 @@ class RunStateCheckpoint(Checkpoint):
         others = [c for c in trainer.callbacks if isinstance(c, RunStateCheckpoint) and c is not self]  # type: ignore[attr-defined]
         if any(other._folder == self._folder for other in others):
             raise ValueError(
-                f"Two RunStateCheckpoint callbacks save into {self._folder}, and each would delete what the other "
-                "keeps. Give each a dirpath of its own, or ask one of them for everything."
+                f"Two RunStateCheckpoint callbacks save into {self._folder}, and each would delete the other's. Give "
+                "each its own dirpath, or use one for everything."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count steps and seconds."""
+        """Start counting steps and seconds."""
         self._step = trainer.global_step
         self._saved_step = -1
         self._pending = self._measured = None
         self._validated = False
         self._prepared = not self.asynchronous
-        self._saver = self._make_saver(trainer)
-        # A run that goes on from memory makes the very states of the later ones again.
+        if self.asynchronous:
+            self._saver = AsyncSaver(partial(_new_group, trainer))
+        else:
+            self._agreement(trainer)  # created before anything can fail
+            self._saver = BlockingSaver(partial(self._agreement, trainer))
+        # A run resumed from memory produces the very states of the later ones again.
         if trainer.is_global_zero and not isinstance(trainer.ckpt_path, Snapshot):
-            warn_of_later_ones(self._folder, self._step)
-        self._schedule.start(self._step, partial(self._first_says, trainer))
+            warn_of_later_checkpoints(self._folder, self._step)
+        self._schedule.start(self._step, partial(self._from_rank_zero, trainer))
         if self.in_memory_every_n_steps is not None and self.copies is None:
             self.copies = NeighbourCopies(partial(_new_group, trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """After an optimizer step: save if it is time, and hear how the last save has ended."""
+        """Save if due after an optimizer step, and take the result of the last save."""
         step = trainer.global_step
-        if step == self._step or is_trial(trainer):
+        if step == self._step or is_dev_run(trainer):
             return
         before, self._step = self._step, step
         if not _steps_are_collective(trainer):
-            # Ranks come to a step at different times: they meet for a save that is due by its number alone.
+            # Ranks reach a step at different times: only a save due by its number synchronizes them.
             if self._schedule.is_due_by_number(step):
                 self._save(trainer)
             return
@@ -252,41 +269,42 @@ class RunStateCheckpoint(Checkpoint):
                 self._copy(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a state that is among the best."""
+        """Save a state among the best."""
         if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
             self._validated = True
             self._save_if_best(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after every n-th epoch, and a state that is among the best by a value logged in training."""
+        """Save after every n-th epoch, and a state among the best by a value logged in training."""
         if self.monitor is not None and (self._validated or not trainer.enable_validation):
             refuse_unlogged(self.monitor, trainer)
         self._save_if_best(trainer)
-        # Ranks that step by themselves may have made unequal numbers of steps, and have begun to count at other times.
-        late = not _steps_are_collective(trainer) and self._first_says(
+        # Asynchronous ranks differ in their step counts and clocks.
+        is_overdue = not _steps_are_collective(trainer) and self._from_rank_zero(
             trainer, self._schedule.is_overdue(trainer.global_step)
         )
-        if late or self._schedule.is_due_after_epoch(trainer.current_epoch):
+        if is_overdue or self._schedule.is_due_after_epoch(trainer.current_epoch):
             self._save_once(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a last time, and wait until everything is written."""
+        """Save a last time, and wait until all is written."""
         if self.save_at_end:
             self._save_once(trainer)
         self._settle(trainer)
         if self.copies is not None:
-            self._heed(self.copies.wait)
+            with self._errors_as_configured():
+                self.copies.wait()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the checkpoint that is being written be finished, within bounds."""
+        """Wait a bounded time for the pending checkpoint."""
         if self._saver is None:
             return
         path = self._saver.in_flight
         if path is not None:
-            rank_zero_info(f"Waiting up to {_PATIENCE:.0f} s for the checkpoint {path} that is being written.")
+            rank_zero_info(f"Waiting up to {_PATIENCE:.0f} s for the pending checkpoint {path}.")
         if not self._saver.wait(_PATIENCE):
             rank_zero_warn(
-                f"The checkpoint {path} was not finished within {_PATIENCE:.0f} s and is given up; its unfinished "
+                f"The checkpoint {path} was not finished within {_PATIENCE:.0f} s and is abandoned; its unfinished "
                 "folder is removed when the next run saves into the same place."
             )
             return
@@ -294,17 +312,17 @@ class RunStateCheckpoint(Checkpoint):
         if saved is not None:
             self._record(saved)
             if saved.error is not None:
-                rank_zero_warn(f"Beside the error that ends this run, a checkpoint could not be written: {saved.error}")
+                rank_zero_warn(f"Besides the error that ends this run, a checkpoint was not written: {saved.error}")
         self._saver.release()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give memory and the process group back."""
+        """Release memory and the process group."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What was saved since is there and good, but the steps after it are made again, maybe with other samples."""
+        """Reset steps; what was saved since remains valid, but later steps are repeated, maybe with other samples."""
         self._step = trainer.global_step
         self._settle_at = min(self._settle_at, self._step + 1)
         if self._saved_step > self._step:
@@ -316,19 +334,19 @@ class RunStateCheckpoint(Checkpoint):
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def save_now(self, trainer: Trainer) -> str:
-        """Save the present step, unless it is saved already, and wait until that is written. A collective.
+        """Save the current step, unless it is saved already, and wait until it is written. A collective.
 
-        To be called between two optimizer steps of a fit.
+        Call between two optimizer steps of a fit.
 
         Returns:
             Path of the checkpoint.
 
         Raises:
-            CheckpointError: on every rank, if it could not be saved.
+            CheckpointError: on every rank, if it was not saved.
         """
         try:
             self._settle(trainer)
-        except CheckpointError as error:  # of a save before; this one is as good a chance as any
+        except CheckpointError as error:  # of an earlier save; try this one
             rank_zero_warn(str(error))
         last = self._records.last
         if last is None or last.step != trainer.global_step:
@@ -340,22 +358,22 @@ class RunStateCheckpoint(Checkpoint):
         return last.path
 
     def _save_once(self, trainer: Trainer) -> None:
-        if self._saved_step != trainer.global_step and not is_trial(trainer):
+        if self._saved_step != trainer.global_step and not is_dev_run(trainer):
             self._save(trainer)
 
     def _save_if_best(self, trainer: Trainer) -> None:
-        if self.monitor is None or is_trial(trainer):
+        if self.monitor is None or is_dev_run(trainer):
             return
         value = fresh_metrics(trainer).get(self.monitor)
         if value is None:
             return
-        score = float(self._first_says(trainer, float(value)))
+        score = float(self._from_rank_zero(trainer, float(value)))
         self._measured = trainer.global_step, score
-        if self._records.with_one_more(self._pending).is_among_best(score):
+        if self._records.including(self._pending).is_among_best(score):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        phases: Phases | None = getattr(trainer, "phases", None)  # Lightning's own Trainer has none
+        phases: Phases | None = getattr(trainer, "phases", None)  # absent on Lightning's own Trainer
         with nullcontext() if phases is None else phases.within(SAVING):
             self._save_step(trainer)
 
@@ -366,41 +384,37 @@ class RunStateCheckpoint(Checkpoint):
         step = trainer.global_step
         metrics = logged_metrics(trainer, self.monitor, self._measured)
         name = self._name.make(step, trainer.current_epoch, metrics)
-        path, score = self._first_says(trainer, (join_path(self._folder, name), metrics.get(self.monitor or "")))
+        path, score = self._from_rank_zero(trainer, (join_path(self._folder, name), metrics.get(self.monitor or "")))
         self._pending = SaveRecord(path, step, score)
         self._saved_step = step
-        content = self._collect(trainer)
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+        content: Content = trainer.strategy.run_state(checkpoint)  # type: ignore[attr-defined]
         content.about |= {"metrics": metrics, "saved_by": _MARK}
-        self._saver.save(content, path, self._clear_older, self._takes_a_place)
+        self._saver.save(content, path, self._delete_older, self._will_delete)
         self._blocked = time.perf_counter() - begin
         self._settle_at = step + 1
         if not self.asynchronous:
             self._settle(trainer)
         self._schedule.restart(step)
 
-    def _collect(self, trainer: Trainer) -> Content:
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        content: Content = trainer.strategy.run_state(checkpoint)  # type: ignore[attr-defined]
-        return content
-
     def _prepare(self, trainer: Trainer) -> None:
-        """After the first step, when optimizers have a state: let memory for the copy be got ready."""
+        """Allocate memory for the copy after the first step, when optimizers have a state."""
         self._prepared = True
         strategy: Any = trainer.strategy
-        # Not the whole dict of a checkpoint: making that calls hooks of the user's, which belong to real saves.
+        # Not a complete checkpoint: dumping one calls user hooks, which belong to real saves.
         checkpoint = {"state_dict": strategy.lightning_module_state_dict()}
         if not self.save_weights_only:
             checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
         assert self._saver is not None
         self._saver.prepare(strategy.run_state(checkpoint).tensors)
 
-    def _takes_a_place(self, newest: Manifest) -> bool:
-        """On the first rank: whether the newest makes others needless, so that it must be whole."""
+    def _will_delete(self, newest: Manifest) -> bool:
+        """Return on rank 0 whether the newest makes others obsolete, so that it must be verified."""
         assert self._pending is not None
         return bool(may_delete(self._folder, self.retention, self._pending.path, among=_is_by_callback))
 
-    def _clear_older(self, newest: Manifest) -> None:
-        """On the first rank, once all have read the newest back: delete those that need not be kept."""
+    def _delete_older(self, newest: Manifest) -> None:
+        """Delete obsolete checkpoints on rank 0, once all ranks have read the newest back."""
         assert self._pending is not None
         apply_retention(self._folder, self.retention, self._pending.path, verified=True, among=_is_by_callback)
 
@@ -410,60 +424,55 @@ class RunStateCheckpoint(Checkpoint):
         assert self._saver is not None
         if self._saver.all_done(self._agreement(trainer)):
             self._settle(trainer)
-        elif trainer.world_size > 1:  # so that asking costs a collective after 1, 2, 4, 8, ... steps only
+        elif trainer.world_size > 1:  # check after 1, 2, 4, 8, ... steps only, since it is a collective
             self._settle_at = self._step + max(1, self._step - self._saved_step)
 
     def _settle(self, trainer: Trainer) -> None:
-        """Take the outcome of the save before; waits for one that is on its way."""
+        """Take the result of the last save, waiting for a pending one."""
         saved = None if self._saver is None else self._saver.take()
         if saved is None:
             return
         self._record(saved)
         if saved.error is not None:
-            self._heed(partial(_raise, saved.error))
+            with self._errors_as_configured():
+                raise saved.error
 
     def _record(self, saved: Saved) -> None:
         record, self._pending = self._pending, None
-        self._schedule.learn(self._blocked, saved.written_seconds if self.asynchronous else 0.0)
+        self._schedule.record_cost(self._blocked, saved.written_seconds if self.asynchronous else 0.0)
         if saved.error is None or isinstance(saved.error, ClearingError):
             assert record is not None
             self._records.add(record)
 
-    def _heed(self, action: Callable[[], object]) -> None:
-        """Do something whose failure is raised or only told, as the user wants it."""
+    @contextmanager
+    def _errors_as_configured(self) -> Iterator[None]:
+        """Raise a save error or only warn of it, as ``on_error`` says."""
         try:
-            action()
+            yield
         except CheckpointError as error:
             if self.on_error == "raise":
                 raise
-            rank_zero_warn(f"{error} (Training goes on without it: on_error='warn'.)")
+            rank_zero_warn(f"{error} (Training continues without it: on_error='warn'.)")
 
-    # ---- copies in memory -------------------------------------------------------------------------------------------
+    # ---- in-memory copies -------------------------------------------------------------------------------------------
 
     def _copy(self, trainer: Trainer) -> None:
         assert self.copies is not None
         strategy: Any = trainer.strategy
         content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(False), complete=True)
-        self._heed(partial(self.copies.save, content, self._step))
+        with self._errors_as_configured():
+            self.copies.save(content, self._step)
 
     # ---- agreement --------------------------------------------------------------------------------------------------
-
-    def _make_saver(self, trainer: Trainer) -> AsyncSaver | BlockingSaver:
-        if self.asynchronous:
-            return AsyncSaver(partial(_new_group, trainer))
-        self._agreement(trainer)  # made before anything can go wrong
-        return BlockingSaver(partial(self._agreement, trainer))
 
     def _agreement(self, trainer: Trainer) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup | None = trainer.strategy.state.group()  # type: ignore[attr-defined]
         return group
 
-    def _first_says(self, trainer: Trainer, value: Any) -> Any:
-        """The first rank's value, on every rank."""
+    def _from_rank_zero(self, trainer: Trainer, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
         group = self._agreement(trainer)
-        if group is None:
-            return value
-        return broadcast_value(value, 0, group)
+        return value if group is None else broadcast_value(value, 0, group)
 
 
 def _steps_are_collective(trainer: Trainer) -> bool:
@@ -475,18 +484,5 @@ def _is_by_callback(found: FoundCheckpoint) -> bool:
 
 
 def _new_group(trainer: Trainer) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, for one thread alone; ``None`` for a single process."""
+    """Return a gloo group of all ranks for use by one thread; ``None`` for a single process."""
     return gloo_group(_TIMEOUT) if trainer.world_size > 1 else None
-
-
-def _try(action: Callable[..., object], *args: Any) -> str | None:
-    """Why ``action`` failed, ``None`` if it did not: for the other ranks, which would wait for this one."""
-    try:
-        action(*args)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def _raise(error: CheckpointError) -> None:
-    raise error

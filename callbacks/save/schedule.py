@@ -1,4 +1,4 @@
-"""When a checkpoint is due."""
+"""Schedule of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from trainwright.checkpoint.write.interval import AutoInterval, TimedSteps
 
 
 class SaveSchedule:
-    """Tells after which steps and epochs to save; the same on every rank.
+    """The steps and epochs to save after, equal on every rank.
 
     Args:
-        every: ``"auto"``: as often as costs least, see ``young_daly``, unless one
-            of the other intervals is given; ``None``: off.
+        every: ``"auto"``: the interval that minimizes lost time, see ``young_daly``, unless another one is given;
+            ``None``: off.
         every_n_steps: optimizer steps; ``None``: off.
-        every_n_seconds: by the clock of the first rank; ``None``: off.
-        every_n_epochs: after the last batch of an epoch; ``None``: off.
-        mtbf: hours between two failures of the whole job, for ``"auto"``.
+        every_n_seconds: by the clock of rank 0; ``None``: off.
+        every_n_epochs: epochs; ``None``: off.
+        mtbf: mean hours between failures of the whole job, for ``"auto"``.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class SaveSchedule:
 
     @property
     def interval_seconds(self) -> float | None:
-        """Seconds between two saves now; ``None`` where the clock decides nothing."""
+        """Current seconds between saves; ``None`` if saves do not depend on the clock."""
         return self._auto.seconds if self._auto is not None else self._every_n_seconds
 
     def start(self, step: int, agree: Callable[[tuple[bool, int]], tuple[bool, int]]) -> None:
-        """Begin to count.
+        """Start counting.
 
         Args:
-            step: the step that training begins after.
-            agree: gives every rank the first rank's answer, a collective.
+            step: step that training starts after.
+            agree: returns rank 0's answer on every rank, a collective.
         """
         self._timed = None
         if self.interval_seconds is not None:
@@ -55,30 +55,30 @@ class SaveSchedule:
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """A save was made at ``step``."""
+        """Count from a save at ``step``."""
         self._saved_at = step
         if self._timed is not None:
             self._timed.restart(step)
 
-    def learn(self, blocked_seconds: float, written_seconds: float) -> None:
-        """How long training stood still for a save, and how long writing went on behind it."""
+    def record_cost(self, blocked_seconds: float, written_seconds: float) -> None:
+        """Record how long a save blocked training, and how long it was written in the background."""
         if self._auto is not None:
             self._auto.saved(blocked_seconds, written_seconds)
 
     def is_due_after_step(self, step: int) -> bool:
-        """Whether to save after an optimizer step. Where the clock decides, now and then a collective."""
+        """Return whether to save after an optimizer step. Occasionally a collective if the clock decides."""
         return self.is_due_by_number(step) or (self._timed is not None and self._timed.is_due(step))
 
     def is_due_by_number(self, step: int) -> bool:
-        """Whether to save after an optimizer step, whatever the clock says; never a collective."""
-        # Not `step % n == 0`: with several optimizers the number grows by more than one at once.
+        """Return whether a save is due after an optimizer step by its number; never a collective."""
+        # Not `step % n == 0`: with several optimizers the number grows by more than one per step.
         every = self._every_n_steps
         return every is not None and step // every > self._saved_at // every
 
     def is_overdue(self, step: int) -> bool:
-        """Whether to save after ``step`` at the latest, by what this rank knows; never a collective."""
+        """Return whether a save is due by the number or by this rank's clock; never a collective."""
         return self.is_due_by_number(step) or (self._timed is not None and self._timed.is_overdue())
 
     def is_due_after_epoch(self, epoch: int) -> bool:
-        """Whether to save after the epoch of that number, the first being 0."""
+        """Return whether to save after the given epoch, counted from 0."""
         return self._every_n_epochs is not None and (epoch + 1) % self._every_n_epochs == 0

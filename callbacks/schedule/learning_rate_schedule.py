@@ -1,4 +1,4 @@
-"""A learning rate schedule by configuration, in place of the module's own."""
+"""A learning rate schedule from configuration, which replaces the module's own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainwright.callbacks.schedule.schedules import Schedule
 
 
 class ScheduledRate(LRScheduler):
-    """Sets learning rates, and betas where the schedule has some, after each optimizer step.
+    """Learning rates, and betas if the schedule has any, set after each optimizer step.
 
     Args:
         optimizer: whose rates are set.
         schedule: from :mod:`trainwright.callbacks.schedule.schedules`.
 
     Raises:
-        ValueError: if a list of rates has another length than there are parameter groups.
+        ValueError: if the length of a list of rates is not the number of parameter groups.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -35,11 +35,11 @@ class ScheduledRate(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Any]:
-        """Rate of each parameter group for the next step."""
+        """Return the rate of each parameter group for the next step."""
         return [self.schedule.rate(self.last_epoch, float(base), i) for i, base in enumerate(self.base_lrs)]
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by a step."""
+        """Advance by a step."""
         super().step(epoch)
         for index, group in enumerate(self.optimizer.param_groups):
             betas = self.schedule.betas(self.last_epoch, index)
@@ -47,16 +47,16 @@ class ScheduledRate(LRScheduler):
                 group["betas"] = betas
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is; plain values. The schedule itself is configuration."""
+        """Return the position in the schedule; the schedule itself is configuration."""
         names = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
         return {name: getattr(self, name) for name in names}
 
 
 class LearningRateSchedule(Callback):
-    """Has the learning rate follow a schedule that counts optimizer steps, whatever the module itself configures.
+    """Replaces the module's learning rate schedule by one that counts optimizer steps.
 
-    The module needs one optimizer and automatic optimization. What `configure_optimizers` returns as scheduler is not
-    used. The schedule is part of a checkpoint, as the module's would be.
+    Requires one optimizer and automatic optimization. The scheduler of `configure_optimizers` is ignored. The schedule
+    is saved in checkpoints like the module's.
 
     Args:
         schedule: from :mod:`trainwright.callbacks.schedule.schedules`.
@@ -69,14 +69,14 @@ class LearningRateSchedule(Callback):
         self.schedule = schedule
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the schedule in place of the module's, before a checkpoint is read."""
+        """Replace the module's schedule, before a checkpoint is loaded."""
         optimizers = trainer.strategy.optimizers
         if len(optimizers) != 1 or not pl_module.automatic_optimization:
             how = f"{len(optimizers)} optimizers" if len(optimizers) != 1 else "manual optimization"
             raise ValueError(
-                f"The callback LearningRateSchedule serves modules with one optimizer and automatic optimization, but "
-                f"{type(pl_module).__name__} has {how}. Schedule learning rates in the module, and leave the callback "
-                "out (callbacks.learning_rate_schedule=null)."
+                "The callback LearningRateSchedule needs one optimizer and automatic optimization, but "
+                f"{type(pl_module).__name__} has {how}. Schedule learning rates in the module, and remove the callback "
+                "(callbacks.learning_rate_schedule=null)."
             )
         scheduler = ScheduledRate(optimizers[0], self.schedule)
         trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]

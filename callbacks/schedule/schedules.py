@@ -1,8 +1,8 @@
-"""Learning rates as functions of the optimizer steps that were made; no optimizer is known here.
+"""Learning rates as functions of the number of optimizer steps.
 
 Each is what DeepSpeed's scheduler of that name sets (deepspeed.readthedocs.io, "Learning Rate Schedulers"), step by
-step: there a rate is set once before training and then after each optimizer step, so that the second step still has the
-first rate of the schedule.
+step: it sets a rate once before training and then after each optimizer step, so the second step still has the first
+rate of the schedule.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Schedule:
         """Return the learning rate of the next optimizer step.
 
         Args:
-            steps: optimizer steps that were made, 0 before the first.
-            base: what the optimizer was made with.
+            steps: optimizer steps done.
+            base: the optimizer's own rate.
             group: index of the parameter group.
         """
         raise NotImplementedError
 
     def betas(self, steps: int, group: int) -> tuple[float, float] | None:
-        """Return the betas of the next optimizer step; `None` leaves them as they are."""
+        """Return the betas of the next optimizer step; `None`: unchanged."""
         return None
 
     def lengths(self) -> list[int]:
-        """Return the numbers of parameter groups that lists of rates were given for."""
+        """Return the lengths of lists of rates, one rate per parameter group."""
         return [len(value) for value in vars(self).values() if isinstance(value, list)]
 
 
@@ -45,11 +45,11 @@ class Warmup(Schedule):
     Args:
         warmup_steps: optimizer steps; at least 2 are taken.
         lowest: rate of the first step; a list has one for each parameter group.
-        highest: rate after the warm-up; `None`: what the optimizer was made with.
+        highest: rate after the warm-up; `None`: the optimizer's own.
         shape: `log` (steep first) or `linear`.
 
     Raises:
-        ValueError: if `shape` is another one, or `warmup_steps` negative.
+        ValueError: for another `shape`, or negative `warmup_steps`.
     """
 
     warmup_steps: int = 1000
@@ -67,7 +67,7 @@ class Warmup(Schedule):
         return low + (high - low) * self._part(steps)
 
     def _part(self, steps: int) -> float:
-        """Part of the way from lowest to highest."""
+        """Return the fraction of the way from lowest to highest."""
         return _warm(steps, self.warmup_steps, self.shape)
 
 
@@ -76,7 +76,7 @@ class WarmupDecay(Warmup):
     """As :class:`Warmup`, then down to `lowest` in a straight line, reached after `total_steps` steps.
 
     Args:
-        total_steps: optimizer steps of the whole.
+        total_steps: optimizer steps in total.
     """
 
     total_steps: int = 10000
@@ -90,17 +90,17 @@ class WarmupDecay(Warmup):
 
 @dataclass(frozen=True)
 class WarmupCosine(Schedule):
-    """From a part of the optimizer's own rate to all of it, then down along a cosine.
+    """From a fraction of the optimizer's own rate to all of it, then down along a cosine.
 
     Args:
         warmup_steps: optimizer steps; at least 2 are taken.
-        total_steps: optimizer steps of the whole.
-        first_part: part of the rate at which the warm-up begins; the very first step has rate 0.
-        last_part: part of the rate at the end.
+        total_steps: optimizer steps in total.
+        first_part: fraction of the rate at the start of the warm-up; the first step has rate 0.
+        last_part: fraction of the rate at the end.
         shape: of the warm-up, `log` or `linear`.
 
     Raises:
-        ValueError: if `shape` is another one, or `warmup_steps` negative.
+        ValueError: for another `shape`, or negative `warmup_steps`.
     """
 
     warmup_steps: int = 1000
@@ -135,11 +135,11 @@ class OneCycle(Schedule):
         down_steps: of the second half; `None`: as many.
         up_stairs: constant pieces of the first half; 0: a straight line.
         down_stairs: of the second half; `None`: as many.
-        decay_every: after the cycle, optimizer steps of one decay; 0: none.
-        decay: how much a decay adds to the divisor of the rate.
+        decay_every: optimizer steps between decays after the cycle; 0: none.
+        decay: added to the divisor of the rate per decay.
         lowest_momentum: beta 1 where the rate is highest.
         highest_momentum: beta 1 where it is lowest; beta 2 is 0.99 throughout.
-        momentum_decay: how much a decay adds to the factor of momentum.
+        momentum_decay: added to the factor of momentum per decay.
         cycle_momentum: `False` leaves the betas of the optimizer alone.
 
     Raises:
@@ -162,7 +162,7 @@ class OneCycle(Schedule):
     def __post_init__(self) -> None:
         if self.up_steps <= 0 or (self.down_steps is not None and self.down_steps < 0):
             raise ValueError(
-                f"up_steps={self.up_steps}, down_steps={self.down_steps} (allowed: more than 0, and at least 0). Give "
+                f"up_steps={self.up_steps}, down_steps={self.down_steps} (allowed: more than 0, and at least 0). Set "
                 "for example up_steps=2000."
             )
 
@@ -198,7 +198,7 @@ class OneCycle(Schedule):
         return (steps - self._length) / self.decay_every if self.decay_every else 0.0
 
     def _height(self, steps: int) -> float:
-        """0 at both ends of the cycle, 1 in the middle."""
+        """Return the height within the cycle: 0 at both ends, 1 in the middle."""
         place = steps % self._length
         rising = place <= self.up_steps
         height = place / self.up_steps if rising else (self._length - place) / self._down
@@ -229,7 +229,7 @@ class RangeTest(Schedule):
 
 
 def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
-    """Part of a warm-up that is done after `steps` optimizer steps."""
+    """Return the fraction of the warm-up done after `steps` optimizer steps."""
     warmup, index = max(2, warmup_steps), steps - 1
     if index >= warmup:
         return 1.0
@@ -244,6 +244,6 @@ def _of(rate: Rate, group: int) -> float:
 
 def _check(warmup_steps: int, shape: str) -> None:
     if shape not in SHAPES:
-        raise ValueError(f"shape={shape!r} (allowed: log, linear). Give shape='log'.")
+        raise ValueError(f"shape={shape!r} (allowed: log, linear). Set shape='log'.")
     if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} (allowed: at least 0). Give for example warmup_steps=100.")
+        raise ValueError(f"warmup_steps={warmup_steps} (allowed: at least 0). Set for example warmup_steps=100.")

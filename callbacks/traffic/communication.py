@@ -1,4 +1,4 @@
-"""What the ranks send: logged while training goes on, and a table at its end."""
+"""Report of communication: logged during training, and a table at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
-from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import log_metrics, require_strategy
 from trainwright.callbacks.windows import Measuring, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_values
@@ -21,13 +21,13 @@ from trainwright.core.text.sizes import size_text
 
 
 class _Sums:
-    """Calls, bytes and least bytes, by axis and kind of collective."""
+    """Calls, bytes and minimum bytes, by axis and kind of collective."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], list[float]] = {}
 
     def add(self, counts: Mapping[tuple[str, str], Any]) -> None:
-        """Add what a meter has taken."""
+        """Add the counts of a meter."""
         for key, sent in counts.items():
             row = self.rows.setdefault(key, [0.0, 0.0, 0.0])
             for index, value in enumerate((sent.calls, sent.bytes, sent.least)):
@@ -35,64 +35,64 @@ class _Sums:
 
 
 class CommunicationReport(Measuring, Windowed):
-    """Log how many bytes a rank sends in a step, by mesh axis and kind of collective, and print a table at the end.
+    """Log the bytes that a rank sends per step, by mesh axis and kind of collective, and print a table at the end.
 
-    Logged every few steps are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes that
-    rank 0 has sent for an optimizer step, averaged over the window. No rank is asked for them. The table is of all
-    ranks, which exchange their counts once, at the end (those of a strategy whose ranks step by themselves do not, and
-    the table is of rank 0). What is sent besides steps (validation, checkpoints, logging) is summed up apart.
+    Logged per window are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes sent by
+    rank 0 per optimizer step, on average. The table covers all ranks, which exchange their counts once at the end (rank
+    0 only, if steps are asynchronous). What is sent outside of steps (validation, checkpoints, logging) is reported
+    apart.
 
-    Counting costs some microseconds a collective, see :mod:`trainwright.strategies.contract.communication.calls`.
+    Counting costs some microseconds per collective, see
+    :mod:`trainwright.strategies.contract.communication.calls`.
 
     Args:
-        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 logs
-            nothing, and only the table is made).
-        console: where to print; ``None``: standard output.
+        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 logs nothing,
+            and only prints the table).
+        console: prints; ``None``: standard output.
 
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None, console: Console | None = None) -> None:
         super().__init__(every_n_steps)
         self.console = console or Console()
         self.latest: dict[str, float] = {}
-        """What was logged last; empty before the first window has ended."""
+        """Values logged last; empty before the end of the first window."""
         self.of_ranks: list[dict[str, Any]] = []
-        """Of every rank at the end: ``steps`` (optimizer steps), ``within`` and ``besides`` (sums over the run: rows of
-        axis, kind, calls, bytes, least bytes)."""
+        """Of every rank at the end: ``steps`` (optimizer steps), ``within`` and ``besides`` (totals within and outside
+        of
+        steps: rows of axis, kind, calls, bytes, minimum bytes)."""
         self.of_servers: dict[int, tuple[int, int]] = {}
-        """Messages and bytes of each rank that only serves, at the end; on rank 0."""
+        """Messages and bytes of each server rank at the end; on rank 0."""
         self._meter: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            ValueError: if the strategy is not of this project.
-        """
+        """Raise a ``ValueError`` for a strategy of Lightning."""
         if stage == "fit":
             require_strategy(self, trainer, "measures")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Start counting."""
         super().on_train_start(trainer, pl_module)
         self._done = self._total = 0  # optimizer steps of this window, and of this fit
         self._recent, self._within, self._besides = _Sums(), _Sums(), _Sums()
         self.latest, self.of_ranks, self.of_servers = {}, [], {}
         self._meter = trainer.strategy.measures.measure_communication()  # type: ignore[attr-defined]
         if self._meter.unknown:
-            rank_zero_warn(f"Calls of {', '.join(self._meter.unknown)} are not counted: torch has them only recently.")
+            rank_zero_warn(
+                f"Calls of {', '.join(self._meter.unknown)} are not counted: unknown to this version of torch."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """What was sent since the last micro-batch is no part of a step."""
+        """Count what was sent since the last micro-batch as outside of steps."""
         self._besides.add(self._meter.take())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Add the micro-batch; at the end of a window, log."""
+        """Count the micro-batch; at the end of a window, log."""
         counts = self._meter.take()
         self._recent.add(counts)
         self._within.add(counts)
@@ -105,12 +105,12 @@ class CommunicationReport(Measuring, Windowed):
             self._log(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a window anew; what was sent for steps that are left out was sent."""
+        """Start a new window; bytes sent for undone steps stay in the totals."""
         super().on_gone_back(trainer, pl_module)
         self._done, self._recent = 0, _Sums()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the sums. A collective, unless ranks step by themselves."""
+        """Exchange the totals. A collective if steps are synchronous."""
         if self._meter is None:
             return
         self._besides.add(self._meter.take())
@@ -123,7 +123,7 @@ class CommunicationReport(Measuring, Windowed):
         self.of_ranks = all_gather_values(own, device=trainer.strategy.root_device) if several else [own]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table on rank 0; nothing if nothing was sent."""
+        """Print the table on rank 0, unless nothing was sent."""
         if not trainer.is_global_zero or not any(rank["within"] or rank["besides"] for rank in self.of_ranks):
             return
         for part in report_of(self.of_ranks, self.of_servers):
@@ -135,30 +135,28 @@ class CommunicationReport(Measuring, Windowed):
             self._meter = None
 
     def _log(self, trainer: Trainer, step: int) -> None:
-        rows = self._recent.rows
-        self.latest = {
-            f"communication/{axis}/{kind}_bytes": row[1] / self._done for (axis, kind), row in sorted(rows.items())
-        }
-        self.latest["communication/bytes"] = sum(row[1] for row in rows.values()) / self._done
-        log_metrics(trainer, self.latest, step)
         sent: dict[str, dict[str, float]] = {}
-        for (axis, kind), row in sorted(rows.items()):
+        self.latest = {}
+        for (axis, kind), row in sorted(self._recent.rows.items()):
+            self.latest[f"communication/{axis}/{kind}_bytes"] = row[1] / self._done
             sent.setdefault(axis, {})[kind] = row[1] / self._done
-        tell(trainer, "bytes", {"bytes": sent}, step + 1)
+        self.latest["communication/bytes"] = sum(self.latest.values())
+        log_metrics(trainer, self.latest, step)
+        emit(trainer, "bytes", {"bytes": sent}, step + 1)
         self._done, self._recent = 0, _Sums()
 
 
 def report_of(
     ranks: Sequence[Mapping[str, Any]], servers: Mapping[int, tuple[int, int]] | None = None
 ) -> list[Table | str]:
-    """What is printed at the end: a table, a line about what was sent besides steps, and one for each server's rank.
+    """Return the final report: a table, a line on traffic outside of steps, and one per server rank.
 
     Args:
         ranks: see :attr:`CommunicationReport.of_ranks`.
         servers: see :attr:`CommunicationReport.of_servers`.
     """
-    whom = "rank 0" if len(ranks) == 1 else f"each of {len(ranks)} ranks"
-    table = Table(title=f"Sent by {whom} in a step", title_justify="left", box=None, pad_edge=False)
+    senders = "rank 0" if len(ranks) == 1 else f"each of {len(ranks)} ranks"
+    table = Table(title=f"Sent by {senders} in a step", title_justify="left", box=None, pad_edge=False)
     table.add_column("axis")
     table.add_column("collective")
     for name in ("calls", "bytes", "at most", "least needed"):
@@ -180,13 +178,13 @@ def report_of(
 
 
 def _share(rank: Mapping[str, Any], key: tuple[str, str]) -> list[float]:
-    """Calls, bytes and least bytes of a rank in one of its steps."""
+    """Return calls, bytes and minimum bytes of a rank per step."""
     steps = max(rank["steps"], 1)
     return next(([value / steps for value in row[2:]] for row in rank["within"] if tuple(row[:2]) == key), [0.0] * 3)
 
 
 def _cells(rows: Sequence[Sequence[float]]) -> list[str]:
-    """Means of calls and bytes over the ranks, the bytes of the rank that sends most, and the mean of the least."""
+    """Format mean calls and bytes over ranks, the maximum bytes of a rank, and the mean minimum bytes."""
     calls, sent, least = (sum(row[index] for row in rows) / len(rows) for index in range(3))
     return [
         f"{calls:.4g}",

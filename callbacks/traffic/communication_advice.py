@@ -1,4 +1,4 @@
-"""Which way to average gradients fits these links and this module: measured in a few steps, said in three lines."""
+"""Recommendation of a gradient averaging method for these links and this module, from a few measured steps."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter, require_window
 from trainwright.callbacks.windows import Measuring
 
-# Steps at the beginning that are left out: they compile, warm caches and make connections.
+# First steps that are not measured: compilation, warm caches, connections.
 _WARM_UP = 3
 FILE = "communication.json"
 
 
 class CommunicationAdvice(Measuring):
-    """Measure some steps and the links between ranks, once, and recommend how to average gradients.
+    """Measure some steps and the links between ranks once, and recommend how to average gradients.
 
-    The Trainer has one where its strategy was made with ``communication="advise"`` or ``"auto"``. It listens to the
-    first steps, averages over the ranks what they took, has the strategy measure its links, prints three lines and
-    writes all of it into ``communication.json`` in the run directory. Then it is done and costs nothing. It changes
-    nothing.
+    The Trainer adds it for a strategy with ``communication="advise"`` or ``"auto"``. It averages step times over ranks,
+    has the strategy measure its links, prints three lines and writes ``communication.json`` in the run directory. It
+    changes nothing, and costs nothing afterwards.
 
     Args:
-        after_steps: optimizer steps that are measured, behind 3 that are not. A shorter run tells of those it made.
-        console: where to print; ``None``: standard output.
+        after_steps: optimizer steps to measure, after 3 that are not; a shorter run reports those it made.
+        console: prints; ``None``: standard output.
 
     Raises:
         ValueError: if ``after_steps`` is less than 1.
     """
 
     needs_collective_steps = True
-    """Whether it needs all ranks at the same optimizer step."""
+    """All ranks must be at the same optimizer step."""
 
     def __init__(self, after_steps: int = 20, console: Console | None = None) -> None:
         require_window(after_steps, self)
         self.after_steps = after_steps
         self.console = console or Console()
         self.advice: Any = None
-        """What came of it (:class:`~trainwright.strategies.contract.communication.advice.Advice`); ``None`` before."""
+        """The result (:class:`~trainwright.strategies.contract.communication.advice.Advice`); ``None`` before."""
         self._steps = StepCounter()
         self._done = -_WARM_UP
         self._clock: StepClock | None = None
@@ -53,11 +52,7 @@ class CommunicationAdvice(Measuring):
         self._sent: dict[tuple[str, str], tuple[float, float]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be compared.
-
-        Raises:
-            ValueError: if gradients are not averaged at every step by a strategy of this project.
-        """
+        """Raise a ``ValueError`` if the strategy does not average gradients at every step, or is one of Lightning."""
         strategy: Any = trainer.strategy
         advises = getattr(getattr(strategy, "averaging", None), "advises", False)
         can = advises and strategy.traits.averages_every_step and hasattr(trainer, "phases")
@@ -69,9 +64,9 @@ class CommunicationAdvice(Measuring):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure, if there are other ranks."""
+        """Start measuring, if there are several ranks."""
         if trainer.world_size == 1:
-            self.console.print("Communication: one rank alone sends nothing; there is nothing to recommend.")
+            self.console.print("Communication: a single rank sends nothing; there is nothing to recommend.")
             return
         strategy: Any = trainer.strategy
         self._steps.start(trainer)
@@ -80,12 +75,12 @@ class CommunicationAdvice(Measuring):
         self._clock = StepClock(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """What was sent since the last micro-batch is no part of a step."""
+        """Ignore what was sent since the last micro-batch."""
         if self._meter is not None:
             self._meter.take()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count; when enough steps are measured, tell. A collective then."""
+        """Count; report after enough steps, in a collective."""
         if self._clock is None:
             return
         for key, each in self._meter.take().items():
@@ -98,21 +93,21 @@ class CommunicationAdvice(Measuring):
             self._clock.take(wait_for_device=True)
             self._sent = {}
         elif self._done == self.after_steps:
-            self._tell(trainer)
+            self._report(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew, after a step that is left out."""
+        """Start over, warm-up included."""
         self._steps.start(trainer)
         self._done, self._sent = -_WARM_UP, {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell of a run that was shorter; a collective, if there was a step to measure."""
+        """Report a shorter run; a collective if a step was measured."""
         if self._clock is None:
             return
         if self._done > 0:
-            self._tell(trainer)
+            self._report(trainer)
         else:
-            rank_zero_warn(f"Communication: no advice, for that takes more than {_WARM_UP} optimizer steps.")
+            rank_zero_warn(f"Communication: no advice, which needs more than {_WARM_UP} optimizer steps.")
             self._stop()
 
     def _stop(self) -> None:
@@ -121,11 +116,11 @@ class CommunicationAdvice(Measuring):
             self._meter.stop()
             self._clock = self._meter = None
 
-    def _tell(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer) -> None:
         assert self._clock is not None
         compute, _, _, waits = self._clock.take(wait_for_device=True)
         done = self._done
-        self._stop()  # the links are measured without anybody who listens
+        self._stop()  # before links are measured
         strategy: Any = trainer.strategy
         own = torch.tensor([compute / done, waits / done], dtype=torch.float32, device=strategy.root_device)
         dist.all_reduce(own)

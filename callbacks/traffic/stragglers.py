@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting, and what it does meanwhile."""
+"""Detection of stragglers and their cause."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Measuring, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_rows
 
-# Steps at the beginning that are left out: they compile, warm caches and make connections.
+# First steps that are not measured: compilation, warm caches, connections.
 _WARM_UP = 1
-# Slow ranks that a message names.
+# Stragglers named in a message.
 _SHOWN = 8
 
 
@@ -28,9 +28,9 @@ class StepTimes:
 
     Args:
         compute: forward, backward and optimizer, without waits.
-        data: until the next batch is there.
+        data: until the next batch arrives.
         hooks: of callbacks and the module, between the others, without waits.
-        waits: for other ranks, wherever.
+        waits: for other ranks, in any of these.
     """
 
     compute: float
@@ -50,11 +50,11 @@ class Straggler:
 
     Args:
         rank: the global rank.
-        place: what tells it from its peers, such as ``"pipeline 1, shard 0"``; ``""``: nothing but its number.
-        kind: what takes it longer: ``"compute"``, ``"data"`` or ``"hooks"``.
-        own: seconds of a step that it takes for that.
+        place: its coordinates, such as ``"pipeline 1, shard 0"``; ``""`` if its number says it all.
+        kind: where it is slower: ``"compute"``, ``"data"`` or ``"hooks"``.
+        own: its seconds of that kind per step.
         others: the median of its peers.
-        total: seconds of its whole step.
+        total: its seconds per step.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Straggler:
 
     @property
     def share(self) -> float:
-        """The part of the step by which it is behind its peers."""
+        """The fraction of the step by which it is behind its peers."""
         return (self.own - self.others) / self.total
 
     def __str__(self) -> str:
@@ -82,63 +82,58 @@ class Straggler:
 
 
 class Stragglers(Measuring, Windowed):
-    """Tell, every few steps and at the end, which rank is slower than its peers and why.
+    """Report stragglers and their cause, every window and at the end.
 
-    Each rank sums up for what it spends the time of its steps: computing, waiting for data, hooks of callbacks and the
-    module, waiting for other ranks. In training that keeps in step all ranks take equally long, and the slow one is the
-    one that waits least. At the end of a window all ranks exchange four numbers each, one all-gather; nothing else is
-    communicated, and the device is never waited for. Ranks of one stage of a pipeline are compared with each other,
-    since stages have different work; a rank that is alone in its stage has no peers and is never named.
+    Each rank measures compute, data, hook and wait time of its steps. With synchronous training all ranks take equally
+    long, and the straggler is the one that waits least. Per window ranks all-gather four numbers each; nothing else is
+    communicated, and the device is not synchronized. Peers are the ranks of a pipeline stage, since stages differ in
+    work; a rank alone in its stage is never reported.
 
-    Logged are the means over the ranks in seconds of a step, ``compute_seconds``, ``data_seconds``, ``hooks_seconds``
-    and ``waits_seconds``, and, while there is one, the number of the slowest rank as ``straggler`` and the part of a
-    step by which it is behind as ``straggler_share``. One line of text appears when a rank is found slow that was not
-    so in the window before, or for another reason.
+    Logged are mean seconds per step over ranks, ``compute_seconds``, ``data_seconds``, ``hooks_seconds`` and
+    ``waits_seconds``, and for the slowest straggler its rank as ``straggler`` and the fraction of a step by which it is
+    behind as ``straggler_share``. A line of text reports each new straggler or cause.
 
-    On CUDA all times are those of the stream that computes: for what it stands still while the host is late, and for
-    how long it stands still for other ranks.
+    On CUDA all times are those of the compute stream.
 
     Args:
-        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
-        threshold: part of a step by which a rank must be behind the median of its peers to be called slow.
+        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
+        threshold: fraction of a step by which a straggler is behind the median of its peers.
 
     Raises:
         ValueError: if ``every_n_steps`` is less than 1, or ``threshold`` is not between 0 and 1.
     """
 
-    # A strategy may have the weights of a step on their way while this one is called.
+    # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
     needs_collective_steps = True
-    """Whether it needs all ranks at the same optimizer step."""
+    """All ranks must be at the same optimizer step."""
 
     def __init__(self, every_n_steps: int | None = 100, threshold: float = 0.1) -> None:
         super().__init__(every_n_steps)
         if not 0 < threshold < 1:
-            raise ValueError(f"Stragglers(threshold={threshold}) (allowed: a part of a step between 0 and 1, like 0.1)")
+            raise ValueError(
+                f"Stragglers(threshold={threshold}) (allowed: a fraction of a step between 0 and 1, like 0.1)"
+            )
         self.threshold = threshold
         self.latest: list[StepTimes] = []
-        """Of every rank, in the last window; empty before the first has ended."""
+        """Times of every rank in the last window; empty before the first."""
         self.stragglers: list[Straggler] = []
-        """Ranks that were slow in the last window, the slowest first."""
-        self._done = -_WARM_UP  # steps of this window
+        """Stragglers of the last window, slowest first."""
+        self._done = -_WARM_UP  # steps in this window
         self._clock: StepClock | None = None
-        self._said: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            ValueError: if the Trainer or its strategy is not of this project.
-        """
+        """Raise a ``ValueError`` for a Trainer or strategy of Lightning."""
         if stage == "fit" and not (hasattr(trainer, "phases") and hasattr(trainer.strategy, "measures")):
             raise ValueError(
-                f"Stragglers needs trainwright.Trainer and one of its strategies, which tell what they do; this is "
+                "Stragglers needs trainwright.Trainer with one of its strategies; this is "
                 f"{type(trainer).__name__} with {type(trainer.strategy).__name__}."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         super().on_train_start(trainer, pl_module)
         if not self._window:
             return
@@ -146,7 +141,7 @@ class Stragglers(Measuring, Windowed):
         self._clock = StepClock(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """At the end of a window, exchange and tell. A collective then."""
+        """At the end of a window, exchange times and report. A collective then."""
         if self._clock is None:
             return
         step = self._steps.ended(trainer)
@@ -156,27 +151,28 @@ class Stragglers(Measuring, Windowed):
         if self._done == 0:
             self._clock.take()
         elif self._done == self._window:
-            self._tell(trainer, step)
+            self._report(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a window anew, after a step that is left out."""
+        """Start a new window, warm-up included."""
         super().on_gone_back(trainer, pl_module)
         self._done = -_WARM_UP
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell of what is left of a window. A collective, if there is something."""
+        """Report an incomplete window. A collective, unless it is empty."""
         if self._clock is not None and self._done > 0:
-            self._tell(trainer, self._steps.next_number(trainer) - 1)
+            self._report(trainer, self._steps.next_number(trainer) - 1)
 
     def _stop(self) -> None:
         if self._clock is not None:
             self._clock.stop()
             self._clock = None
 
-    def _tell(self, trainer: Trainer, step: int) -> None:
+    def _report(self, trainer: Trainer, step: int) -> None:
         assert self._clock is not None
         own = [seconds / self._done for seconds in self._clock.take()]
-        self.latest = _of_all_ranks(own, trainer)
+        mine = torch.tensor(own, dtype=torch.float32, device=trainer.strategy.root_device)
+        self.latest = [StepTimes(*row) for row in all_gather_rows(mine).tolist()]
         layout = getattr(trainer.strategy, "layout", None)
         self.stragglers = find_stragglers(self.latest, layout, self.threshold)
         metrics = {
@@ -186,40 +182,40 @@ class Stragglers(Measuring, Windowed):
         if self.stragglers:
             metrics |= {"straggler": self.stragglers[0].rank, "straggler_share": self.stragglers[0].share}
         log_metrics(trainer, metrics, step)
-        self._say(step)
+        self._warn(step)
         self._done = 0
         self._clock.refresh()
 
-    def _say(self, step: int) -> None:
+    def _warn(self, step: int) -> None:
         found = {(each.rank, each.kind) for each in self.stragglers}
-        if found - self._said:
+        if found - self._reported:
             more = len(self.stragglers) - _SHOWN
             rest = f"; and {more} more" if more > 0 else ""
             rank_zero_warn(f"Step {step}: {'; '.join(map(str, self.stragglers[:_SHOWN]))}{rest}.")
-        self._said = found
+        self._reported = found
 
 
 def find_stragglers(times: Sequence[StepTimes], layout: Any, threshold: float) -> list[Straggler]:
-    """Ranks that are slower than their peers, the slowest first.
+    """Return the ranks that are slower than their peers, slowest first.
 
     Args:
         times: of every rank, in order.
         layout: of these ranks (:class:`~trainwright.core.layout.Layout`); ``None``: all are peers.
-        threshold: part of a step.
+        threshold: fraction of a step.
     """
-    of_a_stage = len(times) if layout is None else layout.world_size // layout.pipeline
-    stages = [rank // of_a_stage for rank in range(len(times))]
-    usual = {
-        kind: {
-            stage: _Medians(values) for stage, values in _by_stage([getattr(e, kind) for e in times], stages).items()
-        }
+    size = len(times) if layout is None else layout.world_size // layout.pipeline
+    if size == 1:
+        return []
+    medians = {
+        (kind, first // size): _Medians([getattr(each, kind) for each in times[first : first + size]])
         for kind in KINDS
+        for first in range(0, len(times), size)
     }
     found = []
     for rank, own in enumerate(times):
-        if not own.total or not usual[KINDS[0]][stages[rank]].has_others:
+        if not own.total:
             continue
-        others = {kind: usual[kind][stages[rank]].without(getattr(own, kind)) for kind in KINDS}
+        others = {kind: medians[kind, rank // size].without(getattr(own, kind)) for kind in KINDS}
         kind = max(KINDS, key=lambda each: getattr(own, each) - others[each])
         taken, middle = getattr(own, kind), others[kind]
         if (taken - middle) / own.total >= threshold:
@@ -228,26 +224,14 @@ def find_stragglers(times: Sequence[StepTimes], layout: Any, threshold: float) -
     return sorted(found, key=lambda each: each.share, reverse=True)
 
 
-def _by_stage(values: Sequence[float], stages: Sequence[int]) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    for value, stage in zip(values, stages, strict=True):
-        found.setdefault(stage, []).append(value)
-    return found
-
-
 class _Medians:
-    """Medians of all numbers but one: sorted once, since each of 100,000 ranks is held against all others."""
+    """Medians of all numbers but one; sorted once, since each of 100,000 ranks is compared with all others."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._sorted = sorted(values)
 
-    @property
-    def has_others(self) -> bool:
-        """Whether there is more than one number."""
-        return len(self._sorted) > 1
-
     def without(self, value: float) -> float:
-        """The median of the others than ``value``, which is one of the numbers."""
+        """Return the median without ``value``, which is one of the numbers."""
         left_out = bisect_left(self._sorted, value)
         half, is_odd = divmod(len(self._sorted) - 1, 2)
         places = (half,) if is_odd else (half - 1, half)
@@ -255,12 +239,6 @@ class _Medians:
 
 
 def _place(coordinates: dict[str, int], layout: Any) -> str:
-    """Coordinates along the axes that there are, if more than one tells ranks apart."""
+    """Return the coordinates along axes of size above 1, if there are several such axes."""
     axes = [axis for axis in coordinates if getattr(layout, axis) > 1]
     return ", ".join(f"{axis} {coordinates[axis]}" for axis in axes) if len(axes) > 1 else ""
-
-
-def _of_all_ranks(own: Sequence[float], trainer: Trainer) -> list[StepTimes]:
-    """What every rank has measured, by rank. A collective."""
-    mine = torch.tensor(own, dtype=torch.float32, device=trainer.strategy.root_device)
-    return [StepTimes(*row) for row in all_gather_rows(mine).tolist()]

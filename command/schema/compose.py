@@ -29,8 +29,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainwright.callbacks.inject.words import take_inject
-from trainwright.callbacks.monitor.trace.profile_word import spell_out_profile
+from trainwright.callbacks.inject.sentences import split_inject
+from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
     ComposeFault,
     extra_keys,
@@ -132,7 +132,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Compos
     problems = _problems_of_config_dir(config_dir)
     if problems:
         return Composition(problems=problems)
-    faults = take_inject(overrides)
+    faults = split_inject(overrides)
     loader = config_loader(config_dir)
     expansion: Expansion[ImportReport] | None = None
     typed = _sizes_of_models(loader, quote_paths(faults.rest))
@@ -144,8 +144,8 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Compos
         _add_expansion(result, expansion)
     result.problems += faults.problems
     if result.cfg is not None:
-        faults.put_into(result.cfg)
-        result.problems += spell_out_profile(result.cfg)
+        faults.apply_to(result.cfg)
+        result.problems += expand_profile(result.cfg)
     return result
 
 

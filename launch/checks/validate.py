@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.callbacks.guard.options import guard_refusals
-from trainwright.callbacks.inject.words import inject_problems
+from trainwright.callbacks.inject.sentences import inject_problems
 from trainwright.core.config.missing import missing_values, resolved, without_missing
 from trainwright.core.config.targets import problem_of_target, targets_in
 from trainwright.core.device_profiles import profile_problems

@@ -1,4 +1,4 @@
-"""Train one unmodified LightningModule on any layout of machines, chosen by configuration alone.
+"""Train an unmodified LightningModule on any layout of machines, chosen by configuration alone.
 
 Public names are loaded on first use: `import trainwright` and `trainwright --help` cost neither torch nor Lightning.
 """

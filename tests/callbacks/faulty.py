@@ -1,4 +1,4 @@
-"""Runs with faults in them, and processes of their own for those that a fault ends."""
+"""Runs with injected faults, in child processes if the fault ends the process."""
 
 import faulthandler
 import json
@@ -24,11 +24,11 @@ from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 
-PATIENCE = 30.0  # seconds that something may take which takes an instant
+PATIENCE = 30.0  # timeout in seconds
 
 
 class Steps(Callback):
-    """What a run did: ``(optimizer step, loss)`` of each micro-batch."""
+    """Records ``(optimizer step, loss)`` of each micro-batch."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[int, float]] = []
@@ -52,7 +52,7 @@ def fit(
     network: str = "gpt",
     **trainer_options: Any,
 ) -> Any:
-    """Train a small language model on the ranks there are; returns the Trainer."""
+    """Train a small language model on all ranks; return the Trainer."""
     has_checkpoint = any(isinstance(each, Checkpoint) for each in callbacks)
     usual = {
         "global_batch_size": 8,
@@ -76,13 +76,13 @@ def world() -> int:
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
-    """Copies of what this rank holds of the parameters, by name; what is not here is left out."""
+    """Return copies of this rank's parameters by name, without those of other stages."""
     held = {name: getattr(p, "_local_tensor", p) for name, p in trainer.lightning_module.named_parameters()}
     return {name: p.detach().clone() for name, p in held.items() if p.numel() and not p.is_meta}
 
 
 class Child:
-    """A forked process that runs ``work``; for a rank of the pool that has no process group."""
+    """A forked process that runs ``work``, for a pool rank without a process group."""
 
     def __init__(self, work: Callable[[], Any], name: str = "child") -> None:
         self.stacks = Path(f"{name}.stacks").absolute()
@@ -104,7 +104,7 @@ class Child:
                 os._exit(code)
 
     def _beat(self) -> None:
-        """Show that threads of Python run."""
+        """Append to a file every 10 ms while Python threads run."""
         count = 0
         while True:
             self.beats.write_text(str(count := count + 1))
@@ -115,8 +115,8 @@ class Child:
         return int(text or 0)
 
     def stack(self) -> str:
-        """The Python stack of its main thread now, or the first lines of it."""
-        wait_until(self.beats.exists, "it has not begun")  # before that, the signal would go to its parent's handler
+        """Return the current Python stack of its main thread, or the first lines of it."""
+        wait_until(self.beats.exists, "it has not begun")  # before that, the parent's handler would get the signal
         self.stacks.write_text("")
         wait_until(self._answers, "its stack was not written")
         return self.stacks.read_text()
@@ -129,7 +129,7 @@ class Child:
         return "File" in self.stacks.read_text()
 
     def wait_within(self, function: str) -> str:
-        """Its stack, as soon as ``function`` is on it."""
+        """Return its stack as soon as ``function`` is on it."""
         stack = ""
 
         def is_there() -> bool:
@@ -144,13 +144,13 @@ class Child:
         return stack
 
     def _end(self) -> str:
-        """How it ended, if it has."""
+        """Return its wait status, or ``None`` if it is running."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         error = self.error.read_text() if self.error.exists() else ""
         return f"\nIt has ended ({os.waitstatus_to_exitcode(status)}). {error}" if pid else "\nIt lives."
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal."""
+        """Return its exit code, negative for a signal."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -161,7 +161,7 @@ class Child:
         raise AssertionError(f"the process had not ended after {PATIENCE:g} s")
 
     def wait_stopped(self) -> None:
-        """Until it is stopped by a signal."""
+        """Wait until a signal stops it."""
 
         def is_stopped() -> bool:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
@@ -184,7 +184,7 @@ def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
 
 @contextmanager
 def group_of(rank: int, world_size: int, port: int) -> Iterator[None]:
-    """This process as one rank of a process group of its own."""
+    """Make this process a rank of a new process group."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(port))
     dist.init_process_group(
@@ -198,11 +198,11 @@ def group_of(rank: int, world_size: int, port: int) -> Iterator[None]:
 
 
 def firings(rank: int = 0) -> dict[str, int]:
-    """How often each fault has struck a rank of the run in the working folder."""
+    """Return how often each fault fired on a rank of the run in the working folder."""
     path = Path(f"run/faults/rank_{rank}.json")
     return {key: len(each) for key, each in json.loads(path.read_text()).items()} if path.exists() else {}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return tensor.contiguous().view(-1).view(torch.uint8)

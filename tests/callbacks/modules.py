@@ -55,7 +55,7 @@ def loader(samples: int = 24, batch_size: int = 4) -> DataLoader[Any]:
 
 
 class Written(Logger):
-    """Keeps what is logged: one ``(step, metrics)`` per call."""
+    """Records one ``(step, metrics)`` per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Written(Logger):
         pass
 
     def column(self, name: str) -> dict[int | None, float]:
-        """Values of a metric by step."""
+        """Return the values of a metric by step."""
         return {step: metrics[name] for step, metrics in self.rows if name in metrics}
 
 
@@ -97,7 +97,7 @@ def train(
 
 
 class Clock:
-    """A clock that goes on when it is told to."""
+    """A manual clock."""
 
     def __init__(self) -> None:
         self.now = 0.0

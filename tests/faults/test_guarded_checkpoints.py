@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.callbacks.guard.test_loss_guard import Count, Faulty, assert_undisturbed
-from tests.trainer.held import PLACES, Losses, fit
+from tests.trainer.memory_harness import PLACES, Losses, fit
 from trainwright import DivergedError, LossGuard, RunStateCheckpoint
 from trainwright.checkpoint.read.run_state import RunState
 

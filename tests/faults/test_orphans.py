@@ -106,13 +106,13 @@ def test_nothing_outlives_the_agent_of_torchrun(conf: Path, tmp_path: Path) -> N
 
 WORKER = """
 import multiprocessing, os, time
-from trainwright.trainer.data.data_connector import HeedsItsRank
+from trainwright.trainer.data.data_connector import ShieldedWorker
 
 def work(rank):
     print(os.getpid(), flush=True)
     while os.getppid() == rank:
         time.sleep(0.01)
-    HeedsItsRank(None)(0)
+    ShieldedWorker(None)(0)
     time.sleep(1000)
 
 multiprocessing.get_context("fork").Process(target=work, args=(os.getpid(),)).start()

@@ -219,7 +219,7 @@ def test_a_file_that_appears(tmp_path: Path) -> None:
     _, ended = watched(tmp_path / "states", [Touch(tmp_path / "end"), preemption], None, 5, max_steps=2000)
     assert ended is not None
     assert (ended.code, ended.saved) == (143, True)
-    assert ended.told.reason == "the file of preemption.file"
+    assert ended.told.reason == "preemption.file"
 
 
 class Metadata:

@@ -249,7 +249,7 @@ def test_resuming_past_a_damaged_checkpoint(conf: Path) -> None:
     flip_bit("job/checkpoints/step=3")
     second = run_command(*words, *quiet, "max_steps=5")
     assert second.returncode == 0, second.stdout
-    assert f"passed over {Path('job/checkpoints/step=3').absolute()}: {RANK_FILE} (written by rank 0)" in second.stdout
+    assert f"skipped {Path('job/checkpoints/step=3').absolute()}: {RANK_FILE} (written by rank 0)" in second.stdout
     assert "step=2" in Path("job/logs/rank_0.log").read_text()
     found = json.loads(run_command("checkpoint", "list", "job", "--deep", "--json").stdout)
     assert [(row["step"], row["state"]) for row in found][:3] == [(5, "good"), (4, "good"), (3, "good")]

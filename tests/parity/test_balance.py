@@ -18,11 +18,11 @@ from tests.parity.harness import QUIET, Record, differences, make_trainer
 from tests.parity.layout_modules import LENGTH, make_module
 from tests.parity.layouts import LayoutCase as Case
 from tests.parity.layouts import Texts, WholeRecorder
-from tests.trainer.held import Hold, Model, make_loader
-from tests.trainer.held import fit as fit_held
-from tests.trainer.test_going_back import Judge
+from tests.trainer.memory_harness import Hold, Model, make_loader
+from tests.trainer.memory_harness import fit as fit_held
+from tests.trainer.test_rollback import Judge
 from trainwright import DealtStream
-from trainwright.callbacks.guard.verdict import GoBack
+from trainwright.callbacks.guard.verdict import RollBack
 from trainwright.callbacks.progress.throughput import num_samples
 
 TOLERANCE = 1e-6
@@ -320,7 +320,7 @@ def go_back(held_at: int, fault_at: int) -> tuple[list[float], list[float], list
     """Losses with equal shares, and of a run whose shares change and that goes back in memory."""
     calm, _ = fit_held("ddp", [Hold()], Model(dropout=0.0), loader=make_loader(), max_steps=8)
     hold, paced = Hold(held_at), Paced(SLOW_LAST)
-    judge = Judge(fault_at, lambda: GoBack(hold.snapshots.newest(held_at)))
+    judge = Judge(fault_at, lambda: RollBack(hold.snapshots.newest(held_at)))
     went, module = fit_held(
         "ddp", [judge, hold, paced], Model(dropout=0.0), loader=make_loader(), max_steps=8, balance=AUTO
     )
@@ -377,8 +377,8 @@ def test_data_of_which_nothing_can_be_moved(ranks: Any) -> None:
     expected = {
         "one sample": "balance with micro_batch_size=1: every rank needs one sample at a time",
         "own batches": "balance='auto' moves samples, but the training loader has a batch sampler of its own",
-        "stream": "balance='auto' cannot be had with this training loader (DataLoader)",
-        "dealt stream": "balance='auto' cannot be had with this training loader (DataLoader)",
+        "stream": "balance='auto' is not supported with this training loader (DataLoader)",
+        "dealt stream": "balance='auto' is not supported with this training loader (DataLoader)",
         "two loaders": "balance='auto' with 2 training loaders",
     }
     for said in ranks(said_of_loaders, 2):

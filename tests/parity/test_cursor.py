@@ -491,7 +491,7 @@ def saved(folder: Path, **options: Any) -> str:
 )
 def test_changed_data_are_refused(tmp_path, options, loaders, told):
     path = saved(tmp_path)
-    with pytest.raises(ValueError, match="would not go on in the data where the checkpoint stopped") as error:
+    with pytest.raises(ValueError, match="would not resume in the data where the checkpoint stopped") as error:
         run(Leg(options=options, loaders=loaders), path, None)
     for text in (*told, "allow_changed_data=True"):
         assert text in str(error.value)
@@ -580,7 +580,7 @@ def test_impossible_options_are_refused(options, told):
 @pytest.mark.parametrize("options", [{"data_partition": "hash"}, {"seed_samples": True}])
 @pytest.mark.parametrize("kind", ["stream", "stateful stream"])
 def test_what_a_stream_cannot_do_is_refused(options, kind):
-    with pytest.raises(ValueError, match="cannot be had with this training loader"):
+    with pytest.raises(ValueError, match="is not supported with this training loader"):
         run(Leg(options=options, loaders={"kind": kind}), None, None)
 
 

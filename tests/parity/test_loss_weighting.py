@@ -307,7 +307,7 @@ def test_a_strategy_that_would_not_weigh_is_refused():
     ("options", "said"),
     [
         ({"loss_weighting": "token"}, "loss_weighting='token' .allowed: 'micro_batch', 'tokens'"),
-        ({"token_count": "a.b:c"}, "token_count='a.b:c' is read with loss_weighting='tokens' only"),
+        ({"token_count": "a.b:c"}, "token_count='a.b:c' is used only with loss_weighting='tokens'"),
         ({"loss_weighting": "tokens", "token_count": "math:none"}, "cannot be found .*package.module:function"),
         ({"loss_weighting": "tokens", "token_count": "no_colon"}, "cannot be found"),
         ({"loss_weighting": "tokens", "token_count": "math:pi"}, "must be a function of the batch"),

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.harness import make_trainer, world_size
 from trainwright.trainer.loop import data_ranks
-from trainwright.trainer.loop.remembered_logs import shared_out
+from trainwright.trainer.loop.remembered_logs import redistribute
 
 SAMPLES, BATCH = 24, 4  # six steps an epoch
 
@@ -252,7 +252,7 @@ def test_what_was_collected_is_shared_out_whole(ranks_now: int) -> None:
         [entry("mean", 2.0, 3.0), entry("sum", 5.0, None), entry("max", 7.0, None), entry("min", -1.0, None)],
     ]
     saved[0].append(entry("mean", 9.0, 1.0, name="first alone", rank_zero_only=True))
-    shares = [{e["name"]: e for e in shared_out(saved, rank, ranks_now)} for rank in range(ranks_now)]
+    shares = [{e["name"]: e for e in redistribute(saved, rank, ranks_now)} for rank in range(ranks_now)]
     assert sum(share["mean"]["value"] for share in shares) == pytest.approx(8)
     assert sum(share["mean"]["count"] for share in shares) == pytest.approx(7)
     assert sum(share["sum"]["value"] for share in shares) == pytest.approx(8)

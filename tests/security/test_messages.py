@@ -55,7 +55,7 @@ def echo():
         if message == b"fail":
             raise RecursionError
         if message == b"stay":
-            server.admit(peer)
+            peer.is_admitted = True
         server.send(peer, message + b"\n", last=message == b"bye")
 
     server = MessageServer(handle, lost.append, name="echo", longest=100, seconds=1.0, strangers=8)

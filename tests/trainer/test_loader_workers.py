@@ -1,4 +1,4 @@
-"""Worker processes of data loaders outlive the signals that tell a run to end."""
+"""Loader workers outlive the signals that end a run."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainwright.trainer.data.data_connector import HeedsItsRank, spare_workers
+from trainwright.trainer.data.data_connector import ShieldedWorker, shield_workers
 from trainwright.trainer.data.wrapped_loader import WrappedLoader
 
 
 class Told(Dataset[int]):
-    """The worker gets each of the signals, from somebody else than its rank, while it reads a sample."""
+    """The worker gets each of the signals from another process while it reads a sample."""
 
     def __len__(self) -> int:
         return 3
@@ -28,7 +28,7 @@ class Told(Dataset[int]):
 
 
 class Starts(Dataset[int]):
-    """The worker starts a program and terminates it, as decoders of videos do."""
+    """The worker starts and terminates a program, as video decoders do."""
 
     def __len__(self) -> int:
         return 1
@@ -47,16 +47,16 @@ def make(data: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, num_workers=1, batch_size=None, multiprocessing_context="fork", **options)
 
 
-def test_a_worker_goes_on() -> None:
+def test_worker_ignores_signals() -> None:
     loader = make(Told())
-    spare_workers(loader)
+    shield_workers(loader)
     [worker] = set(loader)
     assert not Path(f"/proc/{worker}").exists()  # it ends with its loader
 
 
-def test_its_rank_can_end_it() -> None:
+def test_rank_terminates_worker() -> None:
     loader = make(Told(), persistent_workers=True)
-    spare_workers(loader)
+    shield_workers(loader)
     worker = next(iter(loader))
     [process] = loader._iterator._workers  # type: ignore[union-attr]
     assert process.pid == worker
@@ -65,9 +65,9 @@ def test_its_rank_can_end_it() -> None:
     assert process.exitcode == 0
 
 
-def test_it_outlives_the_thread_that_began_to_read() -> None:
+def test_worker_outlives_starting_thread() -> None:
     loader = make(Told(), persistent_workers=True)
-    spare_workers(loader)
+    shield_workers(loader)
     workers: list[int] = []
     thread = threading.Thread(target=lambda: workers.extend(loader))
     thread.start()
@@ -76,24 +76,24 @@ def test_it_outlives_the_thread_that_began_to_read() -> None:
     assert list(loader) == workers
 
 
-def test_programs_that_it_starts_can_be_ended() -> None:
+def test_child_programs_can_be_terminated() -> None:
     loader = make(Starts())
-    spare_workers(loader)
+    shield_workers(loader)
     assert list(loader) == [-signal.SIGTERM]
 
 
-def test_what_the_user_wants_done_first_is_done() -> None:
+def test_user_worker_init_fn_runs() -> None:
     loader = make(Starts(), worker_init_fn=own_init)
     for _ in range(2):
-        spare_workers(WrappedLoader(loader))
-    assert isinstance(loader.worker_init_fn, HeedsItsRank)
+        shield_workers(WrappedLoader(loader))
+    assert isinstance(loader.worker_init_fn, ShieldedWorker)
     assert loader.worker_init_fn.init is own_init
     assert list(loader) == [-signal.SIGTERM]
     assert Path("init_0").exists()
 
 
-def test_what_has_no_workers_is_left_alone() -> None:
+def test_no_workers() -> None:
     loader = DataLoader(Told())
-    spare_workers(loader)
-    spare_workers([1, 2])
+    shield_workers(loader)
+    shield_workers([1, 2])
     assert loader.worker_init_fn is None

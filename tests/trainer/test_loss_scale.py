@@ -1,4 +1,4 @@
-"""How the loss is scaled with precision=16-mixed."""
+"""Loss scaling with precision=16-mixed."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ INFINITE = 1e30
 
 
 class Module(pl.LightningModule):
-    """Overflows where its batch says so, and remembers the scale of each step."""
+    """Overflows for large batches, and records the scale of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def scales(loss_scale: dict[str, Any], batches: list[float], **options: Any) -> 
 
 
 def test_dynamic() -> None:
-    # It doubles after two good steps in a row, halves after an overflow, and not below the least.
+    # Doubled after two good steps in a row, halved after an overflow, at least the minimum.
     over = INFINITE * 1e9
     batches = [1.0, 1.0, over, over, over, over, 1.0]
     assert scales({"initial": 8.0, "growth_interval": 2, "least": 3.0}, batches) == [8, 8, 16, 8, 4, 3, 3]
@@ -58,7 +58,7 @@ def test_fixed() -> None:
     assert scales({"initial": 8.0, "growth_interval": 1, "fixed": True}, [1.0, INFINITE * 1e9, 1.0]) == [8, 8, 8]
 
 
-def test_default_is_that_of_torch() -> None:
+def test_default_is_torchs() -> None:
     assert scales({}, [1.0]) == [65536.0]
 
 
@@ -76,6 +76,6 @@ def test_refused(given: dict[str, Any], precision: str, part: str) -> None:
     assert part in problem
 
 
-def test_other_precisions_refuse_it() -> None:
+def test_other_precisions() -> None:
     with pytest.raises(ValueError, match="scales no loss"):
         scales({"initial": 8.0}, [1.0], precision="32")

@@ -1,4 +1,4 @@
-"""Every sample of an epoch is read once, whatever layouts take turns reading it."""
+"""Every sample of an epoch is read once, across changing layouts."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ EPOCH = 3
 
 @dataclass(frozen=True)
 class Turn:
-    """One layout's turn: so many optimizer steps, or fewer if the epoch ends before."""
+    """Optimizer steps under one layout; fewer if the epoch ends before."""
 
     ranks: int
     accumulation: int
@@ -63,7 +63,7 @@ def samplers_of(turn: Turn, samples: int, shuffle: bool) -> list[RankBatchSample
 
 
 def take(turn: Turn, samplers: list[Any], base: int, to_end: bool) -> tuple[list[list[int]], int]:
-    """Samples of each optimizer step of this turn, without padding, and the number of waves read."""
+    """Return the samples of each optimizer step of a turn, without padding, and the number of waves."""
     batches = [list(sampler) for sampler in samplers]
     assert len({len(read) for read in batches}) == 1, "as many waves on every rank"
     assert len(samplers[0]) == base + len(batches[0])
@@ -80,7 +80,7 @@ def take(turn: Turn, samplers: list[Any], base: int, to_end: bool) -> tuple[list
 
 
 def read_epoch(turns: list[Turn], samples: int, shuffle: bool) -> list[list[int]]:
-    """Samples of each step, by layouts that take turns until the last one ends the epoch."""
+    """Return the samples of each step, read by changing layouts until the end of the epoch."""
     steps: list[list[int]] = []
     where: dict[str, Any] = {"samples": 0, "history": []}
     for number, turn in enumerate(turns):
@@ -101,28 +101,28 @@ def read_epoch(turns: list[Turn], samples: int, shuffle: bool) -> list[list[int]
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 60), st.lists(TURNS, min_size=1, max_size=5), st.booleans())
-def test_layouts_that_take_turns_read_each_sample_once(samples, turns, shuffle):
+def test_changing_layouts_read_each_sample_once(samples, turns, shuffle):
     read = [index for step in read_epoch(turns, samples, shuffle) for index in step]
     assert sorted(read) == list(range(samples))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 60), st.lists(TURNS, min_size=2, max_size=4), st.sampled_from(PARTITIONS))
-def test_going_on_under_the_same_layout_reads_the_same_steps(samples, turns, partition):
+def test_resuming_same_layout_reads_same_steps(samples, turns, partition):
     first = Turn(turns[0].ranks, turns[0].accumulation, turns[0].micro, 0, partition)
     again = [Turn(first.ranks, first.accumulation, first.micro, turn.steps, partition) for turn in turns]
     assert read_epoch(again, samples, shuffle=True) == read_epoch([first], samples, shuffle=True)
 
 
 @pytest.mark.parametrize("layouts", [[(1, 12, 1), (2, 3, 2), (3, 1, 4), (4, 3, 1)], [(4, 1, 3), (1, 1, 12)]])
-def test_steps_of_one_size_are_the_same_under_every_layout(layouts):
+def test_equal_steps_under_all_layouts(layouts):
     alone = read_epoch([Turn(1, 1, 12, 0, "interleave")], 103, shuffle=True)
     turns = [Turn(ranks, accumulation, micro, 2, "interleave") for ranks, accumulation, micro in layouts]
     assert read_epoch(turns, 103, shuffle=True) == alone
 
 
 @pytest.mark.parametrize("partition", ["range", "hash"])
-def test_weights_of_a_step_make_a_mean_over_its_samples(partition):
+def test_loss_divisor_gives_sample_mean(partition):
     turn = Turn(3, 2, 4, 0, partition)
     samplers = samplers_of(turn, 61, shuffle=True)
     weights: dict[int, float] = {}
@@ -137,7 +137,7 @@ def test_weights_of_a_step_make_a_mean_over_its_samples(partition):
         assert [weights[index] for index in step] == pytest.approx([1 / len(step)] * len(step))
 
 
-def test_drop_last_leaves_out_steps_that_are_not_full():
+def test_drop_last():
     for partition in PARTITIONS:
         for rank in range(3):
             order = EpochOrder(SequentialSampler(range(53)), 0)
@@ -164,24 +164,24 @@ def test_ranges_are_contiguous_and_shuffled_within():
 
 
 @pytest.mark.parametrize(("before", "after", "ideal"), [(4, 5, 0.2), (8, 7, 0.125)])
-def test_hashed_samples_stay_with_their_rank(before, after, ideal):
+def test_hash_moves_few_samples(before, after, ideal):
     partition = HashPartition()
     old, new = owners(partition, 20_000, before), owners(partition, 20_000, after)
     assert np.mean(old != new) == pytest.approx(ideal, abs=0.02)
     for ranks, found in ((before, old), (after, new)):
         sizes = np.bincount(found, minlength=ranks)
         assert sizes.max() / sizes.mean() < 1.15
-    # One rank more takes samples from the others and moves none between them; one less gives away only its own.
+    # A new rank takes samples from the others and moves none between them; a removed one gives away its own.
     assert set(np.where(before < after, new, old)[old != new]) == {max(before, after) - 1}
 
 
-def test_a_hash_is_the_same_in_every_process_and_version():
+def test_hash_is_stable():
     assert [shard_of(key) for key in (0, 12345, "a/b.jpg", b"\x00\xff")] == [2948, 2164, 3431, 1968]
-    # What other implementations of the paper give.
+    # Results of other implementations of the paper.
     assert [jump_hash(*each) for each in ((1, 1), (42, 57), (0xDEAD10CC, 666), (256, 1024))] == [0, 43, 361, 520]
 
 
-def test_samples_of_one_key_stay_together():
+def test_data_key():
     partition = HashPartition(lambda index: f"document {index // 10}")
     found = owners(partition, 200, 5).reshape(20, 10)
     assert (found == found[:, :1]).all()
@@ -191,20 +191,20 @@ def test_samples_of_one_key_stay_together():
 
 
 @pytest.mark.parametrize("key", ["json:nothing", "nowhere:at_all", "json", "json:__name__", 3])
-def test_a_key_may_be_named_and_one_that_is_no_function_is_refused(key):
+def test_resolve_data_key(key):
     assert resolve_data_key("tests.trainer.test_partition:owners") is owners
     with pytest.raises(ValueError, match="data_key="):
         resolve_data_key(key)
 
 
-def test_indices_that_are_no_numbers_are_refused():
+def test_non_integer_indices():
     order = EpochOrder(["a", "b"], 0)
     with pytest.raises(ValueError, match="needs a sampler that yields whole numbers"):
         list(RankBatchSampler(order, 1, 0, 1, 1, False, HashPartition()))
     assert list(RankBatchSampler(order, 1, 0, 1, 1, False)) == [["a"], ["b"]]
 
 
-def test_a_history_is_short():
+def test_history_is_merged():
     history: tuple[Read, ...] = ()
     for read in [Read("interleave", 5), Read("interleave", 3), Read("hash", 0, 2, 4, 1), Read("hash", 0, 2, 4, 2)]:
         history = add_read(history, read)
@@ -213,7 +213,7 @@ def test_a_history_is_short():
     assert [Read.from_json(read.to_json()) for read in history] == list(history)
 
 
-def test_repeated_indices_are_dealt_as_often_as_they_come():
+def test_repeated_indices():
     indices = np.array([3, 3, 3, 1, 1, 0])
     for partition in (RangePartition(), HashPartition()):
         dealing = InQueues(indices, partition, 2, 1, 1, False)
@@ -225,10 +225,10 @@ def sampler_of(samples: int, micro: int = 4) -> RankBatchSampler:
     return RankBatchSampler(EpochOrder(SequentialSampler(range(samples)), 0), micro, 0, 1, 1, False)
 
 
-def test_a_cycled_loader_goes_on_within_its_pass():
+def test_resume_cycled_loader():
     read = [index for _ in range(3) for batch in sampler_of(10) for index in batch]
     sampler = sampler_of(10)
-    where = sampler.position(5)  # three batches are a pass
+    where = sampler.position(5)  # a pass has three batches
     assert where == {"samples": 8, "history": [], "passes": 1}
     resumed = sampler_of(10)
     resumed.resume(Resumed(0, 5, where["samples"], (), where["passes"]))
@@ -238,8 +238,8 @@ def test_a_cycled_loader_goes_on_within_its_pass():
     assert resumed.position(7) == {"samples": 4, "history": [], "passes": 2}
 
 
-def test_an_iterator_that_is_never_read_takes_nothing():
-    """A DataLoader with workers makes two iterators of its batch sampler and reads the second."""
+def test_unread_iterator():
+    """A DataLoader with workers creates two iterators of its batch sampler and reads the second."""
     sampler = sampler_of(10)
     sampler.resume(Resumed(0, 1, 4))
     unread = iter(sampler)
@@ -249,7 +249,7 @@ def test_an_iterator_that_is_never_read_takes_nothing():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 5), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1))
-def test_whole_batches_are_dealt_once(samples, size, turns):
+def test_dealt_batches(samples, size, turns):
     read: list[int] = []
     for number, (ranks, waves) in enumerate(turns):
         source = BatchSampler(RandomSampler(range(samples)), size, False)
@@ -265,14 +265,14 @@ def test_whole_batches_are_dealt_once(samples, size, turns):
     assert sorted(read) == list(range(samples))
 
 
-def test_whole_batches_that_end_elsewhere_are_refused():
+def test_dealt_batches_with_other_boundaries():
     sampler = DealtBatchSampler([[0, 1], [2, 3, 4], [5]], 0, 0, 1)
     sampler.resume(Resumed(0, 0, 3))
     with pytest.raises(ValueError, match="ends batches after 2 and 5 samples"):
         len(sampler)
 
 
-def test_an_epoch_is_resumed_in_the_order_in_which_it_began():
+def test_resume_with_saved_seed():
     def order(seed: int) -> EpochOrder:
         return EpochOrder(RandomSampler(range(20)), seed)
 
@@ -285,7 +285,7 @@ def test_an_epoch_is_resumed_in_the_order_in_which_it_began():
     assert list(sampler) == [list(later.indices())]
 
 
-def test_a_generator_of_the_samplers_own_is_as_reproducible():
+def test_sampler_with_own_generator():
     def draws() -> list[list[int]]:
         generator = torch.Generator().manual_seed(4)
         order = EpochOrder(WeightedRandomSampler(torch.ones(9), 9, generator=generator), 0)

@@ -1,4 +1,4 @@
-"""`ckpt_path="last"` and `"auto"`: the newest checkpoint that is good, on every rank alike."""
+"""`ckpt_path="last"` and `"auto"`: all ranks resume the newest good checkpoint."""
 
 import warnings
 from pathlib import Path
@@ -15,14 +15,14 @@ from tests.tools.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkp
 from trainwright import RunStateCheckpoint, Trainer
 from trainwright.checkpoint.format.tensor_file import bytes_of
 from trainwright.core.errors import CheckpointError
-from trainwright.trainer.resume import look_in
+from trainwright.trainer.resume import search_folders
 
 STRATEGIES = [("single", 1), ("ddp", 2), ("zero3", 2)]
 LAST, AUTO = "last", "auto"
 
 
 class Small(pl.LightningModule):
-    """Remembers the step at which training begins."""
+    """Records the step at which training starts."""
 
     began = -1
 
@@ -53,7 +53,7 @@ def loader() -> DataLoader[Any]:
 
 
 def fit(strategy: str, folder: Path, max_steps: int, ckpt_path: str | None = None) -> dict[str, Any]:
-    """Train; returns the step it began at, where it went on from, what it warned of, or how it failed."""
+    """Train; return the first step, the resumed path, the warnings and the error."""
     module, trainer = Small(), trainer_of(strategy, folder, max_steps)
     error = None
     with warnings.catch_warnings(record=True) as caught:
@@ -68,7 +68,7 @@ def fit(strategy: str, folder: Path, max_steps: int, ckpt_path: str | None = Non
 
 @pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
 @pytest.mark.parametrize("word", [LAST, AUTO])
-def test_the_newest_good_one(ranks, tmp_path, strategy, count, word):
+def test_newest_good_checkpoint(ranks, tmp_path, strategy, count, word):
     ranks(fit, count, strategy, tmp_path, 4)
     flip_bit(tmp_path / "step=4", f"rank_{count - 1:05d}.safetensors")
     cut_short(tmp_path / "step=3", "state.json")
@@ -78,35 +78,35 @@ def test_the_newest_good_one(ranks, tmp_path, strategy, count, word):
     damaged, truncated, went_on = results[0]["warned"]
     assert f"step=4: rank_{count - 1:05d}.safetensors (written by rank {count - 1}): changed content" in damaged
     assert "step=3: state.json (written by rank 0): truncated" in truncated
-    assert f"going on from {tmp_path / 'step=2'}" in went_on
+    assert f"resuming {tmp_path / 'step=2'}" in went_on
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_no_good_one(ranks, tmp_path, count):
+def test_no_good_checkpoint(ranks, tmp_path, count):
     strategy = "single" if count == 1 else "ddp"
     ranks(fit, count, strategy, tmp_path, 2)
     for step in (1, 2):
         flip_bit(tmp_path / f"step={step}", "tensors.json", at=9)
     for result in ranks(fit, count, strategy, tmp_path, 3, LAST):
         assert result["began"] == -1
-        assert "there is no good checkpoint; passed over" in result["error"]
+        assert "there is no good checkpoint; skipped" in result["error"]
         assert "tensors.json (written by rank 0)" in result["error"]
     results = ranks(fit, count, strategy, tmp_path, 3, AUTO)
     assert [result["began"] for result in results] == [0] * count
-    assert "starting afresh" in results[0]["warned"][-1]
+    assert "starting from scratch" in results[0]["warned"][-1]
     assert {result["from"] for result in results} == {None}
 
 
 @pytest.mark.parametrize("word", [LAST, AUTO])
-def test_none_at_all(ranks, tmp_path, word):
+def test_no_checkpoint(ranks, tmp_path, word):
     [result] = ranks(fit, 1, "single", tmp_path, 1, word)
     assert result["began"] == 0
-    # As in Lightning, "last" may be set before there is one; "auto" says by its name that this is as it should be.
+    # As in Lightning, "last" without a checkpoint is a warning; with "auto" it is normal.
     assert len(result["warned"]) == (word == LAST)
 
 
 @pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
-def test_a_path_is_not_replaced_by_another(ranks, tmp_path, strategy, count):
+def test_explicit_path_is_not_replaced(ranks, tmp_path, strategy, count):
     ranks(fit, count, strategy, tmp_path, 2)
     flip_bit(tmp_path / "step=2")
     for result in ranks(fit, count, strategy, tmp_path, 3, str(tmp_path / "step=2")):
@@ -115,7 +115,7 @@ def test_a_path_is_not_replaced_by_another(ranks, tmp_path, strategy, count):
         assert result["began"] == -1
 
 
-def test_weights_alone_are_not_gone_on_from(tmp_path):
+def test_weights_only_is_not_resumed(tmp_path):
     fit("single", tmp_path, 1)
     write_checkpoint(tmp_path / "weights", 5, kind="weights")
     result = fit("single", tmp_path, 2, AUTO)
@@ -123,28 +123,28 @@ def test_weights_alone_are_not_gone_on_from(tmp_path):
     assert "holds weights alone" in result["warned"][0]
 
 
-def test_measuring_the_last(tmp_path):
+def test_validate_last(tmp_path):
     fit("single", tmp_path, 3)
     norms = []
     for path in (str(tmp_path / "step=2"), LAST):
         trainer = trainer_of("single", tmp_path, 1)
         norms.append(trainer.validate(Small(), loader(), ckpt_path=path, verbose=False)[0]["norm"])
-        flip_bit(tmp_path / "step=3")  # after the first: the last is then the one that was measured
+        flip_bit(tmp_path / "step=3")  # the last good one is then the one measured first
     assert norms[0] == norms[1]
 
 
-def test_other_folders(tmp_path):
+def test_search_folders(tmp_path):
     fit("single", tmp_path / "old", 3)
     fit("single", tmp_path / "older", 6)
     module, trainer = Small(), trainer_of("single", tmp_path / "new", 4)
-    look_in(trainer, [str(tmp_path / "empty"), str(tmp_path / "old"), str(tmp_path / "older")])
+    search_folders(trainer, [str(tmp_path / "empty"), str(tmp_path / "old"), str(tmp_path / "older")])
     trainer.fit(module, loader(), ckpt_path=LAST)
     assert module.began == 3
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"step=4"}
 
 
-def test_what_lightnings_callback_saves(tmp_path):
-    """Run states under our strategies, so a damaged one is found as well; a file that was cut short is passed over."""
+def test_lightning_model_checkpoint(tmp_path):
+    """A damaged or truncated file of Lightning's callback is found."""
     saver = ModelCheckpoint(str(tmp_path), "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
     trained = Small()
     trainer_of("single", tmp_path, 3, callbacks=[saver]).fit(trained, loader())
@@ -161,7 +161,7 @@ def test_what_lightnings_callback_saves(tmp_path):
 
 
 def fit_from_weights(folder: Path, strategy: str, word: str | None) -> tuple[int, float]:
-    """Begin with the weights in ``folder/weights``; returns the step that training began at, and the norm there."""
+    """Initialize from the weights in ``folder/weights``; return the first step and the norm there."""
     torch.manual_seed(5)
     module, trainer = Small(), trainer_of(strategy, folder / "run", 3)
     trainer.strategy.state.init_from = str(folder / "weights/step=1")
@@ -172,19 +172,19 @@ def fit_from_weights(folder: Path, strategy: str, word: str | None) -> tuple[int
 
 
 @pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
-def test_auto_begins_with_weights_once(ranks, tmp_path, strategy, count):
-    """The first start begins with them, the next ones go on."""
+def test_init_from_weights_once(ranks, tmp_path, strategy, count):
+    """The first start uses them, later ones resume."""
     ranks(fit, count, strategy, tmp_path / "weights", 1)
     starts = [ranks(fit_from_weights, count, tmp_path, strategy, AUTO) for _ in range(2)]
     assert [began for began, _ in starts[0]] == [0] * count
-    assert [began for began, _ in starts[1]] == [-1] * count  # at its end: nothing was left to train
+    assert [began for began, _ in starts[1]] == [-1] * count  # at the end of training
     assert len({norm for start in starts for _, norm in start}) == 1
     torch.manual_seed(5)
     assert starts[0][0][1] != float(Small().layer.weight.norm())
 
 
 def fit_from_file(strategy: str, folder: Path, weights_only: bool | None) -> str:
-    """Go on from a file of Lightning's that holds an object; returns the error, or the step that training began at."""
+    """Resume a Lightning file that holds an object; return the error or the first step."""
     module, trainer = Small(), trainer_of(strategy, folder, 3, callbacks=[], enable_checkpointing=False)
     try:
         trainer.fit(module, loader(), ckpt_path=str(folder / "file.ckpt"), weights_only=weights_only)
@@ -194,8 +194,8 @@ def fit_from_file(strategy: str, folder: Path, weights_only: bool | None) -> str
 
 
 @pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
-def test_a_file_is_trusted_only_when_told(ranks, tmp_path, strategy, count):
-    """Also by strategies that restore late, for which Lightning forgets `weights_only`."""
+def test_weights_only(ranks, tmp_path, strategy, count):
+    """Including strategies that restore after setup, for which Lightning drops `weights_only`."""
     trainer = pl.Trainer(devices=1, max_steps=2, **QUIET)
     trainer.fit(Small(), loader())
     trainer.save_checkpoint(tmp_path / "file.ckpt")

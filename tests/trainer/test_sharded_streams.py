@@ -1,4 +1,4 @@
-"""Data in shards: each rank reads its own, and any other number of ranks takes up what is left."""
+"""Sharded data: each rank reads its own shards, and any number of ranks resumes the rest."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainwright.trainer.data.reading import dealer_of
 from trainwright.trainer.data.streams import sources
 from trainwright.trainer.data.streams.pieces import UNKNOWN, Pieces, ShardPiece, deal
 
-# Ranks, micro-batch, optimizer steps after which the run stops, workers: twice within the first epoch.
+# Ranks, micro-batch, last optimizer step, workers; two stops within the first epoch.
 LEGS = [(2, 3, 2, 2), (3, 2, 3, 2), (1, 4, -1, 1)]
 
 
 class Numbers(pl.LightningModule):
-    """Writes down what it is trained on, without padding; its gradient is the mean over samples."""
+    """Records its training samples without padding; its gradient is the mean over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def fit(
 
 
 def epochs(found: list[Any]) -> dict[int, list[int]]:
-    """Epoch -> samples, of all ranks."""
+    """Return the samples of all ranks by epoch."""
     read: dict[int, list[int]] = {}
     for records, _ in found:
         for epoch, _, samples in records:
@@ -87,7 +87,7 @@ def epochs(found: list[Any]) -> dict[int, list[int]]:
 
 
 def write(folder: Path, kind: str) -> None:
-    """Write the numbers; skips the test if the package that does so is not installed."""
+    """Write the numbers; skip the test if the package for it is not installed."""
     package = {"mosaic": "streaming", "lit": "litdata"}.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -95,7 +95,7 @@ def write(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WRITE)
-def test_a_run_resumes_on_any_number_of_ranks_and_workers(ranks, tmp_path, kind):
+def test_resume_on_any_ranks_and_workers(ranks, tmp_path, kind):
     folder = tmp_path / kind
     folder.mkdir()
     write(folder, kind)
@@ -111,7 +111,7 @@ def test_a_run_resumes_on_any_number_of_ranks_and_workers(ranks, tmp_path, kind)
     assert Counter(read[0]) == Counter(range(SAMPLES))
     assert Counter(read[1]) == Counter(range(SAMPLES))
     assert read[0] != read[1]
-    # Every gradient was the mean over the samples of its step, of all ranks.
+    # Every gradient is the mean over the samples of its step.
     means: dict[int, list[int]] = {}
     for records, _ in found:
         for _, step, samples in records:
@@ -120,7 +120,7 @@ def test_a_run_resumes_on_any_number_of_ranks_and_workers(ranks, tmp_path, kind)
 
 
 @pytest.mark.parametrize("kind", ["map", "tar"])
-def test_the_same_ranks_and_workers_resume_as_if_they_had_not_stopped(ranks, tmp_path, kind):
+def test_resume_is_exact(ranks, tmp_path, kind):
     folder, save = tmp_path / kind, str(tmp_path / "run.ckpt")
     folder.mkdir()
     write(folder, kind)
@@ -134,7 +134,7 @@ def test_the_same_ranks_and_workers_resume_as_if_they_had_not_stopped(ranks, tmp
 
 
 def fit_and_note_files(folder: Path, kind: str, seed: int) -> tuple[list[Any], list[str]]:
-    """What :func:`fit` gives, and which files of the data this rank has opened."""
+    """Return the result of :func:`fit`, and the data files that this rank opened."""
     opened: list[str] = []
     usual = open
 
@@ -142,20 +142,20 @@ def fit_and_note_files(folder: Path, kind: str, seed: int) -> tuple[list[Any], l
         opened.append(Path(str(file)).name)
         return usual(file, *args, **options)
 
-    # Packages may open the first shard to find out its columns.
+    # Packages may open the first shard to read its columns.
     forget = LambdaCallback(on_fit_start=lambda *_: opened.clear())
     with mock.patch("builtins.open", noting):
         read, _ = fit(folder, kind, 3, -1, 0, None, None, max_epochs=1, data_seed=seed, callbacks=[forget])
     return read, sorted({name for name in opened if Path(name).suffix in (".jsonl", ".mds", ".bin", ".tar")})
 
 
-# Arrow files are all mapped when they are loaded.
+# All Arrow files are mapped at load time.
 @pytest.mark.parametrize("kind", [kind for kind in WRITE if kind != "map"])
-def test_a_rank_opens_its_own_shards_alone(ranks, tmp_path, kind):
+def test_ranks_open_only_their_shards(ranks, tmp_path, kind):
     write(tmp_path, kind)
     first = ranks(fit_and_note_files, 2, tmp_path, kind, 5, timeout=90)
     (_, one), (_, other) = first
-    # Where sizes are known, the parts of ranks are equal, so that one shard may be shared.
+    # With known sizes, the parts of ranks are equal, so ranks may share one shard.
     assert len(set(one) & set(other)) <= (kind in ("lit", "mosaic"))
     shards = len(list(tmp_path.rglob("*.tar")) or list(tmp_path.rglob("*.jsonl")) or set(one) | set(other))
     assert len(set(one) | set(other)) == shards > 2
@@ -165,7 +165,7 @@ def test_a_rank_opens_its_own_shards_alone(ranks, tmp_path, kind):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_without_a_trainer_gives_each_sample_once(tmp_path, workers):
+def test_loader_without_trainer(tmp_path, workers):
     write(tmp_path, "tar")
     loader = DataLoader(ShardedStream(READ["tar"](tmp_path)), batch_size=4, num_workers=workers, collate_fn=indices)
     read = torch.cat(list(loader)).tolist()
@@ -174,19 +174,19 @@ def test_a_loader_without_a_trainer_gives_each_sample_once(tmp_path, workers):
     assert indices(list(in_order)).tolist() == list(range(SAMPLES))
 
 
-def test_a_sample_of_a_tar_file_is_its_files(tmp_path):
+def test_tar_sample(tmp_path):
     write(tmp_path, "tar")
     first = next(iter(ShardedStream([tmp_path / "0.tar"], shuffle=False)))
     assert first == {"__key__": "all/0000", "__url__": str(tmp_path / "0.tar"), "txt": b"0", "note.json": b"{}"}
 
 
-def test_the_last_step_is_left_out_if_asked(ranks, tmp_path):
+def test_drop_last(ranks, tmp_path):
     write(tmp_path, "map")
     found = ranks(fit, 2, tmp_path, "map", 3, -1, 0, None, None, drop_last=True, max_epochs=1)
     assert sum(len(samples) for records, _ in found for *_, samples in records) == SAMPLES // 12 * 12
 
 
-def test_another_order_is_refused_in_the_midst_of_an_epoch(tmp_path):
+def test_changed_order_within_epoch(tmp_path):
     write(tmp_path, "tar")
     path = str(tmp_path / "run.ckpt")
     fit(tmp_path, "tar", 12, 2, 0, None, path)
@@ -202,13 +202,13 @@ def test_another_order_is_refused_in_the_midst_of_an_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pickle", "pyd", "pth", "meta.pkl"])
-def test_pickles_in_tar_files_are_refused(tmp_path, kind):
+def test_tar_pickles(tmp_path, kind):
     write_tar(tmp_path, kind)
     with pytest.raises(ValueError, match=r"0.tar holds all/0000.*a pickle"):
         next(iter(ShardedStream(READ["tar"](tmp_path), shuffle=False)))
 
 
-def test_pickles_of_litdata_are_refused(tmp_path):
+def test_litdata_pickles(tmp_path):
     pytest.importorskip("litdata")
     write_lit(tmp_path, {1, 2})
     with pytest.raises(ValueError, match="hold pickle, which is a pickle"):
@@ -223,19 +223,19 @@ def refuse_mosaic(folder: Path) -> str:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("streaming") is None, reason="streaming is not installed")
-def test_pickles_of_mosaic_are_refused(ranks, tmp_path):
+def test_mosaic_pickles(ranks, tmp_path):
     ranks(refuse_mosaic, 1, tmp_path / "shards", init_group=False)
 
 
 @pytest.mark.parametrize("change", [lambda data: data.shuffle(seed=1), lambda data: data.shuffle(seed=1).map(dict)])
-def test_data_that_are_shuffled_already_are_refused(tmp_path, change):
+def test_shuffled_data(tmp_path, change):
     write(tmp_path, "iterable")
-    with pytest.raises(ValueError, match="Leave out .shuffle"):
+    with pytest.raises(ValueError, match="Remove .shuffle"):
         ShardedStream(change(READ["iterable"](tmp_path)))
 
 
-def test_what_cannot_be_read_is_refused(ranks, tmp_path):
-    with pytest.raises(TypeError, match="whose shards are not known. Use a Dataset or"):
+def test_unsupported_data(ranks, tmp_path):
+    with pytest.raises(TypeError, match="whose shards are unknown. Use a Dataset or"):
         ShardedStream(range(5))
     with pytest.raises(ValueError, match="shards_at_once=4 and buffer=3"):
         ShardedStream("*.tar", buffer=3)
@@ -256,7 +256,7 @@ def test_what_cannot_be_read_is_refused(ranks, tmp_path):
     ranks=st.integers(1, 4),
     workers=st.integers(1, 3),
 )
-def test_what_is_left_is_dealt_once(sizes, known, read, micro, ranks, workers):
+def test_remaining_pieces_are_dealt_once(sizes, known, read, micro, ranks, workers):
     done = [(shard, min(ends), max(ends)) for shard, *ends in read if shard < len(sizes)]
     left = Pieces(done).missing(range(len(sizes)), sizes if known else [UNKNOWN] * len(sizes))
     dealt = [[deal(left, micro, rank, ranks, worker, workers) for worker in range(workers)] for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""A signal that one rank gets ends all of them, at the same step."""
+"""A signal to one rank ends all ranks at the same step."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from trainwright.trainer.signals import Pace
 
 
 class ToldToEnd(pl.Callback):
-    """Rank 1 gets a SIGTERM at the first occasion of its kind."""
+    """Rank 1 gets SIGTERM at the first call of a hook."""
 
     def __init__(self, hook: str) -> None:
         self.told = False
@@ -37,7 +37,7 @@ class ToldToEnd(pl.Callback):
 
 
 def step_at_the_end(hook: str) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning leaves a handler of the pool's in its place
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else Lightning would keep the handler of the pool
     trainer = make_trainer("ddp", max_epochs=100, callbacks=[ToldToEnd(hook)])
     data = DataLoader(Tokens(), batch_size=12)
     with pytest.raises(SystemExit):
@@ -52,7 +52,7 @@ def test_ranks_end_together(ranks, hook):
 
 
 class Forks(pl.Callback):
-    """Forks a process while the run heeds signals, as a pool of workers does, and sends it some."""
+    """Forks a process while the run handles signals, as worker pools do, and signals it."""
 
     def __init__(self) -> None:
         self.codes: list[int | None] = []
@@ -62,7 +62,7 @@ class Forks(pl.Callback):
         child = get_context("fork").Process(target=_says_that_it_runs, args=(sender,), daemon=True)
         child.start()
         assert child.pid is not None
-        receiver.recv()  # Python forgets signals that come while it forks
+        receiver.recv()  # Python drops signals during a fork
         for number, seconds in ((signal.SIGUSR1, 0.3), (signal.SIGTERM, 30.0)):
             os.kill(child.pid, number)
             child.join(seconds)
@@ -76,18 +76,18 @@ def _says_that_it_runs(to: Connection) -> None:
     time.sleep(60)
 
 
-def test_a_forked_process_can_be_terminated() -> None:
-    """Else who ends it would wait for ever: `Pool.terminate`, or the interpreter for processes that are daemons."""
+def test_forked_process_terminates() -> None:
+    """Otherwise `Pool.terminate`, or the interpreter for daemonic processes, would wait forever."""
     forks = Forks()
     trainer = make_trainer("single", max_steps=1, callbacks=[forks, Preemption()])
     trainer.fit(make_module("decoder-sgd"), DataLoader(Tokens(), batch_size=12))
-    # A scheduler sends the other signals to every process of a job, which the run is to survive.
+    # A scheduler sends the other signals to all processes of a job.
     assert forks.codes == [None, -signal.SIGTERM]
     assert not trainer.received_sigterm
 
 
 def distances(seconds_per_batch: float, batches: int) -> list[int]:
-    """Batches between one agreement and the next, of ranks that all need so long for a batch."""
+    """Return the batches between agreements of ranks with equal batch times."""
     pace, found, passed = Pace(seconds=1.0), [], 0
     for _ in range(batches):
         passed += 1
@@ -98,19 +98,19 @@ def distances(seconds_per_batch: float, batches: int) -> list[int]:
     return found
 
 
-def test_slow_batches_are_each_agreed_upon() -> None:
+def test_agreement_after_every_slow_batch() -> None:
     assert distances(10.0, 4) == [1, 1, 1, 1]
     assert distances(0.75, 4) == [1, 1, 1, 1]
 
 
-def test_quick_batches_are_agreed_upon_by_time() -> None:
-    # Not beyond 16 times what was known to be right.
+def test_agreement_by_time() -> None:
+    # At most 16 times the previous distance.
     assert distances(1 / 128, 500) == [1, 16, 128, 128, 128]
     assert distances(2.0**-20, 2000) == [1, 16, 256, 512, 512, 512]
 
 
 class Clock(pl.Callback):
-    """Stands for the time of this rank: it passes between one batch and the next, and at no other moment."""
+    """The clock of this rank, advanced after each batch."""
 
     def __init__(self, seconds_per_batch: float) -> None:
         self.seconds_per_batch = seconds_per_batch
@@ -121,7 +121,7 @@ class Clock(pl.Callback):
 
 
 def steps_of_agreements(seconds_of_ranks: list[float]) -> list[int]:
-    """After which steps the ranks agreed, each of which needs so long for a batch by its own clock."""
+    """Return the steps after which the ranks agreed, given their batch times."""
     clock = Clock(seconds_of_ranks[dist.get_rank()])
     trainer = make_trainer("ddp", max_epochs=1, callbacks=[clock, Preemption(check_seconds=0.125)])
     signals, steps = trainer._signal_connector, []
@@ -137,8 +137,8 @@ def steps_of_agreements(seconds_of_ranks: list[float]) -> list[int]:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_ranks_ask_by_the_slowest(ranks, slow):
-    # By the quick rank alone, the first distance would be 16. The end of the epoch counts as one more.
+def test_agreement_follows_slowest_rank(ranks, slow):
+    # The fast rank alone would wait 16 batches. The end of the epoch is an agreement too.
     seconds = [2.0**-5 if rank == slow else 2.0**-10 for rank in range(2)]
     assert ranks(steps_of_agreements, 2, seconds) == [[1, 5, 9, 13, 17, 21, 24]] * 2
 
@@ -164,7 +164,7 @@ trainer.fit(module, points())
 """
 
 
-def test_a_script_that_hangs_ends_in_time(ranks, tmp_path: Path) -> None:
+def test_hanging_script_ends_by_deadline(ranks, tmp_path: Path) -> None:
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment()}
     done = warm_run([sys.executable, "-c", SCRIPT], timeout=120, **options)
     assert done.returncode == 143, done.stdout
@@ -187,7 +187,7 @@ if sys.argv[1] == "allowed":
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.5)
     print("lives", flush=True)
-    os.kill(os.getpid(), signal.SIGINT)  # who is impatient
+    os.kill(os.getpid(), signal.SIGINT)  # a second signal
 elif sys.argv[1] == "end_at":
     watch.allow(Allowance([101], 30.0, lambda number: 7, lambda number: os.write(1, b"last words\\n")))
     watch.end_at(time.monotonic() + 0.2, 101)
@@ -195,7 +195,7 @@ elif sys.argv[1] == "child":
     child = get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     time.sleep(0.2)
-    child.terminate()  # its handler runs, and the signal is none of this process
+    child.terminate()  # the signal of the child does not count here
     time.sleep(0.5)
     print("lives", flush=True)
     child.kill()
@@ -209,6 +209,6 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("how", "code", "said"), [("allowed", 130, "lives\n"), ("end_at", 7, "last words\n"), ("child", 0, "lives\n")]
 )
-def test_the_watch_of_a_process(how: str, code: int, said: str) -> None:
+def test_shutdown_watch(how: str, code: int, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", WATCHED, how], stdout=subprocess.PIPE, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (code, said)

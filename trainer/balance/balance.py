@@ -1,8 +1,8 @@
-"""Who computes how much of the global batch: by measured speed, or as asked for.
+"""Balancing of the global batch over data ranks, by measured speed or fixed shares.
 
-A step consists of the same samples as ever, and the loss of a rank weighs as much as its samples, so that losses,
-gradients and parameters are those of equal shares. What moves is where each wave is cut. Every rank computes as many
-micro-batches as the others, of another size: forward and backward passes that are collectives still meet.
+A step consists of the same samples, and a rank's loss is weighted by its samples, so that losses, gradients and
+parameters equal those of equal shares. Only the cuts of each wave move. Every rank computes equally many micro-batches,
+of different sizes, so that collectives in forward and backward still match.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.balance.check import data_problems, layout_problems, micro_batch_problems, strategy_problems
 from trainwright.trainer.balance.options import AUTO, FIXED, NONE, BalanceArgument, BalanceOptions, balance_options
-from trainwright.trainer.balance.shares import Bounds, ShareSchedule, is_worth_it
+from trainwright.trainer.balance.shares import Bounds, ShareSchedule, divide, pays_off
 from trainwright.trainer.data.data_order import RankBatchSampler
 from trainwright.trainer.data.reading import dealer_of
 
-# Steps at the beginning that are left out: they compile, warm caches and make connections.
+# First steps that are not measured: compilation, warm caches, connections.
 _WARM_UP = 1
-# Shares that a message lists.
+# Shares listed in a message.
 _SHOWN = 16
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank tells of a window.
+    """One rank's measurements of a window.
 
     Args:
-        data_rank: among those that read different samples.
-        seconds: of its own computing, without waits.
-        samples: that its data rank computed.
-        drawn: batches of the epoch that its loader has drawn.
+        data_rank: its data-parallel rank.
+        seconds: of its own computation, without waits.
+        samples: computed by its data rank.
+        drawn: batches of the epoch drawn by its loader.
     """
 
     data_rank: int
@@ -53,15 +53,15 @@ class Measured:
 
 
 class Balance(Measuring):
-    """Deals the samples of a step to data ranks by their speed; made by ``Trainer(balance=...)``.
+    """Assigns samples of a step to data ranks by speed; created by ``Trainer(balance=...)``.
 
-    With ``"auto"``, every ``every_steps`` optimizer steps all ranks tell each other for how long they computed
-    (forward, backward and optimizer, without waits for other ranks) and for how many samples: one all-gather of four
-    numbers. All of them then decide alike. A data rank is as slow as the slowest of its ranks (of a pipeline, or along
-    the tensor and context axes). New shares hold from the first step on of which no loader has drawn a batch.
+    With ``"auto"``, all ranks exchange their computation time (forward, backward and optimizer, without waits) and
+    number of samples every ``every_steps`` optimizer steps, in one all-gather of four numbers, and decide alike. A data
+    rank is as slow as the slowest of its ranks (pipeline, tensor or context). New shares apply from the first step of
+    which no loader has drawn a batch.
 
     Args:
-        options: what was asked for, not ``"none"``.
+        options: not ``"none"``.
         strategy: of the run.
     """
 
@@ -71,19 +71,19 @@ class Balance(Measuring):
             Bounds() if options.kind == FIXED else Bounds(options.least_share, options.most_share)
         )
         self.make_clock: Callable[[Any], StepClock] = StepClock
-        """Makes what measures a rank's time, of what measures its waits."""
+        """Creates the clock of a rank."""
         self._strategy = strategy
-        self._seconds: list[float] | None = None  # per sample of each data rank, smoothed; None: not measured yet
+        self._seconds: list[float] | None = None  # per sample of each data rank, smoothed; None before measuring
         self._steps = StepCounter()
         self._wave_size = 0
-        self._done = -_WARM_UP  # steps of this window
-        self._samples = 0  # of this window
+        self._done = -_WARM_UP  # steps in this window
+        self._samples = 0  # in this window
         self._clock: StepClock | None = None
 
-    # ---- what is dealt --------------------------------------------------------------------------------------------
+    # ---- shares ---------------------------------------------------------------------------------------------------
 
     def shares_of(self, micro_batch_size: int) -> ShareSchedule:
-        """The shares for a loader with micro-batches of this size.
+        """Return the shares for a loader with micro-batches of this size.
 
         Raises:
             ValueError: if none of its samples can be moved.
@@ -96,8 +96,8 @@ class Balance(Measuring):
 
     @property
     def shares(self) -> list[int]:
-        """Samples of each data rank in a full micro-batch of all, as decided last."""
-        return self.schedule.latest_sizes(self._wave_size)
+        """Samples of each data rank in a full micro-batch, by the latest decision."""
+        return divide(self._wave_size, self.schedule.seconds, self.schedule.bounds)
 
     @property
     def _dealer(self) -> RankBatchSampler:
@@ -109,31 +109,35 @@ class Balance(Measuring):
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin with the shares asked for, or with equal ones."""
+        """Start with the given shares, or equal ones."""
         if stage != "fit":
             return
         ranks = self._strategy.ranks.num_data_ranks
         # Torch refuses BatchNorm of a single value.
-        least = max(self._strategy.options.least_batch(self._strategy.layout), 2 if _batch_norms(pl_module) else 1)
+        least = max(self._strategy.options.least_batch(self._strategy.layout), 2 if _has_batch_norm(pl_module) else 1)
         self.schedule.bounds = replace(self.schedule.bounds, least_samples=least)
         self.schedule.start([1 / share for share in self.options.shares or [1.0] * ranks])
         self._seconds = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure.
+        """Start measuring.
 
         Raises:
-            ValueError: if several loaders are read together.
+            ValueError: if there are several training loaders.
         """
         loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
         if len(loaders) != 1:
             raise ValueError(
-                f"balance={self.options.kind!r} with {len(loaders)} training loaders: nobody knows how their losses "
-                "are put together, so that shares of unequal weight cannot be. Use one loader, or balance='none'."
+                f"balance={self.options.kind!r} with {len(loaders)} training loaders: it is unknown how their losses "
+                "are combined, so unequal shares cannot be weighted. Use one loader, or balance='none'."
             )
-        _tell_of_batch_norm(pl_module)
+        if _has_batch_norm(pl_module):
+            rank_zero_warn(
+                f"balance: {type(pl_module).__name__} has BatchNorm, which normalizes over the samples of one rank, so "
+                "results depend on the shares. sync_batchnorm=True (trainer.sync_batchnorm=true) normalizes over all."
+            )
         self._steps.start(trainer)
-        self._forget_window()
+        self._done, self._samples = -_WARM_UP, 0
         if self.options.kind != AUTO:
             return
         self._clock = self.make_clock(trainer)
@@ -155,31 +159,31 @@ class Balance(Measuring):
             self._decide(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a window anew, after a step that is left out."""
+        """Start a new window, warm-up included."""
         self._steps.start(trainer)
-        self._forget_window()
+        self._done, self._samples = -_WARM_UP, 0
 
     def _stop(self) -> None:
         if self._clock is not None:
             self._clock.stop()
             self._clock = None
 
-    def _forget_window(self) -> None:
-        self._done, self._samples = -_WARM_UP, 0
-
-    # ---- deciding -------------------------------------------------------------------------------------------------
+    # ---- decisions ------------------------------------------------------------------------------------------------
 
     def _decide(self, trainer: Trainer) -> None:
         assert self._clock is not None
         seconds, *_ = self._clock.take(wait_for_device=True)
         dealer = self._dealer
-        everyone = self._of_all_ranks(Measured(dealer.data_rank, seconds, self._samples, dealer.drawn))
+        own = [dealer.data_rank, seconds, self._samples, dealer.drawn]
+        mine = torch.tensor(own, dtype=torch.float64, device=self._strategy.root_device)
+        rows = all_gather_rows(mine).tolist()
         self._done = self._samples = 0
         self._clock.refresh()
-        self.take_up(everyone, trainer)
+        measured = [Measured(int(rank), seconds, samples, int(drawn)) for rank, seconds, samples, drawn in rows]
+        self.apply(measured, trainer)
 
-    def take_up(self, everyone: Sequence[Measured], trainer: Any) -> None:
-        """Deal by what all ranks have measured, if that is worth it; the same on every rank."""
+    def apply(self, everyone: Sequence[Measured], trainer: Any) -> None:
+        """Change shares by the measurements of all ranks, if that pays off; equal on every rank."""
         measured = _per_sample(everyone, self._strategy.ranks.num_data_ranks)
         if measured is None:
             return
@@ -188,37 +192,31 @@ class Balance(Measuring):
         self._seconds = [keep * old + (1 - keep) * new for old, new in zip(before, measured, strict=True)]
         now, bounds = self.schedule.seconds, self.schedule.bounds
         epoch, batch = self._dealer.current_epoch, int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        if not is_worth_it(self._wave_size, now, self._seconds, bounds, self.options.least_gain):
+        if not pays_off(self._wave_size, now, self._seconds, bounds, self.options.least_gain):
             return
         per_step = trainer.accumulate_grad_batches
         first = -(-max(each.drawn for each in everyone) // per_step) * per_step
-        self.schedule.forget_before(epoch, batch - 1)
+        self.schedule.drop_before(epoch, batch - 1)
         self.schedule.change(epoch, first, self._seconds)
         rank_zero_info(
             f"Step {trainer.global_step}: of the {self._wave_size} samples that are computed at a time, the data ranks "
             f"get {_listed(self.shares)} from batch {first} of epoch {epoch} on."
         )
 
-    def _of_all_ranks(self, own: Measured) -> list[Measured]:
-        device = self._strategy.root_device
-        mine = torch.tensor([own.data_rank, own.seconds, own.samples, own.drawn], dtype=torch.float64, device=device)
-        rows = all_gather_rows(mine).tolist()
-        return [Measured(int(rank), seconds, samples, int(drawn)) for rank, seconds, samples, drawn in rows]
-
     # ---- the run state --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a run needs to go on with the same shares; the same on every rank."""
+        """Return the state of the shares, equal on every rank."""
         return {"measured": self._seconds, "dealt_by": list(self.schedule.seconds)}
 
-    def go_on_with(self, state: dict[str, Any] | None) -> None:
-        """Go on with the shares of another run, where they are of as many data ranks."""
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Resume saved shares, if the number of data ranks is the same."""
         if self.options.kind != AUTO or state is None:
             return
         ranks, before = self._strategy.ranks.num_data_ranks, len(state["dealt_by"])
         if before != ranks:
             rank_zero_info(
-                f"balance: begins with equal shares, since those saved are of {before} data ranks, not {ranks}."
+                f"balance: starts with equal shares, since those saved are of {before} data ranks, not {ranks}."
             )
             self.schedule.start([1.0] * ranks)
             self._seconds = None
@@ -228,14 +226,14 @@ class Balance(Measuring):
 
 
 def _listed(shares: Sequence[int]) -> str:
-    """The shares of the first data ranks, and between which those of the others are."""
+    """Format the shares of the first data ranks, and the range of the others."""
     shown = ", ".join(map(str, shares[:_SHOWN]))
     rest = shares[_SHOWN:]
     return f"{shown} and {len(rest)} others {min(rest)} to {max(rest)}" if rest else shown
 
 
 def _per_sample(everyone: Sequence[Measured], ranks: int) -> list[float] | None:
-    """Seconds per sample of each data rank, those of its slowest rank; ``None`` if one cannot tell."""
+    """Return the seconds per sample of each data rank (its slowest rank); ``None`` if unknown."""
     found = [0.0] * ranks
     for each in everyone:
         if each.samples <= 0 or each.seconds <= 0:
@@ -244,24 +242,16 @@ def _per_sample(everyone: Sequence[Measured], ranks: int) -> list[float] | None:
     return found
 
 
-def _batch_norms(module: LightningModule) -> bool:
-    """Whether the module normalises over the samples of one rank."""
+def _has_batch_norm(module: LightningModule) -> bool:
+    """Return whether the module normalizes over the samples of one rank."""
     return any(isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm) for each in module.modules())
 
 
-def _tell_of_batch_norm(module: LightningModule) -> None:
-    if _batch_norms(module):
-        rank_zero_warn(
-            f"balance: {type(module).__name__} has BatchNorm, which normalises over the samples of one rank, so that "
-            "results depend on the shares. sync_batchnorm=True (trainer.sync_batchnorm=true) normalises over all."
-        )
-
-
 def make_balance(trainer: Any, balance: BalanceArgument) -> Balance | None:
-    """The callback that ``Trainer(balance=...)`` asks for, put in its place; ``None`` for ``"none"``.
+    """Create and insert the callback for ``Trainer(balance=...)``; ``None`` for ``"none"``.
 
     Raises:
-        ValueError: if it cannot be had.
+        ValueError: if it is not supported.
     """
     options = balance_options(balance)
     if options.kind == NONE:
@@ -280,7 +270,7 @@ def make_balance(trainer: Any, balance: BalanceArgument) -> Balance | None:
     ]
     if problems:
         raise ValueError("; ".join(problems))
-    made = Balance(options, strategy)
-    # Before those that save: what they save knows of the shares.
-    trainer.callbacks.insert(0, made)
-    return made
+    created = Balance(options, strategy)
+    # Before callbacks that save, whose state includes the shares.
+    trainer.callbacks.insert(0, created)
+    return created

@@ -1,4 +1,4 @@
-"""``balance``: what may be asked for, judged before training begins, all at once. Without torch."""
+"""Options of ``balance``. Free of torch."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _RULES: dict[str, Rule] = {
 
 
 def balance_option_problems(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the options by themselves, one text each.
+    """Return what is wrong with the options by themselves, one message each.
 
     Args:
-        given: by name; those left out are at their default.
+        given: by name; the rest is at its default.
     """
     unknown = sorted(set(given) - set(_RULES))
     if unknown:
@@ -63,18 +63,18 @@ def balance_option_problems(given: Mapping[str, Any]) -> list[str]:
     options = {**asdict(BalanceOptions()), **given}
     problems = [f"balance.{problem}" for problem in broken_rules(_RULES, options)]
     if problems:
-        return problems  # what the values mean together can be judged only once each is possible
+        return problems  # combinations can be judged only if each value is valid
     return [*_about_shares(options), *_without_effect(options)]
 
 
 def _about_shares(options: Mapping[str, Any]) -> list[str]:
     if options["kind"] == FIXED and options["shares"] is None:
-        return ["balance.kind=fixed without balance.shares; say the parts of the data ranks: balance.shares=[3,1]"]
+        return ["balance.kind=fixed without balance.shares; set the shares of data ranks: balance.shares=[3,1]"]
     if options["kind"] != FIXED and options["shares"] is not None:
         shares = ",".join(f"{share:g}" for share in options["shares"])
         return [
-            f"balance.shares=[{shares}] with balance.kind={options['kind']}, which does not read them; take "
-            f"balance=fixed, or leave balance.shares out"
+            f"balance.shares=[{shares}] with balance.kind={options['kind']}, which does not read them; type "
+            "balance=fixed, or leave balance.shares out"
         ]
     return []
 
@@ -85,20 +85,20 @@ def _without_effect(options: Mapping[str, Any]) -> list[str]:
     default = BalanceOptions()
     return [
         f"balance.{each.name}={options[each.name]} with balance.kind={options['kind']}: nothing is measured, so it has "
-        f"no effect; take balance=auto, or leave balance.{each.name} out"
+        f"no effect; type balance=auto, or leave balance.{each.name} out"
         for each in fields(BalanceOptions)
         if each.name not in ("kind", "shares") and options[each.name] != getattr(default, each.name)
     ]
 
 
 def balance_options(balance: BalanceArgument) -> BalanceOptions:
-    """The options that ``Trainer(balance=...)`` stands for.
+    """Return the options for ``Trainer(balance=...)``.
 
     Args:
-        balance: a kind; or shares, for ``"fixed"``; or options by name, of which ``kind`` is ``"auto"`` if left out.
+        balance: a kind; or shares, for ``"fixed"``; or options by name, with ``kind`` defaulting to ``"auto"``.
 
     Raises:
-        ValueError: if they are impossible.
+        ValueError: if they are invalid.
     """
     if isinstance(balance, str):
         given: dict[str, Any] = {"kind": balance}

@@ -1,7 +1,6 @@
-"""How the samples of a wave are dealt out to ranks of unequal speed, and from when on. Without torch.
+"""Distribution of the samples of a wave over ranks of unequal speed. Free of torch.
 
-What a step consists of never changes: a wave (``Waves``) keeps its samples, only where
-it is cut moves.
+A wave (``Waves``) keeps its samples; only its cuts move.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-# Halvings of the time within which a wave is done: more than a double has digits.
+# Bisection steps: more than a double has digits.
 _HALVINGS = 64
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How few and how many samples a rank may have.
+    """Minimum and maximum samples of a rank.
 
     Args:
-        least_share: part of an equal share that a rank keeps at least.
-        most_share: times an equal share that a rank gets at most.
-        least_samples: samples that a rank keeps at least, in waves that have as many for each.
+        least_share: minimum, as a fraction of an equal share.
+        most_share: maximum, as a multiple of an equal share.
+        least_samples: minimum number of samples, in waves large enough for all.
     """
 
     least_share: float = 0.0
@@ -32,19 +31,19 @@ class Bounds:
     least_samples: int = 1
 
     def of(self, samples: int, ranks: int) -> tuple[int, int]:
-        """Fewest and most samples of a rank in a wave of ``samples``."""
+        """Return the minimum and maximum samples of a rank in a wave of ``samples``."""
         equal, each = samples / ranks, samples // ranks
         fewest = min(max(self.least_samples, math.floor(self.least_share * equal)), each)
         most = samples if math.isinf(self.most_share) else math.floor(self.most_share * equal)
         return fewest, max(most, -(-samples // ranks))
 
 
-def deal_out(samples: int, seconds: Sequence[float], bounds: Bounds) -> list[int]:
-    """Samples of each rank such that the last rank is done as early as can be.
+def divide(samples: int, seconds: Sequence[float], bounds: Bounds) -> list[int]:
+    """Return the samples of each rank such that the last rank finishes as early as possible.
 
     Args:
         samples: of all ranks.
-        seconds: that each rank takes for one sample, in any unit; above 0.
+        seconds: per sample of each rank, in any unit; above 0.
         bounds: of each rank's samples.
     """
     fewest, most = bounds.of(samples, len(seconds))
@@ -60,7 +59,7 @@ def deal_out(samples: int, seconds: Sequence[float], bounds: Bounds) -> list[int
         else:
             impossible = middle
     sizes = done_within(possible)
-    # Those that are done at the same time are left: one each, the fastest and then the first ranks before others.
+    # The rest finish at the same time: one each, to the fastest and then the first ranks.
     next_done = [((size + 1) * each, rank) for rank, (size, each) in enumerate(zip(sizes, seconds, strict=True))]
     heapq.heapify(next_done)
     for _ in range(samples - sum(sizes)):
@@ -73,22 +72,22 @@ def deal_out(samples: int, seconds: Sequence[float], bounds: Bounds) -> list[int
 
 
 def seconds_of_wave(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """When the last rank is done."""
+    """Return when the last rank finishes."""
     return max(size * each for size, each in zip(sizes, seconds, strict=True))
 
 
-def is_worth_it(samples: int, now: Sequence[float], then: Sequence[float], bounds: Bounds, least_gain: float) -> bool:
-    """Whether to deal by other seconds per sample than now.
+def pays_off(samples: int, now: Sequence[float], then: Sequence[float], bounds: Bounds, least_gain: float) -> bool:
+    """Return whether to change shares.
 
     Args:
         samples: of a full wave.
-        now: by which shares are dealt.
-        then: what ranks are found to take.
+        now: seconds per sample behind the current shares.
+        then: measured seconds per sample.
         bounds: of each rank's samples.
-        least_gain: part of the time that must be gained.
+        least_gain: minimum gain, as a fraction of the time.
     """
-    before = seconds_of_wave(deal_out(samples, now, bounds), then)
-    return seconds_of_wave(deal_out(samples, then, bounds), then) < (1 - least_gain) * before
+    before = seconds_of_wave(divide(samples, now, bounds), then)
+    return seconds_of_wave(divide(samples, then, bounds), then) < (1 - least_gain) * before
 
 
 @dataclass
@@ -98,9 +97,7 @@ class _Entry:
 
 
 class ShareSchedule:
-    """Who gets how much of which wave; the same on every rank.
-
-    Waves are known by their epoch and their index in it, as the loop counts batches.
+    """Shares of data ranks in each wave, equal on every rank. Waves are identified by epoch and index in it.
 
     Args:
         bounds: of each rank's samples.
@@ -113,19 +110,19 @@ class ShareSchedule:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds per sample of each data rank by which the latest shares are dealt; equal ones are equal shares."""
+        """Seconds per sample of each data rank behind the latest shares."""
         return self._entries[-1].seconds
 
     def start(self, seconds: Sequence[float]) -> None:
-        """Deal every wave by these seconds per sample."""
+        """Divide every wave by these seconds per sample."""
         self._begins, self._entries = [(-1, -1)], [_Entry(tuple(seconds))]
 
     def change(self, epoch: int, wave: int, seconds: Sequence[float]) -> None:
-        """Deal this wave and later ones by other seconds per sample.
+        """Divide this wave and later ones by other seconds per sample.
 
         Args:
             epoch: of the wave.
-            wave: one that no rank has drawn yet; not before that of an earlier change.
+            wave: not yet drawn by any rank, nor before that of an earlier change.
             seconds: of each data rank.
         """
         if self._begins[-1] == (epoch, wave):
@@ -134,31 +131,27 @@ class ShareSchedule:
         self._begins.append((epoch, wave))
         self._entries.append(_Entry(tuple(seconds)))
 
-    def forget_before(self, epoch: int, wave: int) -> None:
-        """Waves before this one are not asked for any more."""
+    def drop_before(self, epoch: int, wave: int) -> None:
+        """Drop waves before this one."""
         first = bisect_right(self._begins, (epoch, wave)) - 1
         del self._begins[:first], self._entries[:first]
 
     def sizes(self, epoch: int, wave: int, samples: int) -> list[int]:
-        """Samples of each data rank in a wave of ``samples``."""
+        """Return the samples of each data rank in a wave of ``samples``."""
         cuts = self.cuts(epoch, wave, samples)
         return [last - first for first, last in zip(cuts, cuts[1:], strict=False)]
 
-    def latest_sizes(self, samples: int) -> list[int]:
-        """Samples of each data rank in a wave of ``samples`` by the latest shares."""
-        return deal_out(samples, self.seconds, self.bounds)
-
     def cuts(self, epoch: int, wave: int, samples: int) -> tuple[int, ...]:
-        """Where a wave of ``samples`` is cut: rank r gets those from the r-th of these numbers to the next."""
+        """Return the cuts of a wave of ``samples``: rank r gets those from the r-th number to the next."""
         entry = self._entries[bisect_right(self._begins, (epoch, wave)) - 1]
         if samples not in entry.cuts:
-            entry.cuts[samples] = (0, *accumulate(deal_out(samples, entry.seconds, self.bounds)))
+            entry.cuts[samples] = (0, *accumulate(divide(samples, entry.seconds, self.bounds)))
         return entry.cuts[samples]
 
 
 @dataclass(frozen=True)
-class SharesFrom:
-    """The shares of a pass over an epoch that begins with a certain wave.
+class PassShares:
+    """Shares in a pass over an epoch.
 
     Args:
         schedule: of the run.
@@ -171,6 +164,6 @@ class SharesFrom:
     first: int
 
     def part(self, wave: int, samples: int, rank: int) -> tuple[int, int]:
-        """Samples ``[first, last)`` of the ``wave``-th wave of the pass, which has ``samples``, that ``rank`` reads."""
+        """Return the range ``[first, last)`` of samples that ``rank`` reads of the ``wave``-th wave of the pass."""
         cuts = self.schedule.cuts(self.epoch, self.first + wave, samples)
         return cuts[rank], cuts[rank + 1]

@@ -1,14 +1,13 @@
-"""Where a run stands in its data: a plain dictionary in the state of the fit loop, and what must not differ when it is
-taken up again. Imports nothing heavy.
+"""Position of a run in its data: a plain dictionary in the state of the fit loop, and what must not differ on resume.
+Free of heavy imports.
 
-A cursor counts what optimizer steps have used: of micro-batches whose gradients no step has applied yet, nothing is
-saved, so their samples are read again.
+A cursor counts what optimizer steps have used: micro-batches whose gradients have not been applied are read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 VERSION = 2
@@ -16,21 +15,21 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class LoaderCursor:
-    """Where a run stands in one training loader.
+    """Position in one training loader.
 
     Args:
-        kind: ``"samples"`` (dealt one by one), ``"batches"`` (a batch sampler of the user's, dealt whole), ``"stream"``
-            (``DealtStream``), ``"shards"`` (``ShardedStream``), ``"state"`` (it keeps a state of its own) or
+        kind: ``"samples"`` (dealt one by one), ``"batches"`` (a user's batch sampler, dealt in whole batches),
+            ``"stream"`` (``DealtStream``), ``"shards"`` (``ShardedStream``), ``"state"`` (it has a state) or
             ``"other"`` (it cannot be resumed).
-        data: class, length and fingerprint of the data set, as far as it has them.
+        data: class, length and fingerprint of the data set, as far as known.
         seed: seed of the order; ``None`` if it is not shuffled or not ours.
         partition: how samples are dealt; ``None`` if not by us.
-        key: name of the function that gives a sample's key.
-        global_batch_size: samples of one optimizer step; ``None`` if nobody can tell.
-        batches_per_step: micro-batches of all data ranks in one optimizer step.
-        position: what has been read of the epoch; see ``position`` of what reads.
+        key: name of the function that returns a sample's key.
+        global_batch_size: samples per optimizer step; ``None`` if unknown.
+        batches_per_step: micro-batches of all data ranks per optimizer step.
+        position: what has been read of the epoch; see ``position`` of the samplers.
         states: with ``"state"`` and ``"shards"``, the state of each data rank.
-        workers: number of workers, if there is a state of each.
+        workers: number of workers, if each has a state.
     """
 
     kind: str
@@ -50,9 +49,9 @@ class Skipped:
     """Samples that are read but not trained on, as optimizer steps of an epoch.
 
     Args:
-        epoch: the epoch (0 is the first).
+        epoch: counted from 0.
         first: index in the epoch of the first of these steps.
-        last: index of the one after the last.
+        last: index after the last one.
     """
 
     epoch: int
@@ -62,18 +61,18 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a run stands in its training data.
+    """Position of a run in its training data.
 
     Args:
-        epoch: the epoch that was begun last (0 is the first).
-        steps: optimizer steps of it that are done.
-        finished: whether they were all.
+        epoch: the epoch started last, counted from 0.
+        steps: its completed optimizer steps.
+        finished: whether they are all of them.
         stepped: micro-batches of the run that stepped, by which loggers count.
-        accumulation: micro-batches of one optimizer step on each data rank.
+        accumulation: micro-batches per optimizer step on each data rank.
         batches: micro-batches of the epoch on each data rank; ``None`` if unknown.
-        data_ranks: ranks that read different samples.
+        data_ranks: number of ranks that read different samples.
         loaders: one for each training loader.
-        skipped: what was or will be passed over, see :mod:`trainwright.callbacks.guard.loss_guard`.
+        skipped: skipped samples, see :mod:`trainwright.callbacks.guard.loss_guard`.
     """
 
     epoch: int
@@ -87,13 +86,13 @@ class Cursor:
     skipped: tuple[Skipped, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As a plain dictionary (``states`` of loaders are as these gave them)."""
+        """Return a plain dictionary (``states`` of loaders are as these returned them)."""
         listed = {"loaders": [asdict(loader) for loader in self.loaders], "skipped": [asdict(s) for s in self.skipped]}
         return {"version": VERSION, **asdict(self), **listed}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Cursor:
-        """The inverse of :meth:`to_json`.
+        """Return the inverse of :meth:`to_json`.
 
         Raises:
             ValueError: if a later version wrote it.
@@ -112,12 +111,12 @@ class Cursor:
 
 @dataclass(frozen=True)
 class DataDifference:
-    """What differs between the run that saved and the one that resumes.
+    """A difference between the saved run and the one that resumes.
 
     Args:
-        what: in words, both values included.
-        remedy: what to type instead, a sentence without its stop.
-        consequence: what is done if it is allowed.
+        what: description with both values.
+        remedy: what to type instead, a sentence without its period.
+        consequence: the effect if it is allowed.
     """
 
     what: str
@@ -126,24 +125,20 @@ class DataDifference:
 
 
 def differences(saved: Sequence[LoaderCursor], now: Sequence[LoaderCursor]) -> list[DataDifference]:
-    """What keeps a run from reading on exactly where another stopped."""
+    """Return what keeps a run from resuming exactly in its data."""
     if len(saved) != len(now):
         return [
             DataDifference(
                 f"the checkpoint was saved with {len(saved)} training loader(s), now there are {len(now)}",
                 f"Give fit {len(saved)} loader(s)",
-                "the epoch begins anew in every loader",
+                "the epoch restarts in every loader",
             )
         ]
     found = []
     for index, (before, after) in enumerate(zip(saved, now, strict=True)):
         where = f" (training loader {index})" if len(now) > 1 else ""
-        found += [_at(where, difference) for difference in _between(before, after)]
+        found += [replace(difference, what=difference.what + where) for difference in _between(before, after)]
     return found
-
-
-def _at(where: str, difference: DataDifference) -> DataDifference:
-    return DataDifference(difference.what + where, difference.remedy, difference.consequence)
 
 
 def _between(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
@@ -151,8 +146,8 @@ def _between(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
         return [
             DataDifference(
                 f"the loader was {_KINDS[before.kind]} when saved, now it is {_KINDS[after.kind]}",
-                "Use the loader of the run that saved",
-                "the epoch begins anew in this loader",
+                "Use the loader of the saved run",
+                "the epoch restarts in this loader",
             )
         ]
     return [*_data(before, after), *_order(before, after), *_batch(before, after)]
@@ -172,8 +167,8 @@ def _data(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
     return [
         DataDifference(
             f"the {name} of the data set was {before.data[name]!r} when saved, now it is {after.data[name]!r}",
-            "Use the data set of the run that saved",
-            "the epoch goes on after as many samples of the new data set's order as were read of the old one's",
+            "Use the data set of the saved run",
+            "the epoch continues after as many samples of the new data set's order as were read of the old one's",
         )
         for name in before.data
         if name in after.data and before.data[name] != after.data[name]
@@ -187,10 +182,10 @@ def _order(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
         remedy = "Load the data in order (shuffle=False)" if before.seed is None else f"Type {typed} (trainer.{typed})"
         found.append(
             DataDifference(
-                f"the order of samples was {_in_words(before.seed)} when saved, now it is {_in_words(after.seed)}",
+                f"the order of samples was {_describe(before.seed)} when saved, now it is {_describe(after.seed)}",
                 remedy,
-                "this epoch goes on in the order in which it began where both are shuffled, else after as many samples "
-                "of the new order; the next epoch is read in the new one",
+                "this epoch continues in its original order if both are shuffled, else after as many samples of the "
+                "new order; the next epoch uses the new one",
             )
         )
     if (before.partition, before.key) != (after.partition, after.key):
@@ -200,18 +195,18 @@ def _order(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
             DataDifference(
                 f"data_partition was {before.partition!r}{key} when saved, now it is {after.partition!r}{now}",
                 f"Type data_partition={before.partition}{key.replace(' with', ' and')} (trainer.data_partition=...)",
-                "the samples of this epoch that are left are dealt in the new way",
+                "the remaining samples of this epoch are dealt in the new way",
             )
         )
     return found
 
 
-def _in_words(seed: int | None) -> str:
+def _describe(seed: int | None) -> str:
     return "not shuffled" if seed is None else f"drawn from seed {seed}"
 
 
 def _batch(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
-    consequence = "the samples of this epoch that are left are read in steps of the new size"
+    consequence = "the remaining samples of this epoch are read in steps of the new size"
     sizes = before.global_batch_size, after.global_batch_size
     if None not in sizes:
         if sizes[0] == sizes[1]:
@@ -227,19 +222,19 @@ def _batch(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
 
 
 def refusal(found: Sequence[DataDifference]) -> str:
-    """The message that refuses to resume."""
+    """Return the message of a refused resume."""
     lines = [f"  - {difference.what}. {difference.remedy}." for difference in found]
     return "\n".join(
         [
-            "The run would not go on in the data where the checkpoint stopped:",
+            "The run would not resume in the data where the checkpoint stopped:",
             *lines,
-            "If that is meant, set allow_changed_data=True (trainer.allow_changed_data=true); then:",
+            "If that is intended, set allow_changed_data=True (trainer.allow_changed_data=true); then:",
             *sorted({f"  - {difference.consequence}." for difference in found}),
         ]
     )
 
 
 def permission(found: Sequence[DataDifference]) -> str:
-    """The message that says what is done all the same."""
+    """Return the message of a resume with changed data."""
     lines = [f"  - {difference.what}: {difference.consequence}." for difference in found]
     return "\n".join(["Resuming with changed data, as allow_changed_data=True allows:", *lines])

@@ -1,4 +1,4 @@
-"""Where loaders come in: samples are dealt to ranks, and the global batch of the run is settled."""
+"""Connector of data loaders: samples are dealt to ranks, and the global batch of the run is fixed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,48 +28,48 @@ from trainwright.trainer.data.loaders import (
     batches_of,
     can_order,
     has_plain_batches,
-    keep,
-    lend,
+    keep_for_evaluation,
+    read_in_place,
     replace_batches,
 )
 from trainwright.trainer.data.partition import RangePartition, SamplePartition
 from trainwright.trainer.data.reading import hash_partition
 from trainwright.trainer.data.remembered_states import RememberedStates, state_source
-from trainwright.trainer.data.seeded_samples import seed_samples as draw_seeded
+from trainwright.trainer.data.seeded_samples import seed_samples
 from trainwright.trainer.data.streams.dealt import DealtLoader, uses_stream
 from trainwright.trainer.data.streams.loader import StreamLoader
 from trainwright.trainer.data.streams.shard_loader import ShardLoader, ShardReader
 from trainwright.trainer.data.streams.sharded import uses_shards
 from trainwright.trainer.data.wrapped_loader import innermost
-from trainwright.trainer.leases.batches import LeasedBatchSampler, why_not_leased
+from trainwright.trainer.leases.batches import LeasedBatchSampler, lease_problem
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
 
-_HEEDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_RUN_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 _ONLY_SINGLE_SAMPLES = (
-    "Leases are of single samples of a map-style data set, but the training loader is {loader}. Give a DataLoader with "
+    "Leases are of single samples of a map-style data set, but the training loader is {loader}. Use a DataLoader with "
     "batch_size, or turn leases off (strategy.leases=none)."
 )
 
 
 class OrderedDataConnector(_DataConnector):
-    """Deals samples to ranks in an order that does not depend on the layout, in place of Lightning's sampler."""
+    """Deals samples to ranks in an order independent of the layout, instead of Lightning's sampler."""
 
     trainer: RunTrainer
 
     def __init__(self, trainer: RunTrainer) -> None:
         super().__init__(trainer)
-        self._given_back: dict[DataLoader[Any], Callable[[], None]] = {}
+        self._restorers: dict[DataLoader[Any], Callable[[], None]] = {}
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        loader = self._prepared(dataloader, shuffle, mode)
+        loader = self._prepare(dataloader, shuffle, mode)
         _auto_add_worker_init_fn(loader, self._seed_rank)
-        spare_workers(loader)
+        shield_workers(loader)
         return loader
 
-    def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         strategy = self.trainer.strategy
         ranks, rank = ranks_of(strategy).num_data_ranks, ranks_of(strategy).data_rank
         training = mode == RunningStage.TRAINING
@@ -79,7 +78,7 @@ class OrderedDataConnector(_DataConnector):
         if ours and can_order(dataloader):
             assert isinstance(dataloader, DataLoader)
             _check_enough_samples(dataloader, ranks, mode)
-            if self.trainer.world_size == 1 and mode in _EVALUATING and keep(dataloader):
+            if self.trainer.world_size == 1 and mode in _EVALUATING and keep_for_evaluation(dataloader):
                 return dataloader
             return self._deal(dataloader, rank, ranks, mode)
         if training:
@@ -100,24 +99,24 @@ class OrderedDataConnector(_DataConnector):
         return self._even(loader, ranks, training, drop_last) if is_ours else loader
 
     def _refuse_undealt(self, loader: object) -> None:
-        """Samples that we do not deal cannot be dealt, or drawn, as asked."""
+        """Raise if samples that are not dealt here would have to be dealt, or drawn, in a special way."""
         trainer = self.trainer
-        asked = [
+        options = [
             *([f"data_partition={trainer.data_partition!r}"] if trainer.data_partition != "interleave" else []),
             *(["seed_samples=True"] if trainer.seed_samples else []),
             *([f"balance={trainer.balance.options.kind!r}"] if trainer.balance is not None else []),
         ]
-        if asked:
+        if options:
             raise ValueError(
-                f"{' and '.join(asked)} cannot be had with this training loader ({type(loader).__name__}), whose "
+                f"{' and '.join(options)} is not supported with this training loader ({type(loader).__name__}), whose "
                 "samples are not dealt by index: it reads a stream, has a DistributedSampler or no batches, or "
                 "use_distributed_sampler=False was set, or the strategy is not one of Trainwright's. Use a DataLoader "
-                f"over a map-style data set, or leave {' and '.join(a.split('=')[0] for a in asked)} out."
+                f"over a map-style data set, or remove {' and '.join(each.split('=')[0] for each in options)}."
             )
 
     def _deal(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> DataLoader[Any]:
         trainer, training = self.trainer, mode == RunningStage.TRAINING
-        self.give_back(loader)
+        self.restore(loader)
         sampler: OrderedSampler
         if has_plain_batches(loader):
             sampler = self._rank_sampler(loader, rank, ranks, mode)
@@ -126,32 +125,27 @@ class OrderedDataConnector(_DataConnector):
                 _refuse_to_deal_batches(trainer)
             self._settle_other(loader, ranks, training)
             sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
-        dealt = self._lent(loader, sampler, training)
-        if dealt is None:
+        dealt = loader
+        restorer = None
+        if training and trainer.world_size == 1 and not trainer.seed_samples:
+            restorer = read_in_place(loader, sampler)
+        if restorer is None:
             dealt = replace_batches(loader, sampler, mode)
+        else:
+            self._restorers[loader] = restorer
         if training:
             current = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler.consumed = lambda: current.ready
-            # By these Lightning knows that the loader can go on in mid-epoch.
+            # Lightning then knows that the loader can resume within an epoch.
             dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
             if trainer.seed_samples:
-                draw_seeded(dealt, sampler, trainer.data_seed)
+                seed_samples(dealt, sampler, trainer.data_seed)
         return dealt
 
-    def _lent(self, loader: DataLoader[Any], sampler: OrderedSampler, training: bool) -> DataLoader[Any] | None:
-        """The user's own loader, where it can read our batches until training ends."""
-        if not training or self.trainer.world_size > 1 or self.trainer.seed_samples:
-            return None
-        give_back = lend(loader, sampler)
-        if give_back is None:
-            return None
-        self._given_back[loader] = give_back
-        return loader
-
-    def give_back(self, *loaders: object) -> None:
-        """Leave the user's loaders as they were: those given, or all."""
-        for loader in loaders or list(self._given_back):
-            self._given_back.pop(loader, lambda: None)()  # type: ignore[call-overload]
+    def restore(self, *loaders: object) -> None:
+        """Restore the user's loaders: the given ones, or all."""
+        for loader in loaders or list(self._restorers):
+            self._restorers.pop(loader, lambda: None)()  # type: ignore[call-overload]
 
     def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
         trainer, training = self.trainer, mode == RunningStage.TRAINING
@@ -172,7 +166,7 @@ class OrderedDataConnector(_DataConnector):
     def _leased_sampler(self, loader: DataLoader[Any], ranks: int) -> LeasedBatchSampler:
         trainer = self.trainer
         assert trainer.leases is not None
-        problem = why_not_leased(trainer, ranks)
+        problem = lease_problem(trainer, ranks)
         if problem is not None:
             raise ValueError(f"The samples of this run cannot be leased: {problem}.")
         micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
@@ -209,7 +203,7 @@ class OrderedDataConnector(_DataConnector):
     def _check_shards(self, loader: DataLoader[Any], ranks: int, training: bool) -> None:
         stream: Any = loader.dataset
         if training:
-            self._refuse_unequal(loader)
+            self._require_synchronous(loader)
         if training and not stream.sizes_known and len(stream.shards.sizes) < ranks:
             raise ValueError(
                 f"The training data are {len(stream.shards.sizes)} shard(s), fewer than the {ranks} data ranks, and "
@@ -218,17 +212,17 @@ class OrderedDataConnector(_DataConnector):
                 "every rank reads all shards."
             )
 
-    def _refuse_unequal(self, loader: object) -> None:
-        """Ranks that step by themselves cannot ask each other who has a batch left."""
+    def _require_synchronous(self, loader: object) -> None:
+        """Raise for asynchronous ranks, which cannot agree on whether there is another batch."""
         if not traits_of(self.trainer.strategy).steps_are_collective:
             raise ValueError(
                 f"The training loader ({type(loader).__name__}) may give ranks unequal numbers of batches, so they "
-                f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
-                "is set they step by themselves. Use a DataLoader over a map-style data set, or a synchronous strategy."
+                f"must agree at every step, but steps under {type(self.trainer.strategy).__name__} with these options "
+                "are asynchronous. Use a DataLoader over a map-style data set, or a synchronous strategy."
             )
 
     def _settle_other(self, loader: object, ranks: int, training: bool) -> None:
-        """Global batch of a loader whose batches we do not cut."""
+        """Fix the global batch of a loader whose batches are not cut here."""
         if not training:
             return
         batch_size = getattr(loader, "batch_size", None) or getattr(
@@ -240,11 +234,11 @@ class OrderedDataConnector(_DataConnector):
             raise ValueError(
                 f"global_batch_size={self.trainer.global_batch_size} needs a training loader with a batch size, but "
                 f"{type(loader).__name__} has none that can be read (batch_size). "
-                "Give the DataLoader a batch_size, or leave global_batch_size out and set accumulate_grad_batches."
+                "Give the DataLoader a batch_size, or remove global_batch_size and set accumulate_grad_batches."
             )
 
     def _even(self, loader: object, ranks: int, training: bool, drop_last: bool) -> object:
-        """Keep ranks in step over loaders that may have unequal lengths, and deal streams that are the same on all."""
+        """Equalize the batches of ranks if lengths may differ, and deal streams that are equal on all ranks."""
         several = dist.is_initialized() and dist.get_world_size() > 1
         if not several:
             return loader
@@ -257,7 +251,7 @@ class OrderedDataConnector(_DataConnector):
         if smallest.item() == lengths.item() and not is_unknown and not has_iterable_dataset(loader):
             return loader
         if training:
-            self._refuse_unequal(loader)
+            self._require_synchronous(loader)
         _auto_add_worker_init_fn(loader, self._seed_rank)
         return EvenLoader(loader, group, self._reader(ranks, training, drop_last))
 
@@ -278,7 +272,7 @@ class OrderedDataConnector(_DataConnector):
 
     @property
     def _seed_rank(self) -> int:
-        """Whose workers draw the same random numbers: ranks that share samples draw the same augmentations."""
+        """Rank that seeds workers: ranks that share samples draw the same augmentations."""
         return ranks_of(self.trainer.strategy).data_rank
 
 
@@ -286,48 +280,45 @@ def _refuse_to_deal_batches(trainer: RunTrainer) -> None:
     if trainer.data_partition != "interleave":
         raise ValueError(
             f"data_partition={trainer.data_partition!r} deals samples, but the training loader has a batch sampler of "
-            "its own, whose batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
+            "its own, which is dealt in whole batches. Use data_partition='interleave', or a DataLoader with "
+            "batch_size."
         )
     if trainer.leases is not None:
         raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader="one with a batch sampler of its own"))
     if trainer.balance is not None:
         raise ValueError(
             f"balance={trainer.balance.options.kind!r} moves samples, but the training loader has a batch sampler of "
-            "its own, whose batches are dealt whole. Use balance='none', or a DataLoader with batch_size."
+            "its own, which is dealt in whole batches. Use balance='none', or a DataLoader with batch_size."
         )
 
 
 def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:
     samples = sized_len(loader.dataset)
-    # Of an empty one Lightning warns, and trains on nothing.
+    # Lightning warns of an empty one, and trains on nothing.
     if mode == RunningStage.TRAINING and samples is not None and 0 < samples < ranks:
         raise ValueError(
-            f"The training data set has {samples} sample(s), fewer than the {ranks} data ranks, so some rank would "
-            f"have nothing to learn from. Use at most devices={samples}, or a larger data set."
+            f"The training data set has {samples} sample(s), fewer than the {ranks} data ranks, so some ranks would "
+            f"have none. Use at most devices={samples}, or a larger data set."
         )
 
 
-def spare_workers(loader: Any) -> None:
-    """Let the worker processes of a loader outlive the signals that tell a run to end, as long as their rank does.
+def shield_workers(loader: Any) -> None:
+    """Shield worker processes of a loader from signals that end the run, while their rank lives.
 
     Args:
-        loader: any; what has no worker processes, or a system that does not tell who sends a signal, is left alone.
+        loader: any; ignored without worker processes, and on systems without ``sigwaitinfo`` (macOS).
     """
     inner = innermost(loader)
-    if not getattr(inner, "num_workers", 0) or not hasattr(inner, "worker_init_fn") or not _can_tell_senders():
-        return
-    if not isinstance(inner.worker_init_fn, HeedsItsRank):
-        inner.worker_init_fn = HeedsItsRank(inner.worker_init_fn)
+    has_workers = getattr(inner, "num_workers", 0) and hasattr(inner, "worker_init_fn")
+    if has_workers and hasattr(signal, "sigwaitinfo") and not isinstance(inner.worker_init_fn, ShieldedWorker):
+        inner.worker_init_fn = ShieldedWorker(inner.worker_init_fn)
 
 
-def _can_tell_senders() -> bool:
-    return hasattr(signal, "sigwaitinfo")  # not on macOS
-
-
-class HeedsItsRank:
-    """A ``worker_init_fn`` after which a worker ends by a signal of its own rank alone, and with that rank.
+class ShieldedWorker:
+    """A ``worker_init_fn`` after which a worker ends only on a signal of its own rank, or with that rank.
 
     Args:
+        init: the ``worker_init_fn`` to call afterwards; ``None``: none.
         init: the ``worker_init_fn`` that is called then; ``None``: there is none.
     """
 
@@ -335,12 +326,12 @@ class HeedsItsRank:
         self.init = init
 
     def __call__(self, worker_id: int) -> None:
-        """Begin to heed only this process's parent."""
+        """Shield this worker from other processes' signals."""
         end_with_main_thread()
-        # Blocked in all threads to come, so that the signals wait for the one that looks where they come from.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
+        # Blocked in all future threads, so that the waiting thread gets the signals.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _RUN_SIGNALS)
         os.register_at_fork(after_in_child=_unblock)
-        _let_programs_be_ended()
+        _unblock_for_programs()
         threading.Thread(target=_wait, args=(os.getppid(),), name="trainwright-worker", daemon=True).start()
         if self.init is not None:
             self.init(worker_id)
@@ -348,31 +339,25 @@ class HeedsItsRank:
 
 def _wait(rank: int) -> None:
     while True:
-        received = signal.sigwaitinfo(_HEEDED)
+        received = signal.sigwaitinfo(_RUN_SIGNALS)
         if received.si_signo == signal.SIGTERM and (received.si_pid == rank or os.getppid() != rank):
-            os._exit(0)  # as torch's own handler does
+            os._exit(0)  # like torch's own handler
 
 
 def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEEDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RUN_SIGNALS)
 
 
-@contextmanager
-def _unblocked() -> Iterator[None]:
-    _unblock()
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
-
-
-def _let_programs_be_ended() -> None:
-    """A program that a data set starts (a decoder, say) would inherit the blocked signals, and never be terminated."""
+def _unblock_for_programs() -> None:
+    """Unblock the signals for programs that a data set starts (such as a decoder), which inherit the mask."""
     popen: Any = subprocess.Popen
     start = popen._execute_child
 
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _unblocked():
+        _unblock()
+        try:
             return start(self, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _RUN_SIGNALS)
 
     popen._execute_child = execute

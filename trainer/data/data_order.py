@@ -1,4 +1,4 @@
-"""Samples dealt to data ranks so that each is read once, and going on within an epoch."""
+"""Samplers that deal samples to data ranks, each sample once, and resume within an epoch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Sampler
 
 from trainwright.core.global_batch import Waves
-from trainwright.trainer.balance.shares import ShareSchedule, SharesFrom
+from trainwright.trainer.balance.shares import PassShares, ShareSchedule
 from trainwright.trainer.data.epoch_order import EpochOrder
 from trainwright.trainer.data.partition import (
     Dealing,
@@ -21,21 +21,21 @@ from trainwright.trainer.data.partition import (
     SamplePartition,
     add_read,
     as_indices,
-    what_is_left,
+    remaining,
 )
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where an epoch goes on that was begun before.
+    """Position at which an epoch resumes.
 
     Args:
         epoch: the epoch.
-        first_batch: index in the epoch, as the loop counts, of the first batch that is dealt anew.
-        samples: samples of the present pass over the data that have been read.
+        first_batch: index in the epoch, as the loop counts, of the first batch to deal.
+        samples: samples read of the present pass over the data.
         history: how they were read.
-        passes: whole passes over the data before, in this epoch (loaders that are cycled beside a longer one).
-        seed: seed of the order of this epoch; ``None`` takes the sampler's own.
+        passes: earlier complete passes in this epoch (loaders that are cycled beside a longer one).
+        seed: seed of the order of this epoch; ``None``: the sampler's own.
     """
 
     epoch: int
@@ -54,16 +54,16 @@ class Drawn(NamedTuple):
 
 
 class DealingSampler(Sampler[list[int]]):
-    """What samplers that deal to data ranks have in common: passes over the data, and resuming within one.
+    """Base of samplers that deal to data ranks: passes over the data, and resuming within one.
 
     Args:
         data_rank: this rank.
         data_ranks: number of ranks.
     """
 
-    # Yield a `Drawn` for each sample, for a data set that draws by the epoch too.
+    # Yield a `Drawn` per sample, for a data set whose samples depend on the epoch.
     with_epoch = False
-    # Batches of the present epoch that reached the loop.
+    # Returns the batches of the present epoch that have reached the loop.
     consumed: Callable[[], int]
 
     def __init__(self, data_rank: int, data_ranks: int) -> None:
@@ -71,17 +71,17 @@ class DealingSampler(Sampler[list[int]]):
         self.data_ranks = data_ranks
         self.consumed = lambda: 0
         self.drawn = 0
-        """Batches of the present epoch that have been drawn, those before :attr:`first_batch` included."""
+        """Batches of the present epoch drawn so far, including those before :attr:`first_batch`."""
         self._resumed: Resumed | None = None
-        self._passed: tuple[int, int] = (0, 0)  # epoch, passes begun in it
+        self._passed: tuple[int, int] = (0, 0)  # epoch, passes started in it
 
     @property
     def current_epoch(self) -> int:
-        """The epoch whose samples come next (0 is the first)."""
+        """The epoch whose samples come next, counted from 0."""
         raise NotImplementedError
 
     def _deal(self, resumed: Resumed | None, draw: bool = False) -> Any:
-        """A whole pass over the data, or what is left of one; with its indices only if ``draw``."""
+        """Return the dealing of a whole pass, or the rest of one; with indices only if ``draw``."""
         raise NotImplementedError
 
     def _position(self, dealing: Any, waves: int, before: Resumed | None) -> dict[str, Any]:
@@ -97,24 +97,24 @@ class DealingSampler(Sampler[list[int]]):
 
     @property
     def first_batch(self) -> int:
-        """Index in the epoch of the first batch that is dealt now: 0, unless the epoch was begun in another run."""
+        """Index in the epoch of the first batch dealt now: 0, unless another run has started the epoch."""
         resumed = self._of_this_epoch
         return 0 if resumed is None else resumed.first_batch
 
     @property
     def dealing(self) -> Any:
-        """How the present epoch is dealt from :attr:`first_batch` on."""
+        """The dealing of the present epoch from :attr:`first_batch` on."""
         return self._deal(self._of_this_epoch)
 
     def __len__(self) -> int:
         resumed = self._of_this_epoch
         if resumed is not None and resumed.passes:
-            # A loader that is cycled must not make the epoch longer than the one beside which it is.
+            # A cycled loader must not make the epoch longer than the longest one.
             return min(resumed.first_batch, len(self._deal(None)))
         return self.first_batch + len(self.dealing)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A DataLoader with workers makes two iterators and reads one: a pass begins when the first batch is asked for.
+        # A DataLoader with workers creates two iterators and reads one: a pass starts with its first batch.
         epoch = self.current_epoch
         passed = self._passed[1] if self._passed[0] == epoch else 0
         self._passed = (epoch, passed + 1)
@@ -127,15 +127,15 @@ class DealingSampler(Sampler[list[int]]):
             yield [Drawn(epoch, index) for index in batch] if self.with_epoch else batch  # type: ignore[misc]
 
     def resume(self, resumed: Resumed) -> None:
-        """Go on within an epoch when the next iteration of it begins."""
+        """Resume within an epoch at its next iteration."""
         self._resumed = resumed
         self._passed = (resumed.epoch, 0)
 
     def position(self, batches: int) -> dict[str, Any]:
-        """What has been read when the loop has used so many batches of the epoch, :attr:`first_batch` included.
+        """Return what has been read once the loop has used so many batches of the epoch, :attr:`first_batch` included.
 
         Returns:
-            ``samples`` of the present pass and ``history``, how they were read; ``passes``, whole passes before it.
+            ``samples`` of the present pass, ``history`` (how they were read), and ``passes``, earlier complete passes.
         """
         resumed, waves = self._of_this_epoch, batches - self.first_batch
         passes, dealing = 0 if resumed is None else resumed.passes, self.dealing
@@ -149,31 +149,31 @@ class DealingSampler(Sampler[list[int]]):
         return {**self._position(dealing, waves, resumed), "passes": passes}
 
     def state_dict(self) -> dict[str, Any]:
-        """:meth:`position` of what has reached the loop. By this Lightning knows that the loader can be resumed."""
+        """Return :meth:`position` of what has reached the loop. By this Lightning knows that the loader can resume."""
         return self.position(self.consumed())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after what a :meth:`state_dict` has read, when the next iteration begins."""
+        """Resume after the position of a :meth:`state_dict` at the next iteration."""
         history = tuple(Read.from_json(entry) for entry in state.get("history", ()))
         self.resume(Resumed(self.current_epoch, 0, state["samples"], history, state.get("passes", 0)))
 
 
 class RankBatchSampler(DealingSampler):
-    """The batches that one data rank reads: its part of every wave.
+    """The batches of one data rank: its part of every wave.
 
-    A rank that has no sample of its own in a wave reads one of another rank's, so that it takes part in the
-    collectives of the step; that batch is *padding* (:meth:`is_padding`) and must count for nothing.
+    A rank without a sample in a wave reads one of another rank's to match collectives; such a batch is *padding*
+    (:meth:`is_padding`) and must have no weight.
 
     Args:
         order: the order of samples.
         micro_batch_size: samples per rank and wave.
         data_rank: this rank.
         data_ranks: number of ranks.
-        group: waves of one global batch; 1 if none is defined, 0 outside of training.
-        drop_last: leave out the last wave, or the last global batch, if it is not full.
-        partition: whose is what; ``None`` interleaves.
-        step_samples: samples of a global batch whose last wave is smaller than the others; 0: all waves are full.
-        shares: which rank gets how much of a wave; ``None``: all the same. Without ``partition`` only.
+        group: waves per global batch; 1 if undefined, 0 outside of training.
+        drop_last: leave out an incomplete last wave, or global batch.
+        partition: of samples; ``None`` interleaves.
+        step_samples: samples of a global batch whose last wave is smaller; 0: all waves are full.
+        shares: of ranks in a wave; ``None``: equal. Only without ``partition``.
     """
 
     def __init__(
@@ -189,14 +189,14 @@ class RankBatchSampler(DealingSampler):
         shares: ShareSchedule | None = None,
     ) -> None:
         super().__init__(data_rank, data_ranks)
-        self.sampler = order  # by this name Lightning finds set_epoch
+        self.sampler = order  # Lightning finds set_epoch by this name
         self.batch_size = micro_batch_size
         self.drop_last = drop_last
         self.group = group
         self.partition = partition
         self.step_samples = step_samples
         self.shares = shares
-        # Knows the partitions of older parts of an epoch, too.
+        # Returns partitions of earlier parts of an epoch too.
         self.partition_named: Callable[[str], SamplePartition] = self._known_partition
         self._dealt: tuple[Any, Dealing] | None = None
 
@@ -207,18 +207,18 @@ class RankBatchSampler(DealingSampler):
 
     @property
     def whole_step(self) -> bool:
-        """Whether losses must be weighed over whole optimizer steps, since ranks read unequal numbers."""
+        """True if losses are weighted over whole optimizer steps, as ranks read unequal numbers of samples."""
         return self.partition is not None
 
     @property
     def waves(self) -> Waves:
-        """How the samples of the current epoch are dealt, if they are interleaved."""
+        """The waves of the current epoch, if it is interleaved."""
         dealing = self.dealing
         assert isinstance(dealing, InOrder)
         return dealing.waves
 
     def resume(self, resumed: Resumed) -> None:
-        """See :class:`DealingSampler`; the order of that epoch is the one it was begun in."""
+        """See :class:`DealingSampler`; the epoch keeps its original order."""
         super().resume(resumed)
         self._dealt = None
         self.sampler.use_seed(resumed.epoch, resumed.seed)
@@ -227,7 +227,7 @@ class RankBatchSampler(DealingSampler):
         if self.partition is None and not (resumed is not None and resumed.history):
             samples = len(self.sampler)
             start = 0 if resumed is None else min(resumed.samples, samples)
-            # Numbers follow from lengths alone; an order that is asked for early would be drawn for nothing.
+            # Only lengths matter yet; drawing the order would be wasted.
             return self._in_order(self.sampler.indices() if draw else (), start, samples, resumed)
         key = (self.sampler.epoch, resumed)
         if self._dealt is None or self._dealt[0] != key:
@@ -242,7 +242,7 @@ class RankBatchSampler(DealingSampler):
     def _deal_rest(self, resumed: Resumed | None) -> Dealing:
         indices, start = self.sampler.indices(), 0
         if resumed is not None and resumed.history:
-            indices, start = what_is_left(indices, resumed.history, self.partition_named)
+            indices, start = remaining(indices, resumed.history, self.partition_named)
         elif resumed is not None:
             start = min(resumed.samples, len(indices))
         if self.partition is None:
@@ -258,7 +258,7 @@ class RankBatchSampler(DealingSampler):
         if self.shares is None:
             return InOrder(indices, start, waves)
         first = 0 if resumed is None else resumed.first_batch
-        return InOrder(indices, start, waves, SharesFrom(self.shares, self.sampler.epoch, first))
+        return InOrder(indices, start, waves, PassShares(self.shares, self.sampler.epoch, first))
 
     def _batch(self, dealing: Dealing, wave: int) -> list[int]:
         return dealing.batch(wave, self.data_rank)
@@ -277,29 +277,28 @@ class RankBatchSampler(DealingSampler):
 
     @property
     def regular_waves(self) -> int:
-        """Batches, from the first of the epoch on, whose loss is divided by nothing but the accumulation."""
+        """Batches, from the start of the epoch, whose loss is divided only by the accumulation."""
         dealing: Dealing = self.dealing
         return self.first_batch + dealing.regular
 
     def is_padding(self, batch_idx: int) -> bool:
-        """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
-        dealing: Dealing = self.dealing
-        return dealing.count(batch_idx - self.first_batch, self.data_rank) == 0
+        """Return whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
+        return self.count(batch_idx) == 0
 
     def count(self, batch_idx: int) -> int:
-        """Samples of its own that this rank has in the ``batch_idx``-th batch of the epoch."""
+        """Return this rank's own samples in the ``batch_idx``-th batch of the epoch."""
         dealing: Dealing = self.dealing
         return dealing.count(batch_idx - self.first_batch, self.data_rank)
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
-        """What to divide this rank's mean loss by, so that the average over ranks, summed over the waves of a step, is
-        the mean over samples.
+        """Return the divisor of this rank's mean loss, such that the average over ranks, summed over the waves of a
+        step, is the mean over samples.
 
         Args:
             batch_idx: index of the wave in the epoch.
-            accumulation: waves of one optimizer step.
-            whole_step: mean over all samples of the optimizer step; else over those of each wave, which then all weigh
-                ``1 / accumulation``, as in Lightning.
+            accumulation: waves per optimizer step.
+            whole_step: take the mean over all samples of the optimizer step; else over those of each wave, which then
+                all have weight ``1 / accumulation``, as in Lightning.
 
         Returns:
             ``accumulation`` for full waves; infinity for padding.

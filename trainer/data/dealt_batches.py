@@ -1,4 +1,4 @@
-"""The batches of a user's own batch sampler, dealt to data ranks whole."""
+"""A user's batch sampler, dealt to data ranks in whole batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trainwright.trainer.data.epoch_order import run_seeded
 
 
 class DealtBatchSampler(DealingSampler):
-    """The batches of a user's own batch sampler, dealt whole: in wave k, rank r reads batch ``k x ranks + r``.
+    """The batches of a user's batch sampler: in wave k, rank r reads batch ``k x ranks + r``.
 
-    The batch sampler runs on every rank under the same seed.
+    The batch sampler runs on every rank with the same seed.
 
     Args:
         batches: the user's batch sampler.
@@ -26,7 +26,7 @@ class DealtBatchSampler(DealingSampler):
         self.batches = batches
         self.seed = seed
         self.epoch = 0
-        self.sampler = self  # by this name Lightning finds set_epoch
+        self.sampler = self  # Lightning finds set_epoch by this name
         self._drawn: tuple[tuple[int, int], list[list[int]]] | None = None
         self._dealt: tuple[Any, WholeBatches] | None = None
 
@@ -36,14 +36,14 @@ class DealtBatchSampler(DealingSampler):
         return self.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches come next; the user's sampler is told too, if it listens."""
+        """Set the epoch, in the user's sampler too if it supports that."""
         self.epoch = epoch
         for listener in (self.batches, getattr(self.batches, "sampler", None)):
             if callable(getattr(listener, "set_epoch", None)):
                 listener.set_epoch(epoch)  # type: ignore[union-attr]
 
-    regular_waves = 0  # none: the user's batches may have any size
-    whole_step = False  # never: see loss_divisor
+    regular_waves = 0  # the user's batches may have any size
+    whole_step = False  # see loss_divisor
 
     def _all(self) -> list[list[int]]:
         resumed = self._of_this_epoch
@@ -69,11 +69,11 @@ class DealtBatchSampler(DealingSampler):
         return {"samples": dealing.samples(waves), "history": []}
 
     def is_padding(self, batch_idx: int) -> bool:
-        """Whether this rank has no batch of its own in the ``batch_idx``-th wave of the epoch."""
+        """Return whether this rank has no batch of its own in the ``batch_idx``-th wave of the epoch."""
         return self.data_rank >= len(self.dealing.wave(batch_idx - self.first_batch))
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
-        """As ``loss_divisor``, over the samples of each wave."""
+        """Return the divisor over the samples of a wave, see :meth:`RankBatchSampler.loss_divisor`."""
         dealing: WholeBatches = self.dealing
         batches = dealing.wave(batch_idx - self.first_batch)
         if self.data_rank >= len(batches):
@@ -82,7 +82,7 @@ class DealtBatchSampler(DealingSampler):
 
 
 class WholeBatches:
-    """The user's batches from the ``start``-th on, in waves."""
+    """Batches from the ``start``-th on, in waves."""
 
     def __init__(self, batches: list[list[int]], start: int, data_ranks: int) -> None:
         self._batches = batches
@@ -93,17 +93,17 @@ class WholeBatches:
         return -(-(len(self._batches) - self._start) // self._ranks)
 
     def wave(self, wave: int) -> list[list[int]]:
-        """The batches that all ranks read at the same time."""
+        """Return the batches that all ranks read at the same time."""
         first = self._start + wave * self._ranks
         return self._batches[first : first + self._ranks]
 
     def samples(self, waves: int) -> int:
-        """Samples of the epoch that have been read after so many waves."""
+        """Return the samples of the epoch read after so many waves."""
         return sum(map(len, self._batches[: self._start + waves * self._ranks]))
 
 
 def _batches_of(batches: list[list[int]], samples: int) -> int:
-    """How many batches, from the first on, hold so many samples."""
+    """Return how many batches, from the first on, hold so many samples."""
     sums = list(itertools.accumulate(map(len, batches), initial=0))
     if samples >= sums[-1]:
         return len(batches)
@@ -112,6 +112,6 @@ def _batches_of(batches: list[list[int]], samples: int) -> int:
     after = next(i for i, total in enumerate(sums) if total > samples)
     raise ValueError(
         f"The checkpoint had read {samples} samples of this epoch, but the batch sampler now ends batches after "
-        f"{sums[after - 1]} and {sums[after]} samples, so the epoch cannot go on between two of them. "
-        "Give the batch sampler the batch size of the run that saved, or one that divides it."
+        f"{sums[after - 1]} and {sums[after]} samples, so the epoch cannot resume between them. "
+        "Give the batch sampler the batch size of the saved run, or one that divides it."
     )

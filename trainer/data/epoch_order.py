@@ -1,4 +1,4 @@
-"""The order in which an epoch visits its samples: a function of seed and epoch alone."""
+"""Order of the samples of an epoch: a function of seed and epoch only."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 
 class EpochOrder:
-    """The order in which an epoch visits its samples, the same on every rank.
+    """Order of the samples of an epoch, equal on every rank.
 
     Args:
         sampler: the loader's own sampler. ``SequentialSampler`` stays sequential; a plain ``RandomSampler`` becomes a
-            permutation drawn from ``seed + epoch``; any other is run on every rank under random number generators
-            (torch, numpy, python) seeded by ``seed + epoch``.
-        seed: seed of the run; that of a generator which the sampler was given goes before it.
+            permutation drawn from ``seed + epoch``; any other runs on every rank with random number generators (torch,
+            numpy, python) seeded by ``seed + epoch``.
+        seed: seed of the run; a generator passed to the sampler takes precedence.
     """
 
     def __init__(self, sampler: Iterable[int], seed: int) -> None:
         self.sampler = sampler
         self.seed = seed
         self.epoch = 0
-        self._told: int | None = None
+        self._set: int | None = None  # epoch last set in the user's sampler
         self._drawn: tuple[int, Sequence[int]] | None = None
         self._seed_of: dict[int, int] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next (0 is the first); the user's sampler is told too, if it listens."""
+        """Set the epoch (from 0), in the user's sampler too if it supports that."""
         self.epoch = epoch
         listener = getattr(self.sampler, "set_epoch", None)
-        if callable(listener) and epoch != self._told:
+        if callable(listener) and epoch != self._set:
             listener(epoch)
-            self._told = epoch
+            self._set = epoch
 
     @property
     def order_seed(self) -> int | None:
-        """The seed by which this order is drawn; ``None`` if it is not shuffled."""
+        """Seed of this order; ``None`` if it is not shuffled."""
         if isinstance(self.sampler, SequentialSampler):
             return None
         return self.seed if self._generator is None else self._generator.initial_seed()
@@ -52,19 +52,16 @@ class EpochOrder:
         return generator if isinstance(generator, torch.Generator) else None
 
     def use_seed(self, epoch: int, seed: int | None) -> None:
-        """Draw one epoch by another seed; ``None`` takes that back."""
+        """Use another seed for one epoch; ``None`` undoes that."""
         self._seed_of = {} if seed is None else {epoch: seed}
         self._drawn = None
 
     def __len__(self) -> int:
-        return len(self.sampler) if self._is_plain else len(self.indices())  # type: ignore[arg-type]
-
-    @property
-    def _is_plain(self) -> bool:
-        return isinstance(self.sampler, SequentialSampler) or _is_permutation(self.sampler)
+        is_plain = isinstance(self.sampler, SequentialSampler) or _is_permutation(self.sampler)
+        return len(self.sampler) if is_plain else len(self.indices())  # type: ignore[arg-type]
 
     def indices(self) -> Sequence[int]:
-        """Indices of the samples in the order of this epoch."""
+        """Return the indices of the samples in the order of this epoch."""
         if isinstance(self.sampler, SequentialSampler):
             return range(len(self.sampler))
         if self._drawn is None or self._drawn[0] != self.epoch:
@@ -79,7 +76,7 @@ class EpochOrder:
         own = self._generator
         if own is None:
             return run_seeded(lambda: list(self.sampler), self._seed + self.epoch)  # type: ignore[no-any-return]
-        # Else its order would depend on how often it was drawn before.
+        # Otherwise the order would depend on how often it was drawn before.
         before = own.initial_seed()
         own.manual_seed(self._seed + self.epoch)
         try:
@@ -98,7 +95,7 @@ def _is_permutation(sampler: object) -> bool:
 
 
 def run_seeded(draw: Callable[[], Any], seed: int) -> Any:
-    """``draw()`` under random number generators of torch, numpy and python seeded by ``seed``, which are put back."""
+    """Return ``draw()`` with torch, numpy and python seeded by ``seed``; their states are restored."""
     with isolate_rng(include_cuda=False):
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -107,5 +104,5 @@ def run_seeded(draw: Callable[[], Any], seed: int) -> Any:
 
 
 def seed_of_run() -> int:
-    """Seed set by ``seed_everything``; 0 when there is none."""
+    """Return the seed of ``seed_everything``; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -1,12 +1,11 @@
-"""Loaders whose length nobody knows, kept in step over ranks; and streams that every rank reads whole, dealt to them.
+"""Loaders of unknown length with equal numbers of batches on all ranks, and streams that every rank reads whole.
 
-An ``IterableDataset`` may give one rank more batches than another. The rank that runs out first would leave the others
-waiting in their next collective for ever. So each rank fetches one batch ahead, and all tell each other whether they
-have it, while the step before still runs.
+An ``IterableDataset`` may give one rank more batches than another, and the rank that runs out first would leave the
+others in their next collective. So each rank fetches one batch ahead, and all exchange whether they have it while the
+current step runs.
 
-A stream that does not split itself gives every rank the same batches. The ranks find that out by comparing their first
-ones, and then each keeps its own of every wave. They go on comparing what they read, so that streams which drift apart
-end the run.
+A stream that does not split itself gives every rank the same batches. Ranks detect that by comparing their first ones,
+and then each keeps its own of every wave. They keep comparing, and raise if streams diverge.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads a loader.
+    """The reader of a loader.
 
     Args:
-        data_rank: index of this rank among those that are to read different samples.
+        data_rank: index among ranks that read different samples.
         data_ranks: their number.
         world_size: number of all ranks.
         training: whether it is a training loader.
-        deals: whether a stream that is the same on all ranks is to be dealt.
-        waves: micro-batches of an optimizer step on each data rank, if a global batch is set; else 1.
-        drop_last: leave out the last step if it is not full.
-        position: index in the epoch of the batch that comes next.
+        deals: whether to deal a stream that is equal on all ranks.
+        waves: micro-batches per optimizer step on each data rank, if a global batch is set; else 1.
+        drop_last: leave out an incomplete last step.
+        position: returns the index in the epoch of the next batch.
     """
 
     data_rank: int
@@ -65,7 +64,7 @@ class Reader:
 
 @dataclass
 class _Step:
-    """What this rank has of the batches of an optimizer step, one for each wave."""
+    """This rank's batches of an optimizer step, one for each wave."""
 
     count: int = 0  # batches of all data ranks
     digest: int = 0
@@ -75,20 +74,19 @@ class _Step:
 class EvenLoader(WrappedLoader):
     """Gives every rank the same number of batches of a loader of unknown length.
 
-    Streams that split themselves: in training all ranks stop when the first has run out, and a warning says how much
-    is left unread; in evaluation they go on until the last has run out, and the others repeat their last batch as
-    padding. Streams that are the same on all ranks are dealt batch by batch: each is used once, the last ones weigh by
-    their samples.
+    Streams that split themselves: in training all ranks stop with the first that has run out, and warn; in evaluation
+    they continue until the last has run out, and others repeat their last batch as padding. Streams that are equal on
+    all ranks are dealt batch by batch: each is used once, and the last ones are weighted by samples.
 
     Args:
         loader: this rank's loader.
-        group: a gloo group of all ranks, apart from those that train, so that its messages overlap with theirs.
+        group: a gloo group of all ranks, not used for training, so that its messages overlap.
         reader: this rank.
     """
 
-    # Batches are read ahead by two at most; the loop asks for those of the present optimizer step too.
+    # At most two steps are read ahead; the loop needs those of the present one too.
     _REMEMBERED = 8
-    # Before any of them is known to be whole, the loop must ask for each.
+    # It is unknown in advance which are full.
     regular_waves = 0
 
     def __init__(self, loader: Any, group: dist.ProcessGroup, reader: Reader) -> None:
@@ -98,15 +96,15 @@ class EvenLoader(WrappedLoader):
         self._tags: dict[int, Tag] = {}
         self._first = 0
         self.is_dealt = False
-        """Whether the stream is the same on all ranks, so that each keeps its own of every wave."""
+        """True if the stream is equal on all ranks, so that each keeps its own of every wave."""
 
     def is_padding(self, batch_idx: int) -> bool:
-        """Whether the ``batch_idx``-th batch of the current pass only keeps this rank in step."""
+        """Return whether the ``batch_idx``-th batch of the current pass is padding."""
         tag = self._tags.get(batch_idx)
         return batch_idx >= self._real if tag is None else tag.own == 0
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
-        """As :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
+        """See :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
         tag = self._tags.get(batch_idx)
         if tag is None:
             return accumulation
@@ -119,19 +117,21 @@ class EvenLoader(WrappedLoader):
         self._first = self._reader.position() if self._reader.training else 0
         batches = self._read()
         batch, has = self._fetch(batches)
-        self.is_dealt = self._reader.deals and self._is_same(batch, has)
+        work, flags = self._exchange(int(has), batch_digest(batch) if has else 0)
+        work.wait()
+        self.is_dealt = self._reader.deals and _agree(flags) and bool(flags[0])
         if not self.is_dealt:
-            yield from self._own(batches, batch, has)
+            yield from self._read_own(batches, batch, has)
             return
         self._check_dealt()
-        yield from self._dealt(chain([batch], batches))
+        yield from self._read_dealt(chain([batch], batches))
 
     def _read(self) -> Iterator[Any]:
-        """The loader's batches, read as by the only ranks there are: the data ranks."""
-        with _seen_as(self._reader):
+        """Yield the loader's batches, as if data ranks were the only ranks."""
+        with _as_data_rank(self._reader):
             batches = iter(self.loader)
         while True:
-            with _seen_as(self._reader):
+            with _as_data_rank(self._reader):
                 batch, has = self._fetch(batches)
             if not has:
                 return
@@ -146,16 +146,19 @@ class EvenLoader(WrappedLoader):
 
     # ---- streams that split themselves ----------------------------------------------------------------------------
 
-    def _own(self, batches: Iterator[Any], batch: Any, has: bool) -> Iterator[Any]:
+    def _read_own(self, batches: Iterator[Any], batch: Any, has: bool) -> Iterator[Any]:
         pad = not self._reader.training
         if not has and pad:
-            self._refuse_empty()
+            raise RuntimeError(
+                "The IterableDataset of this rank gave no batch at all, so it has nothing to pad with. Give every rank "
+                "at least one batch."
+            )
         count = 0
         last = batch
-        work, flags = self._ask(int(has))
+        work, flags = self._exchange(int(has))
         while True:
             work.wait()
-            if (not flags[0].item()) if not pad else (not flags[1].item()):
+            if not flags[int(pad)].item():
                 break
             if not has and self._real == float("inf"):
                 self._real = count
@@ -163,31 +166,20 @@ class EvenLoader(WrappedLoader):
             last = current
             count += 1
             batch, has = self._fetch(batches) if has else (None, False)
-            work, flags = self._ask(int(has))
+            work, flags = self._exchange(int(has))
             yield current
         if not pad and flags[1].item():
             rank_zero_warn(
                 f"The epoch ended after {count} batches because one rank's IterableDataset ran out of data while "
-                "another still had some, which stays unread. Give all ranks the same number of batches to use it all."
+                "another still had some, which is not used. Give all ranks the same number of batches."
             )
 
-    def _ask(self, *numbers: int) -> tuple[Any, torch.Tensor]:
-        """Begin to learn the least number of all ranks, and the greatest with its sign changed, of each."""
+    def _exchange(self, *numbers: int) -> tuple[Any, torch.Tensor]:
+        """Start to compute the minimum over ranks of each number and of its negative."""
         flags = torch.tensor([sign * number for number in numbers for sign in (1, -1)])
         return dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._group, async_op=True), flags
 
-    def _refuse_empty(self) -> None:
-        raise RuntimeError(
-            "The IterableDataset of this rank gave no batch at all, so it has nothing to keep in step with. "
-            "Give every rank at least one batch."
-        )
-
-    # ---- streams that are the same on all ranks -------------------------------------------------------------------
-
-    def _is_same(self, batch: Any, has: bool) -> bool:
-        work, flags = self._ask(int(has), batch_digest(batch) if has else 0)
-        work.wait()
-        return _agree(flags) and bool(flags[0])
+    # ---- streams that are equal on all ranks ----------------------------------------------------------------------
 
     def _check_dealt(self) -> None:
         reader, dataset = self._reader, type(getattr(innermost(self.loader), "dataset", self.loader)).__name__
@@ -195,28 +187,28 @@ class EvenLoader(WrappedLoader):
             known = "keeps its place in a state_dict" if sized_len(self.loader) is None else "has a length (__len__)"
             raise ValueError(
                 f"The training stream {dataset} gives all {reader.data_ranks} data ranks the same samples, so each "
-                f"would be trained on {reader.data_ranks} times. As it {known}, it is not dealt as it is. {_INSTEAD}"
+                f"would be used {reader.data_ranks} times. As it {known}, it cannot be dealt as it is. {_INSTEAD}"
             )
         rank_zero_info(
-            f"The stream {dataset} is the same on all {reader.data_ranks} data ranks: each reads all of it and keeps "
-            f"one batch of {reader.data_ranks}. To read less, split it by trainer.strategy.ranks.data_rank."
+            f"The stream {dataset} is equal on all {reader.data_ranks} data ranks: each reads all of it and keeps one "
+            f"batch in {reader.data_ranks}. To read less, split it by trainer.strategy.ranks.data_rank."
         )
 
-    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _read_dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         step, index = self._read_step(batches), self._first
-        work, flags = self._ask(step.count, step.digest)
+        work, flags = self._exchange(step.count, step.digest)
         while True:
             work.wait()
             if not _agree(flags):
                 raise RuntimeError(
-                    "The stream gave all data ranks the same first batch, but other ones later: it is drawn at random, "
-                    "from generators that differ between ranks, or its order changes. Seed it by the epoch alone and "
-                    f"do so on every rank. {_INSTEAD}"
+                    "The stream gave all data ranks the same first batch, but different ones later: it uses random "
+                    "generators that differ between ranks, or its order changes. Seed it only by the epoch, on every "
+                    f"rank. {_INSTEAD}"
                 )
             if not step.count:
                 return
             following = self._read_step(batches) if len(step.batches) == self._reader.waves else _Step()
-            work, flags = self._ask(following.count, following.digest)
+            work, flags = self._exchange(following.count, following.digest)
             for batch, tag in step.batches:
                 self._tags[index] = tag
                 self._tags.pop(index - self._reader.waves - self._REMEMBERED, None)
@@ -234,7 +226,7 @@ class EvenLoader(WrappedLoader):
             step.digest = batch_digest(batch, step.digest)
             if place == 0:
                 sizes.append([])
-                kept.append(batch)  # stands in where this rank has none of its own
+                kept.append(batch)  # padding if this rank has none of its own
             elif place == reader.data_rank:
                 kept[wave] = batch
             sizes[wave].append(self._size(batch))
@@ -252,7 +244,7 @@ class EvenLoader(WrappedLoader):
     def _size(self, batch: Any) -> int:
         try:
             return int(extract_batch_size(batch))
-        except Exception:  # holds no tensor
+        except Exception:  # no tensor in it
             return int(getattr(self.loader, "batch_size", None) or 1)
 
 
@@ -262,8 +254,8 @@ def _agree(flags: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _seen_as(reader: Reader) -> Iterator[None]:
-    """Let data sets that split themselves by rank and world size split by data ranks: others share their samples."""
+def _as_data_rank(reader: Reader) -> Iterator[None]:
+    """Let data sets that split by rank and world size split by data ranks, as other ranks share their samples."""
     if reader.data_ranks == reader.world_size:
         yield
         return
@@ -272,11 +264,11 @@ def _seen_as(reader: Reader) -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, {name: names[name] for name in names if name in os.environ}))
         if dist.is_initialized():
             for name, value in (("get_rank", reader.data_rank), ("get_world_size", reader.data_ranks)):
-                stack.enter_context(patch.object(dist, name, _answering(getattr(dist, name), value)))
+                stack.enter_context(patch.object(dist, name, _returning(getattr(dist, name), value)))
         yield
 
 
-def _answering(usual: Callable[..., int], value: int) -> Callable[..., int]:
+def _returning(usual: Callable[..., int], value: int) -> Callable[..., int]:
     thread = threading.get_ident()
 
     def answer(group: Any = None) -> int:

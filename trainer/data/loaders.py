@@ -1,4 +1,4 @@
-"""Loaders whose order of samples is ours: which they are, and copies of them that read other batches."""
+"""Loaders whose order of samples is set here: which they are, and copies of them with other batches."""
 
 from __future__ import annotations
 
@@ -20,59 +20,57 @@ from trainwright.trainer.data.dealt_batches import DealtBatchSampler
 from trainwright.trainer.data.epoch_order import EpochOrder
 
 OrderedSampler = RankBatchSampler | DealtBatchSampler
-# Of the user's own loaders, on one process: what each read last in training, and those that are evaluated with.
-_LENT: WeakKeyDictionary[DataLoader[Any], OrderedSampler] = WeakKeyDictionary()
+# Users' loaders in single-process runs: what each read last in training, and those used for evaluation.
+_IN_PLACE: WeakKeyDictionary[DataLoader[Any], OrderedSampler] = WeakKeyDictionary()
 _KEPT: WeakSet[DataLoader[Any]] = WeakSet()
 _OWN = ("batch_sampler", "worker_init_fn", "_iterator")
 
 
 def ordered_sampler(loader: object) -> OrderedSampler | None:
-    """Our sampler that ``loader`` uses, if any."""
+    """Return the sampler of ours that ``loader`` uses, if any."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, _IndexBatchSamplerWrapper):
         sampler = sampler._batch_sampler
     if isinstance(sampler, RankBatchSampler | DealtBatchSampler):
         return sampler
-    return _LENT.get(loader) if isinstance(loader, DataLoader) else None  # given back when training ended
+    return _IN_PLACE.get(loader) if isinstance(loader, DataLoader) else None  # restored after training
 
 
-def keep(loader: DataLoader[Any]) -> bool:
-    """Evaluate with the user's own loader as it is, on one process, where its order is that of the data set.
-
-    Returns:
-        Whether it stays as it is; not if training reads it.
+def keep_for_evaluation(loader: DataLoader[Any]) -> bool:
+    """Return whether the user's own loader can evaluate as it is: in a single process, in the order of the data set,
+    and not read by training.
     """
     stays = type(loader.batch_sampler) is BatchSampler and isinstance(batches_of(loader)[0], SequentialSampler)
-    if stays and loader not in _LENT:
+    if stays and loader not in _IN_PLACE:
         _KEPT.add(loader)
         return True
     return False
 
 
-def lend(loader: DataLoader[Any], batches: OrderedSampler) -> Callable[[], None] | None:
-    """Let the user's own loader read ``batches`` in training, on one process.
+def read_in_place(loader: DataLoader[Any], batches: OrderedSampler) -> Callable[[], None] | None:
+    """Let the user's own loader read ``batches`` in single-process training.
 
     Returns:
-        How to give it back as it was; ``None``: it is not lent, as it keeps a state of its own or is evaluated with.
+        A function that restores it; ``None`` if that is impossible, as it has a state or is used for evaluation.
     """
     if loader in _KEPT or hasattr(loader, "state_dict"):
         return None
     own = {name: loader.__dict__.get(name) for name in _OWN}
     loader.__dict__.update(batch_sampler=batches, _iterator=None)
-    _LENT[loader] = batches
+    _IN_PLACE[loader] = batches
 
-    def give_back() -> None:
+    def restore() -> None:
         for name in ("state_dict", "load_state_dict"):
             loader.__dict__.pop(name, None)
         loader.__dict__.update(own)
 
-    return give_back
+    return restore
 
 
 def can_order(loader: object) -> bool:
-    """Whether ``loader`` reads a map-style data set whose order we decide.
+    """Return whether ``loader`` reads a map-style data set whose order is set here.
 
-    A loader with a ``DistributedSampler`` of its own, without batches, or over an ``IterableDataset`` stays as it is.
+    False for a loader with a ``DistributedSampler``, without batches, or over an ``IterableDataset``.
     """
     return (
         isinstance(loader, DataLoader)
@@ -84,14 +82,14 @@ def can_order(loader: object) -> bool:
 
 
 def has_plain_batches(loader: DataLoader[Any]) -> bool:
-    """Whether ``loader`` cuts batches of one size, not by a batch sampler of the user's own."""
+    """Return whether ``loader`` cuts batches of one size, without a batch sampler of the user's."""
     return type(loader.batch_sampler) is BatchSampler or isinstance(loader.batch_sampler, RankBatchSampler)
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Iterable[int], bool]:
-    """What orders the samples of plain batches, and whether a last batch that is not full is left out.
+    """Return the sampler of plain batches, and whether an incomplete last batch is left out.
 
-    The loader's own sampler stands for nothing where it was given a ``BatchSampler``.
+    The loader's own sampler is unused if it was given a ``BatchSampler``.
     """
     batches: Any = loader.batch_sampler
     sampler = batches.sampler
@@ -99,20 +97,20 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Iterable[int], bool]:
 
 
 def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: RunningStage) -> DataLoader[Any]:
-    """A copy of ``loader`` (of its own class, with its own arguments) that reads ``batches``."""
+    """Return a copy of ``loader`` (of its own class, with its own arguments) that reads ``batches``."""
     wrapped = _IndexBatchSamplerWrapper(batches) if stage == RunningStage.PREDICTING else batches
     return rebuild(loader, batch_sampler=wrapped, batch_size=1, shuffle=False, sampler=None, drop_last=False)
 
 
 def rebuild(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """A copy of ``loader``, of its own class and with its own arguments but for ``changes``."""
-    held = loader.__dict__["batch_sampler"]
+    """Return a copy of ``loader``, of its own class and with its own arguments except for ``changes``."""
+    own = loader.__dict__["batch_sampler"]
     # Lightning would insist on rebuilding a user's batch sampler around another sampler; we replace it as a whole.
     loader.__dict__["batch_sampler"] = BatchSampler(SequentialSampler(range(1)), 1, False)
     try:
         args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
     finally:
-        loader.__dict__["batch_sampler"] = held
+        loader.__dict__["batch_sampler"] = own
     # Positional arguments by name: a positional batch_size would contradict batch_sampler.
     kwargs = {**dict(zip(getattr(loader, "__pl_saved_arg_names", ()), args, strict=False)), **kwargs, **changes}
     return _reinstantiate_wrapped_cls(loader, **kwargs)  # type: ignore[no-any-return]

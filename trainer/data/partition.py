@@ -1,8 +1,8 @@
-"""Which data rank reads which samples of an epoch, and what of it is left when the ranks change. Without torch.
+"""Partitioning of the samples of an epoch over data ranks, and of the rest when the ranks change. Free of torch.
 
 An epoch is a list of indices in an order that every rank knows. It is dealt in *waves*: what all data ranks read at the
-same time. What has been read is told by a short history, one :class:`Read` per layout that read some of it, from which
-any later layout finds what is left and deals it anew.
+same time. What has been read is a short history, one :class:`Read` per layout, from which any later layout computes and
+deals the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainwright.core.config.targets import function_at
 from trainwright.core.global_batch import Waves
-from trainwright.trainer.balance.shares import SharesFrom
+from trainwright.trainer.balance.shares import PassShares
 
 PARTITIONS = ("interleave", "range", "hash")
 VIRTUAL_SHARDS = 4096
@@ -30,16 +30,15 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Read:
-    """What one layout read of an epoch, of what was left to it.
+    """A part of an epoch as one layout has read it.
 
     Args:
-        partition: how the samples were dealt, one of :data:`PARTITIONS`; or ``"leased"``, chunk by chunk to whoever
-            asked.
-        samples: with ``"interleave"``, samples that follow each other; with ``"leased"``, how many there are.
-        data_ranks: else, number of data ranks,
+        partition: how samples were dealt, one of :data:`PARTITIONS`; or ``"leased"`` in chunks.
+        samples: with ``"interleave"``, number of consecutive samples; with ``"leased"``, number of samples.
+        data_ranks: otherwise, number of data ranks,
         micro_batch_size: samples that each read at a time,
-        waves: and how often it did.
-        ranges: with ``"leased"``, positions ``[first, last)`` in what was left, in order.
+        waves: and how often.
+        ranges: with ``"leased"``, ordered positions ``[first, last)`` in the rest.
     """
 
     partition: str
@@ -51,14 +50,14 @@ class Read:
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[tuple[int, int]]) -> Read:
-        """Positions ``[first, last)`` in what was left, in order and apart from each other."""
+        """Return an entry for ordered, disjoint positions ``[first, last)`` in the rest."""
         samples = sum(last - first for first, last in ranges)
         if not ranges or (len(ranges) == 1 and ranges[0][0] == 0):
             return cls("interleave", samples)
         return cls("leased", samples, ranges=tuple((first, last) for first, last in ranges))
 
     def to_json(self) -> list[Any]:
-        """As a short list."""
+        """Return a short list."""
         if self.partition == "interleave":
             return [self.partition, self.samples]
         if self.partition == "leased":
@@ -67,14 +66,14 @@ class Read:
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Read:
-        """The inverse of :meth:`to_json`."""
+        """Return the inverse of :meth:`to_json`."""
         name, *numbers = value
         if name == "leased":
             return cls.of_ranges([(first, last) for first, last in numbers[0]])
         return cls(name, *numbers) if name == "interleave" else cls(name, 0, *numbers)
 
-    def joined(self, later: Read) -> Read | None:
-        """Both as one, if dealing what this one left goes on as this one would have."""
+    def merge(self, later: Read) -> Read | None:
+        """Return both as one, if dealing would have continued the same way; else ``None``."""
         if self.partition != later.partition or self.partition == "leased":
             return None
         if self.partition == "interleave":
@@ -85,29 +84,25 @@ class Read:
 
 
 def add_read(history: Sequence[Read], read: Read) -> tuple[Read, ...]:
-    """The history with one more entry, as short as it can be."""
+    """Return the history with one more entry, as short as possible."""
     if not read.samples and not read.waves:
         return tuple(history)
-    joined = history[-1].joined(read) if history else None
-    return (*history[:-1], joined) if joined else (*history, read)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whose sample is it
+    merged = history[-1].merge(read) if history else None
+    return (*history[:-1], merged) if merged else (*history, read)
 
 
 class SamplePartition(Protocol):
-    """Gives each data rank samples of its own."""
+    """Assignment of samples to data ranks."""
 
     name: str
 
     def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
-        """Positions in ``indices`` that each data rank reads, in ascending order."""
+        """Return the positions in ``indices`` that each data rank reads, in ascending order."""
         ...
 
 
 class RangePartition:
-    """Rank r reads the r-th of equal contiguous ranges of the indices: neighbours on disk stay with one rank."""
+    """Rank r reads the r-th of equal contiguous ranges of indices: neighbours on disk stay on one rank."""
 
     name = "range"
 
@@ -118,15 +113,14 @@ class RangePartition:
 
 
 class HashPartition:
-    """The rank of a sample follows from a stable hash of its key, so that most samples keep theirs when ranks change.
+    """The rank of a sample depends on a stable hash of its key, so that most samples keep theirs when ranks change.
 
     Key -> one of 4096 virtual shards by BLAKE2b -> rank by jump consistent hashing (Lamping and Veach 2014, "A Fast,
-    Minimal Memory, Consistent Hash Algorithm"): of n ranks, one more takes about 1 / (n + 1) of the samples and leaves
-    the others where they were.
+    Minimal Memory, Consistent Hash Algorithm"): adding a rank to n moves about 1 / (n + 1) of the samples.
 
     Args:
-        key_of: index -> key, a ``str``, ``int`` or ``bytes``; ``None`` takes the index. Asked once per index.
-        key_name: what a checkpoint calls it.
+        key_of: index -> key, a ``str``, ``int`` or ``bytes``; ``None``: the index. Called once per index.
+        key_name: its name in a checkpoint.
     """
 
     name = "hash"
@@ -151,7 +145,7 @@ class HashPartition:
 
 
 def shard_of(key: Any) -> int:
-    """Virtual shard of a key, a ``str``, ``int`` or ``bytes``; the same in every process and version.
+    """Return the virtual shard of a key, a ``str``, ``int`` or ``bytes``; equal in every process and version.
 
     Raises:
         ValueError: if the key is of another type.
@@ -170,13 +164,13 @@ def shard_of(key: Any) -> int:
 
 @lru_cache
 def _ranks_of_shards(data_ranks: int) -> list[int]:
-    # Jump hashing wants keys that differ in all their bits.
+    # Jump hashing needs keys that differ in all bits.
     digests = (hashlib.blake2b(shard.to_bytes(4, "little"), digest_size=8) for shard in range(VIRTUAL_SHARDS))
     return [jump_hash(int.from_bytes(digest.digest(), "little"), data_ranks) for digest in digests]
 
 
 def jump_hash(key: int, buckets: int) -> int:
-    """Bucket of a 64-bit key, by the jump consistent hash of Lamping and Veach (2014)."""
+    """Return the bucket of a 64-bit key, by the jump consistent hash of Lamping and Veach (2014)."""
     bucket, following = -1, 0
     while following < buckets:
         bucket = following
@@ -186,7 +180,7 @@ def jump_hash(key: int, buckets: int) -> int:
 
 
 def resolve_data_key(data_key: str | DataKey | None) -> DataKey | None:
-    """The function that ``Trainer(data_key=...)`` names.
+    """Return the function for ``Trainer(data_key=...)``.
 
     Raises:
         ValueError: if there is none.
@@ -203,61 +197,57 @@ def resolve_data_key(data_key: str | DataKey | None) -> DataKey | None:
 
 
 def name_of_key(data_key: DataKey | None) -> str | None:
-    """By which a key function is known in a checkpoint; ``None`` for the index."""
+    """Return the name of a key function in a checkpoint; ``None`` for the index."""
     if data_key is None:
         return None
     name = getattr(data_key, "__qualname__", type(data_key).__qualname__)
     return f"{getattr(data_key, '__module__', '')}:{name}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Dealing what is left
-
-
 class Dealing(Protocol):
-    """How what is left of an epoch is dealt to data ranks."""
+    """How the rest of an epoch is dealt to data ranks."""
 
     def __len__(self) -> int:
-        """Number of waves."""
+        """Return the number of waves."""
         ...
 
     @property
     def regular(self) -> int:
-        """Waves, from the first on, whose loss is divided by nothing but the accumulation."""
+        """Waves, from the first on, whose loss is divided only by the accumulation."""
         ...
 
     def batch(self, wave: int, rank: int) -> list[int]:
-        """Indices that ``rank`` reads in ``wave``; another's sample if it has none of its own."""
+        """Return the indices that ``rank`` reads in ``wave``; another rank's sample if it has none."""
         ...
 
     def count(self, wave: int, rank: int) -> int:
-        """Samples of its own that ``rank`` reads in ``wave``."""
+        """Return the number of ``rank``'s own samples in ``wave``."""
         ...
 
     def wave_total(self, wave: int) -> int:
-        """Samples of all ranks in ``wave``."""
+        """Return the number of samples of all ranks in ``wave``."""
         ...
 
     def step_total(self, wave: int) -> int:
-        """Samples of all ranks in the optimizer step to which ``wave`` belongs."""
+        """Return the number of samples of all ranks in the optimizer step of ``wave``."""
         ...
 
     def read(self, waves: int) -> Read:
-        """What the first ``waves`` waves read."""
+        """Return what the first ``waves`` waves read."""
         ...
 
 
 class InOrder:
-    """``"interleave"``: waves follow each other in the order of the epoch.
+    """``"interleave"``: waves in the order of the epoch.
 
     Args:
         indices: the whole epoch.
         start: samples of it that have been read.
-        waves: how the others are dealt, see :class:`~trainwright.core.global_batch.Waves`.
-        shares: where waves are cut; ``None``: into equal parts.
+        waves: how the rest is dealt, see :class:`~trainwright.core.global_batch.Waves`.
+        shares: cuts of waves; ``None``: equal parts.
     """
 
-    def __init__(self, indices: Sequence[int], start: int, waves: Waves, shares: SharesFrom | None = None) -> None:
+    def __init__(self, indices: Sequence[int], start: int, waves: Waves, shares: PassShares | None = None) -> None:
         self.waves = waves
         self._shares = shares
         self._indices = indices
@@ -273,7 +263,7 @@ class InOrder:
         waves = self.waves
         if waves.step_samples or self._shares is not None:
             return 0
-        # The samples of a global batch that ends within the epoch are all there.
+        # Global batches that end within the epoch are complete.
         return waves.regular if waves.group <= 1 else waves.samples // (waves.group * waves.wave_size) * waves.group
 
     def batch(self, wave: int, rank: int) -> list[int]:
@@ -316,15 +306,15 @@ class InOrder:
 
 
 class InQueues:
-    """Each rank reads samples of its own, ``micro_batch_size`` at a time; those that have run out wait for the others.
+    """Each rank reads its own samples, ``micro_batch_size`` at a time; those that have run out wait for the others.
 
     Args:
-        indices: what is left of the epoch, in order.
-        partition: whose is what.
+        indices: the rest of the epoch, in order.
+        partition: of samples.
         data_ranks: number of data ranks.
         micro_batch_size: samples that each reads at a time.
-        group: waves of one optimizer step.
-        drop_last: leave out optimizer steps in which a rank has less than its part.
+        group: waves per optimizer step.
+        drop_last: leave out optimizer steps in which a rank has an incomplete part.
     """
 
     def __init__(
@@ -385,8 +375,8 @@ class InQueues:
         """See :class:`Dealing`."""
         return Read(self._name, 0, len(self._queues), self._micro, min(waves, len(self)))
 
-    def left(self, waves: int) -> Indices:
-        """Indices, in order, that are left after so many waves."""
+    def rest(self, waves: int) -> Indices:
+        """Return the indices, in order, that remain after so many waves."""
         taken = [queue[: waves * self._micro] for queue in self._queues]
         keep = np.ones(len(self._indices), dtype=bool)
         keep[np.concatenate(taken)] = False
@@ -394,10 +384,10 @@ class InQueues:
 
 
 def as_indices(indices: Sequence[Any], partition: str) -> Indices:
-    """The indices of an epoch as an array.
+    """Return the indices of an epoch as an array.
 
     Raises:
-        ValueError: if they are no whole numbers.
+        ValueError: if they are not integers.
     """
     found = np.asarray(indices)
     if not len(found):
@@ -410,15 +400,15 @@ def as_indices(indices: Sequence[Any], partition: str) -> Indices:
     return found.astype(np.int64)
 
 
-def what_is_left(
+def remaining(
     indices: Sequence[int], history: Sequence[Read], partitions: Callable[[str], SamplePartition]
 ) -> tuple[Sequence[int], int]:
-    """What a history leaves of an epoch: indices in order, and how many of them, from the first on, were read.
+    """Return what a history leaves of an epoch: indices in order, and how many of the first ones were read.
 
     Args:
         indices: the whole epoch.
         history: what was read.
-        partitions: the partition of a name.
+        partitions: returns the partition of a name.
     """
     start = 0
     for read in history:
@@ -430,16 +420,16 @@ def what_is_left(
             continue
         rest = as_indices(indices[start:], read.partition)
         queues = InQueues(rest, partitions(read.partition), read.data_ranks, read.micro_batch_size, 1, False)
-        indices, start = queues.left(read.waves).tolist(), 0
+        indices, start = queues.rest(read.waves).tolist(), 0
     return indices, start
 
 
 def _without(indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Sequence[int]:
-    """What is left of ``indices`` without the positions ``[first, last)``."""
-    left: list[int] = []
+    """Return ``indices`` without the positions ``[first, last)``."""
+    rest: list[int] = []
     after = 0
     for first, last in ranges:
-        left.extend(indices[after:first])
+        rest.extend(indices[after:first])
         after = last
-    left.extend(indices[after:])
-    return left
+    rest.extend(indices[after:])
+    return rest

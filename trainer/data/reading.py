@@ -1,4 +1,4 @@
-"""Training loaders as the cursor sees them: what each reads, how far it has come, and how it goes on from there."""
+"""Training loaders as the cursor sees them: contents, position, and resuming."""
 
 from __future__ import annotations
 
@@ -29,21 +29,18 @@ from trainwright.trainer.leases.batches import LeasedBatchSampler
 
 
 def leased_batches(loaders: Sequence[object]) -> LeasedBatchSampler | None:
-    """What leases the samples of the training loaders, if it is done so; then there is one loader."""
+    """Return the sampler that leases the samples of the (only) training loader; ``None`` without leases."""
     dealer = dealer_of(loaders[0]) if len(loaders) == 1 else None
     return dealer if isinstance(dealer, LeasedBatchSampler) else None
 
 
 def refuse_cycled_shards(combined: Any) -> None:
-    """Refuse shards beside another loader where the shorter one begins again within an epoch.
+    """Raise a ``ValueError`` for shards beside a longer loader, where they would be cycled within an epoch.
 
-    A second pass would be counted as the first one: resumed, the run would repeat or skip samples.
+    A second pass would count as the first one: a resumed run would repeat or skip samples.
 
     Args:
         combined: the training loaders, a ``CombinedLoader`` of Lightning.
-
-    Raises:
-        ValueError: if there are several loaders in mode ``max_size_cycle``, and one is of a ``ShardedStream``.
     """
     loaders, mode = combined.flattened, combined._mode
     if mode == "max_size_cycle" and len(loaders) > 1 and any(isinstance(each, ShardLoader) for each in loaders):
@@ -59,19 +56,19 @@ Weigher = Dealer | EvenLoader
 
 
 def dealer_of(loader: object) -> Dealer | None:
-    """What of ours deals the samples of ``loader``, and so knows which of its batches are padding; if any."""
+    """Return what deals the samples of ``loader`` and knows its padding; ``None`` if not ours."""
     if isinstance(loader, StreamLoader):
         return loader
     return ordered_sampler(loader)
 
 
 def weigher_of(loader: object) -> Weigher | None:
-    """What of ours knows how many samples each data rank has of a batch of ``loader``; if any."""
+    """Return what knows the samples of each data rank in a batch of ``loader``; ``None`` if not ours."""
     return loader if isinstance(loader, EvenLoader) else dealer_of(loader)
 
 
 def remembered(loader: object) -> RememberedStates | None:
-    """What remembers the state of ``loader``, if it has one of its own."""
+    """Return the wrapper that remembers states of ``loader``, if it has a state."""
     while isinstance(loader, WrappedLoader):
         if isinstance(loader, RememberedStates):
             return loader
@@ -80,12 +77,12 @@ def remembered(loader: object) -> RememberedStates | None:
 
 
 def describe(loader: Any, data_ranks: int, accumulation: int) -> LoaderCursor:
-    """What ``loader`` reads, without how far it has come.
+    """Describe what ``loader`` reads, without its position.
 
     Args:
-        loader: a training loader as the loop has it.
-        data_ranks: ranks that read different samples.
-        accumulation: micro-batches of an optimizer step on each of them.
+        loader: a training loader of the loop.
+        data_ranks: number of ranks that read different samples.
+        accumulation: micro-batches per optimizer step on each of them.
     """
     dealer, keeper = dealer_of(loader), remembered(loader)
     per_step = data_ranks * accumulation
@@ -115,7 +112,7 @@ def describe(loader: Any, data_ranks: int, accumulation: int) -> LoaderCursor:
 
 
 def _batch_size(dealer: Dealer | None, loader: Any) -> int | None:
-    # A loader that was rebuilt around a batch sampler has a batch size of its own no more.
+    # A loader rebuilt around a batch sampler no longer has its own batch size.
     of_loader = [] if dealer is not None else [loader, getattr(loader, "batch_sampler", None)]
     for holder in (dealer, getattr(dealer, "batches", None), *of_loader):
         size = getattr(holder, "batch_size", None)
@@ -141,13 +138,13 @@ def _identity(loader: Any, dealer: Dealer | None) -> dict[str, Any]:
 
 
 def position(loader: Any, batches: int, finished: bool, cycles: bool) -> dict[str, Any]:
-    """How far ``loader`` has come on this rank when the loop has used so many batches of the epoch.
+    """Return the position of ``loader`` on this rank after so many batches of the epoch.
 
     Args:
-        loader: a training loader as the loop has it.
+        loader: a training loader of the loop.
         batches: batches of the epoch.
-        finished: whether they were all.
-        cycles: whether a loader that has run out begins again; else it gives nothing more in this epoch.
+        finished: whether they are all.
+        cycles: whether a loader that has run out restarts within the epoch.
     """
     dealer, keeper = dealer_of(loader), remembered(loader)
     if dealer is not None:
@@ -166,16 +163,16 @@ def resume_loaders(
     in_place: bool,
     leased: bool,
 ) -> None:
-    """Have all training loaders go on where a cursor stands.
+    """Resume all training loaders at a cursor.
 
     Args:
         loaders: of this run.
-        cursor: as saved; of another number of loaders nothing is known of any, and each begins anew.
+        cursor: as saved; with another number of loaders, each restarts.
         now: of ``loaders``, on this run's data ranks.
-        accumulation: micro-batches of an optimizer step.
+        accumulation: micro-batches per optimizer step.
         rank: this data rank.
-        ranks: data ranks.
-        in_place: whether the end of the epoch is still to be done.
+        ranks: number of data ranks.
+        in_place: whether the end of the epoch is pending.
         leased: whether samples are leased.
     """
     known = cursor.loaders if len(loaders) == len(cursor.loaders) else [LoaderCursor("none") for _ in loaders]
@@ -190,14 +187,14 @@ def resume_loaders(
 
 
 def resume_samples(loader: Any, saved: LoaderCursor, now: LoaderCursor, epoch: int, first_batch: int) -> None:
-    """Let ``loader`` deal what is left of an epoch.
+    """Let ``loader`` deal the rest of an epoch.
 
     Args:
-        loader: a training loader as the loop has it.
-        saved: what another run says of it.
-        now: what this run says of it.
+        loader: a training loader of the loop.
+        saved: its cursor in the saved run.
+        now: its cursor in this run.
         epoch: the epoch.
-        first_batch: micro-batches, as this run counts, of the optimizer steps that are done.
+        first_batch: micro-batches, as this run counts, of completed optimizer steps.
     """
     dealer = dealer_of(loader)
     if dealer is None:
@@ -222,7 +219,7 @@ def resume_samples(loader: Any, saved: LoaderCursor, now: LoaderCursor, epoch: i
 def _partition(
     name: str, current: SamplePartition | None, old_key: str | None, key: str | None, loader: Any
 ) -> SamplePartition:
-    """The partition under which a part of the epoch was read."""
+    """Return the partition under which a part of the epoch was read."""
     if name == "range":
         return RangePartition()
     if isinstance(current, HashPartition) and old_key == key:
@@ -231,11 +228,11 @@ def _partition(
 
 
 def hash_partition(data_key: Any, dataset: Any) -> HashPartition:
-    """The partition by the keys of a data set.
+    """Return the partition by the keys of a data set.
 
     Args:
-        data_key: see :func:`~trainwright.trainer.data.partition.resolve_data_key`; ``None`` takes the index.
-        dataset: what the keys are of.
+        data_key: see :func:`~trainwright.trainer.data.partition.resolve_data_key`; ``None``: the index.
+        dataset: its samples have the keys.
     """
     function = resolve_data_key(data_key)
     if function is None:
@@ -246,10 +243,10 @@ def hash_partition(data_key: Any, dataset: Any) -> HashPartition:
 
 
 def resume_states(loader: Any, saved: LoaderCursor, rank: int, ranks: int, first_batch: int, ended: bool) -> None:
-    """Give each rank the state of its loader back.
+    """Restore the state of each rank's loader.
 
     Raises:
-        ValueError: if there is another number of data ranks or workers, and the loader cannot share states out anew.
+        ValueError: if the number of data ranks or workers differs, and the loader cannot redistribute states.
     """
     keeper = remembered(loader)
     if keeper is None or not saved.states:
@@ -264,11 +261,11 @@ def resume_states(loader: Any, saved: LoaderCursor, rank: int, ranks: int, first
     elif keeper.can_redistribute:
         keeper.redistribute(saved.states, rank, ranks, first_batch, ended)
     else:
-        told = "; ".join(f"saved with {old}, now {new}" for old, new, _ in problems)
+        changes = "; ".join(f"saved with {old}, now {new}" for old, new, _ in problems)
         raise ValueError(
             f"The training loader ({type(innermost(loader)).__name__}) keeps a state of its own for each data rank and "
-            f"worker, which fits no other number of them: {told}. Resume with "
+            f"worker, which depends on their numbers: {changes}. Resume with "
             f"{' and '.join(remedy for *_, remedy in problems)}; or give the loader or its data set a method "
-            "load_state_dicts(states, rank, ranks) that shares the saved states out anew; or read the data through "
-            "trainwright.DealtStream, which goes on under any number."
+            "load_state_dicts(states, rank, ranks) that redistributes the saved states; or read the data through "
+            "trainwright.DealtStream, which resumes with any numbers."
         )

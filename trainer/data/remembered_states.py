@@ -1,4 +1,4 @@
-"""Loaders that keep a state of their own: what it was after each optimizer step, and whose is whose after a resume."""
+"""Loaders with a state: its value after each optimizer step, and its restoration."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from trainwright.trainer.data.wrapped_loader import WrappedLoader
 
 
 class RememberedStates(WrappedLoader):
-    """Takes the state of a loader when it has given the last batch of an optimizer step, not when it is saved.
-
-    Between both, the loop has fetched batches ahead, of which a resumed run must not know.
+    """Takes the state of a loader after the last batch of an optimizer step, rather than when it is saved, since the
+    loop has prefetched batches by then.
 
     Args:
-        loader: a loader that has ``state_dict`` and ``load_state_dict``, or whose data set has them.
-        every: number of batches of one optimizer step.
+        loader: has ``state_dict`` and ``load_state_dict``, or its data set has them.
+        every: number of batches per optimizer step.
     """
 
-    # Batches that may have been fetched ahead, by the loop and by what keeps ranks in step.
+    # Batches that the loop and the loader that equalizes ranks may have prefetched.
     _AHEAD = 4
 
     def __init__(self, loader: Any, every: Callable[[], int]) -> None:
@@ -52,7 +51,7 @@ class RememberedStates(WrappedLoader):
                 self._states[count] = self._state()
             for old in [key for key in self._states if key < count - self._every() - self._AHEAD]:
                 del self._states[old]
-            # The loop asks for no batch behind the last one when it knows how many there are.
+            # The loop does not ask beyond the last batch if it knows their number.
             self._last = self._state() if count == length else None
             yield batch
         self._last = self._state()
@@ -63,46 +62,46 @@ class RememberedStates(WrappedLoader):
             found = True
             yield batch
         if ended and not found:
-            # The state stood behind the last batch, where only asking for another one would have begun an epoch.
+            # The state was behind the last batch, where only another request would have started an epoch.
             yield from self.loader
 
     def _state(self) -> Any:
         return copy.deepcopy(self._source.state_dict())
 
     def position(self, batches: int, finished: bool) -> dict[str, Any]:
-        """State when the loop has used so many batches of the epoch; ``finished``: when it has used all."""
+        """Return the state after so many batches of the epoch; ``finished``: after all."""
         if not self._states:
-            return {"state": self._state()}  # nothing has been read yet
+            return {"state": self._state()}  # before any reading
         if finished:
             return {"state": self._states[max(self._states)] if self._last is None else self._last}
         return {"state": self._states[batches]}
 
     def resume(self, states: list[Any], rank: int, first_batch: int, ended: bool) -> None:
-        """Go on where another run stopped.
+        """Resume where another run stopped.
 
         Args:
-            states: states of all data ranks of that run.
+            states: of all data ranks of that run.
             rank: data rank of this process.
-            first_batch: batches of the epoch that have been used.
+            first_batch: batches used of the epoch.
             ended: whether they were all.
         """
         self._first_batch, self._ended = first_batch, ended
         self._source.load_state_dict(states[rank])
 
     def redistribute(self, states: list[Any], rank: int, ranks: int, first_batch: int, ended: bool) -> None:
-        """As :meth:`resume`, on another number of data ranks or workers, by the loader's own ``load_state_dicts``."""
+        """Resume with another number of data ranks or workers, by the loader's own ``load_state_dicts``."""
         self._first_batch, self._ended = first_batch, ended
         redistributor = self._redistributor
         assert redistributor is not None
         redistributor.load_state_dicts(states, rank, ranks)
 
     def wait_for_next_pass(self) -> None:
-        """Give nothing in the next pass, since the epoch has been read, and begin in the one after."""
+        """Yield nothing in the next pass, as the epoch has been read, and start in the one after."""
         self._waits = True
 
     @property
     def can_redistribute(self) -> bool:
-        """Whether the loader or its data set has ``load_state_dicts(states, rank, ranks)``."""
+        """True if the loader or its data set has ``load_state_dicts(states, rank, ranks)``."""
         return self._redistributor is not None
 
     @property
@@ -114,14 +113,14 @@ class RememberedStates(WrappedLoader):
 
     @property
     def workers(self) -> int | None:
-        """Number of workers, if the state is one of each; ``None`` if it does not depend on them."""
+        """Number of workers, if each has a state; ``None`` if the state does not depend on them."""
         return getattr(self.loader, "num_workers", None) if self._source is self.loader else None
 
 
 def state_source(loader: object) -> Any:
-    """Whose ``state_dict`` tells where ``loader`` is: its own, or that of its data set; ``None`` if nobody's does.
+    """Return the owner of the ``state_dict`` with the position of ``loader``: itself or its data set; ``None`` if none.
 
-    A data set's is of use only without workers, which hold copies of it.
+    A data set's is useful only without workers, which hold copies of it.
     """
     if _is_stateful(loader):
         return loader

@@ -6,17 +6,17 @@ from typing import Any
 
 
 class WrappedLoader:
-    """Stands for another loader: what is not its own it has from that one.
+    """A loader that forwards what it does not define to another one.
 
     Args:
-        loader: the loader inside.
+        loader: the wrapped loader.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        # What else people read of a loader: batch_size, dataset, num_workers, state_dict, ...
+        # Attributes that others read: batch_size, dataset, num_workers, state_dict, ...
         if name in ("loader", "__setstate__"):
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -27,14 +27,14 @@ class WrappedLoader:
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        # Lightning forgets a loader's iterator when it has stopped its workers. Kept by the loader inside, it would be
-        # used again, and persistent workers that are gone be waited for.
+        # Lightning drops a loader's iterator after stopping its workers. Kept by the wrapped loader, it would be
+        # reused, and wait for persistent workers that are gone.
         if hasattr(self.loader, "_iterator"):
             self.loader._iterator = iterator
 
 
 def innermost(loader: Any) -> Any:
-    """The loader inside all wrappings."""
+    """Return the innermost wrapped loader."""
     while isinstance(loader, WrappedLoader):
         loader = loader.loader
     return loader

@@ -1,7 +1,7 @@
-"""The batches of one worker where samples are leased: chunk by chunk of the epoch's order, as long as there are any.
+"""Batches of one worker with leased samples: chunks of the epoch's order, as long as there are any.
 
-A loader reads ahead, so a chunk that was drawn is not one that was trained on: a lease is done when the loop has made
-the optimizer step of its last micro-batch. A chunk is what one worker trains on in one optimizer step.
+A loader prefetches, so a chunk that was drawn has not been trained on: a lease is finished with the optimizer step of
+its last micro-batch. A chunk is what one worker trains on in one optimizer step.
 """
 
 from __future__ import annotations
@@ -19,63 +19,62 @@ from trainwright.core.run.peers import ReceivedNotice, peers_of
 from trainwright.core.text.messages import run_token, seal, unseal
 from trainwright.trainer.data.data_order import Drawn, RankBatchSampler, Resumed
 from trainwright.trainer.data.epoch_order import EpochOrder
-from trainwright.trainer.data.partition import Read, add_read, what_is_left
+from trainwright.trainer.data.partition import Read, add_read, remaining
 from trainwright.trainer.leases.book import GUARANTEES, Lease
 from trainwright.trainer.leases.service import Address, LeaseDesk, LeaseService, listening_host
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
 
-# Where the first worker says how to reach its service.
+# Key of the service's address, written by the first worker.
 _STORE_KEY = "trainwright/leases/{}"
 
+# Services per store so far: each has its own key, equal on all ranks.
+_services: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 
-# Services that ranks have met at through a store: each has a key of its own, the same on all ranks.
-_met: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 
-
-def _meeting(of_fit: dist.Store | None) -> tuple[dist.Store, str]:
+def _store_and_key(of_fit: dist.Store | None) -> tuple[dist.Store, str]:
     if of_fit is not None:
         return of_fit, _STORE_KEY.format("fit")
     store = default_store()
-    _met[store] = _met.get(store, 0) + 1
-    return store, _STORE_KEY.format(_met[store])
+    _services[store] = _services.get(store, 0) + 1
+    return store, _STORE_KEY.format(_services[store])
 
 
 class SampleLeases:
-    """This rank's part in leasing the epochs of a run; the first worker runs the service.
+    """This rank's access to leases of a run's epochs; the first worker runs the service.
 
     Args:
         trainer: the Trainer.
 
     Attributes:
-        spent: whether the run has trained on as many samples as ``max_steps`` global batches have.
+        spent: whether the run has trained on the samples of ``max_steps`` global batches.
     """
 
     def __init__(self, trainer: RunTrainer) -> None:
         self._trainer = trainer
         self._service: LeaseService | None = None
         self._desk: LeaseDesk | None = None
-        self._counted: int | None = None  # global batches of which schedulers know
+        self._counted: int | None = None  # global batches that schedulers know of
         self.spent = False
 
     @property
     def most(self) -> int | None:
-        """Samples that the whole run trains on; ``None``: no limit."""
+        """Maximum samples of the whole run; ``None``: no limit."""
         steps, batch = self._trainer.fit_loop.max_steps, self._trainer.global_batch
         return None if steps in (None, -1) or batch is None else int(steps) * batch.size
 
     @property
     def desk(self) -> LeaseDesk:
-        """Where this rank asks for leases."""
+        """The client of the service."""
         if self._desk is None:
             self._desk = self._connect()
         return self._desk
 
     def _connect(self) -> LeaseDesk:
         strategy: Any = self._trainer.strategy
-        alone = strategy.ranks.num_data_ranks == 1
-        store, key = (None, "") if alone else _meeting(peers_of(strategy).fit_store)
+        is_single = strategy.ranks.num_data_ranks == 1
+        store, key = (None, "") if is_single else _store_and_key(peers_of(strategy).fit_store)
         if strategy.ranks.data_rank == 0:
             host = listening_host(os.environ)
             service = LeaseService(
@@ -83,9 +82,9 @@ class SampleLeases:
             )
             self._service, address = service, service.address
             if store is not None:
-                # Whoever reaches the store can read it: the token is there only where ranks were given none.
-                told = [address.host, address.port, "" if run_token() else address.token]
-                store.set(key, seal(run_token(), told).decode())
+                # The store is public, so the token is in it only if ranks were given none.
+                content = [address.host, address.port, "" if run_token() else address.token]
+                store.set(key, seal(run_token(), content).decode())
         else:
             assert store is not None
             host, port, token = unseal(run_token(), store.get(key))
@@ -93,9 +92,9 @@ class SampleLeases:
         return LeaseDesk(address, strategy.ranks.data_rank)
 
     def open(self, epoch: int, samples: int, chunk: int, before: int) -> LeaseDesk:
-        """Begin to lease an epoch, see :meth:`~trainwright.trainer.leases.service.LeaseDesk.open`."""
+        """Start to lease an epoch, see :meth:`~trainwright.trainer.leases.service.LeaseDesk.open`."""
         self.desk.open(epoch, samples, chunk, before)
-        if self._counted is None:  # others may have trained on more by now, which schedulers here do not know of
+        if self._counted is None:  # other workers may be ahead by now, which this one's schedulers do not know
             batch = self._trainer.global_batch
             self._counted = 0 if batch is None else before // batch.size
         return self.desk
@@ -113,16 +112,16 @@ class SampleLeases:
 
     @property
     def counted(self) -> int:
-        """Global batches of which this worker's schedulers know."""
+        """Global batches that this worker's schedulers know of."""
         return self.global_batches if self._counted is None else self._counted
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be asked, before ``fit`` and after it."""
+        """True if there is no connection, before and after ``fit``."""
         return self._desk is None
 
     def close(self) -> None:
-        """Say goodbye, and end the service if it is here."""
+        """Disconnect, and end the service if it runs here."""
         if self._desk is not None:
             self._desk.close()
         if self._service is not None:
@@ -132,25 +131,25 @@ class SampleLeases:
 
 
 class _Tag(NamedTuple):
-    """Of a micro-batch: samples of its own, and of the optimizer step."""
+    """Samples of a micro-batch, and of its optimizer step."""
 
     own: int
     step: int
 
 
 class LeasedBatchSampler(RankBatchSampler):
-    """The micro-batches of the chunks that this worker gets; nobody knows beforehand how many.
+    """The micro-batches of this worker's chunks, whose number is unknown in advance.
 
     A chunk has ``micro_batch_size x accumulation`` samples and makes ``accumulation`` micro-batches; those of the last
     chunk of an epoch are smaller, and padding if there are fewer samples than micro-batches.
 
     Args:
         order: the order of samples.
-        micro_batch_size: samples of a micro-batch.
-        accumulation: micro-batches of an optimizer step.
-        drop_last: leave out the last chunk if it is not full.
-        leases: where to ask for them.
-        most: samples of an epoch that are read at most; ``None``: all.
+        micro_batch_size: samples per micro-batch.
+        accumulation: micro-batches per optimizer step.
+        drop_last: leave out an incomplete last chunk.
+        leases: of the run.
+        most: maximum samples of an epoch; ``None``: all.
     """
 
     def __init__(
@@ -166,20 +165,20 @@ class LeasedBatchSampler(RankBatchSampler):
         self.leases = leases
         self.chunk = micro_batch_size * accumulation
         self.most = most
-        # Samples that the run had trained on before it began to lease.
+        # Returns the samples that the run had trained on before it started to lease.
         self.trained_before: Callable[[], int] = lambda: 0
-        # Whether training reads: loaders are begun earlier than that, and before a state is put back.
+        # Whether training reads: loaders start earlier, and before a state is restored.
         self.is_open = False
         self._held: deque[tuple[Lease, int]] = deque()  # with the index after its last micro-batch
         self._held_epoch = -1
         self._tags: dict[int, _Tag] = {}
         self._rest: tuple[Any, Sequence[int]] | None = None
         self._last_state: dict[str, Any] | None = None
-        # Whether all workers have met within the epoch, since one was told to end.
+        # Whether all workers have synchronized within the epoch after a stop notice.
         self.has_ended = False
 
     def __len__(self) -> int:
-        raise TypeError("how many batches a worker leases is not known beforehand")
+        raise TypeError("the number of leased batches is unknown in advance")
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -188,23 +187,23 @@ class LeasedBatchSampler(RankBatchSampler):
         super().resume(resumed)
         self._rest = None
 
-    def left(self) -> Sequence[int]:
-        """Indices of the samples of the present epoch that were not read before it was resumed, in order."""
+    def rest(self) -> Sequence[int]:
+        """Return the indices of the present epoch's samples that were not read before a resume, in order."""
         resumed = self._of_this_epoch
         if self._rest is None or self._rest[0] != (self.current_epoch, resumed):
-            self._rest = ((self.current_epoch, resumed), self._find_left(resumed))
+            self._rest = ((self.current_epoch, resumed), self._find_rest(resumed))
         return self._rest[1]
 
-    def _find_left(self, resumed: Resumed | None) -> Sequence[int]:
+    def _find_rest(self, resumed: Resumed | None) -> Sequence[int]:
         indices, start, read = self.sampler.indices(), 0, 0
         if resumed is not None:
             read = resumed.samples
             history = resumed.history or (Read("interleave", read),)
-            indices, start = what_is_left(indices, history, self.partition_named)
-        left = indices[start:]
+            indices, start = remaining(indices, history, self.partition_named)
+        rest = indices[start:]
         if self.most is not None:
-            left = left[: max(self.most - read, 0)]
-        return left[: len(left) - len(left) % self.chunk] if self.drop_last else left
+            rest = rest[: max(self.most - read, 0)]
+        return rest[: len(rest) - len(rest) % self.chunk] if self.drop_last else rest
 
     @property
     def epoch_samples(self) -> int:
@@ -216,13 +215,13 @@ class LeasedBatchSampler(RankBatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         if not self.is_open:
             return
-        epoch, left = self.current_epoch, self.left()
-        self._forget_read_ahead(epoch)
-        desk = self.leases.open(epoch, len(left), self.chunk, self.trained_before())
+        epoch, rest = self.current_epoch, self.rest()
+        self._return_prefetched(epoch)
+        desk = self.leases.open(epoch, len(rest), self.chunk, self.trained_before())
         index = self.consumed()
         while (lease := desk.lease(epoch)) is not None:
             self._held.append((lease, index + self.group))
-            for batch, own in self._cut(left[lease.first : lease.last]):
+            for batch, own in self._cut(rest[lease.first : lease.last]):
                 self._tags[index] = _Tag(own, lease.samples)
                 index += 1
                 yield [Drawn(epoch, each) for each in batch] if self.with_epoch else batch  # type: ignore[misc]
@@ -236,17 +235,17 @@ class LeasedBatchSampler(RankBatchSampler):
             yield own or list(samples[:1]), len(own)
             first = last
 
-    def _forget_read_ahead(self, epoch: int) -> None:
-        """What an earlier pass over the loader had drawn is drawn anew."""
+    def _return_prefetched(self, epoch: int) -> None:
+        """Return chunks that an earlier pass over the loader has drawn, for a new draw."""
         if self._held and self._held_epoch == epoch:
             self.leases.desk.give_back(epoch, [lease for lease, _ in self._held])
         self._held.clear()
         self._held_epoch = epoch
 
-    # ---- told by the loop -----------------------------------------------------------------------------------------
+    # ---- called by the loop ---------------------------------------------------------------------------------------
 
     def trained(self, batches: int) -> None:
-        """The optimizer steps of the first so many micro-batches of the epoch are made."""
+        """Finish the leases of the first so many micro-batches of the epoch, whose optimizer steps are done."""
         done = []
         while self._held and self._held[0][1] <= batches:
             done.append(self._held.popleft()[0])
@@ -256,45 +255,45 @@ class LeasedBatchSampler(RankBatchSampler):
             del self._tags[index]
 
     def wait_for_more(self) -> bool:
-        """Whether there is something to read again; else all workers have come to the end of the epoch, or to where
-        they end within it (:attr:`has_ended`).
+        """Wait, and return whether there is more to read; else all workers are at the end of the epoch, or of the run
+        within it (:attr:`has_ended`).
 
-        To be called once the loader has run out and all that it gave has been trained on, or where the run is to end.
+        Call once the loader has run out and all of it has been trained on, or when the run is to end.
         """
-        self._forget_read_ahead(self.current_epoch)
+        self._return_prefetched(self.current_epoch)
         answer = self.leases.desk.wait_for_more(self.current_epoch)
         self.leases.spent, self.has_ended = answer["spent"], answer.get("ended", False)
         return bool(answer["more"])
 
     @property
     def heard_of_end(self) -> ReceivedNotice | None:
-        """A notice that some worker was given: nothing is leased any more. No step is left once all have met."""
+        """A stop notice of any worker, after which nothing is leased; no step is left once all have synchronized."""
         heard = None if self.leases.is_closed else self.leases.desk.heard
         return None if heard is None else ReceivedNotice(*heard, steps_left=0 if self.has_ended else 1)
 
-    def tell_of_end(self, number: int, age: float) -> None:
-        """Let all workers hear that this one was told to end."""
+    def send_end_notice(self, number: int, age: float) -> None:
+        """Send this worker's stop notice to all."""
         if not self.leases.is_closed:
-            self.leases.desk.tell_end(number, age)
+            self.leases.desk.send_end_notice(number, age)
 
     @property
     def global_batches(self) -> int:
-        """Global batches' worth of samples on which the run has trained; at the end of an epoch the same on all."""
+        """Global batches of samples that the run has trained on; at the end of an epoch equal on all workers."""
         return self.leases.global_batches
 
     def global_batches_passed(self) -> int:
-        """Global batches' worth of samples on which all workers have trained since this was asked last, or since the
-        run was begun or resumed; as far as this worker knows."""
+        """Return the global batches of samples that all workers have trained on since the last call, or since the run
+        started or resumed, as far as this worker knows."""
         return self.leases.global_batches_passed()
 
     # ---- the cursor -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Where the epoch stands, the same on all workers; each has to ask. After the end of ``fit``: where it ended.
+        """Return the position in the epoch, equal on all workers, each of which must ask; after ``fit``, the last one.
 
         Returns:
-            ``samples`` of the epoch that were read, ``history`` how, ``complete`` whether that is all of it, and
-            ``trained``, on how many samples the run has trained.
+            ``samples`` read of the epoch, ``history`` (how), ``complete`` (whether that is all), and ``trained``, the
+            samples that the run has trained on.
         """
         if self.leases.is_closed and self._last_state is not None:
             return dict(self._last_state)
@@ -304,16 +303,16 @@ class LeasedBatchSampler(RankBatchSampler):
         return dict(self._last_state)
 
     def state_to_join(self, batch: int) -> dict[str, Any]:
-        """For a worker that begins to lease what the others lease already; as :meth:`state`, but asks nobody.
+        """Return a :meth:`state` for a worker that joins others in an epoch, without asking them.
 
         Args:
-            batch: samples of a global batch.
+            batch: samples per global batch.
         """
         nothing = Read.of_ranges([])
         return {**self._state_with(nothing), "complete": False, "trained": self.leases.counted * batch}
 
     def _state_with(self, read: Read) -> dict[str, Any]:
-        """``samples`` and ``history`` of the epoch, with what was leased and is used."""
+        """Return ``samples`` and ``history`` of the epoch, including what was leased and used."""
         resumed = self._of_this_epoch
         before: tuple[Read, ...] = ()
         if resumed is not None:
@@ -326,12 +325,12 @@ class LeasedBatchSampler(RankBatchSampler):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`~trainwright.trainer.data.data_order.DealingSampler`; empty, since the fit loop keeps it."""
+        """Return nothing, since the fit loop saves the state."""
         return {}
 
     # ---- weights of losses ----------------------------------------------------------------------------------------
 
-    regular_waves = 0  # none is known beforehand
+    regular_waves = 0  # unknown in advance
     whole_step = True  # a chunk is a whole optimizer step
 
     def is_padding(self, batch_idx: int) -> bool:
@@ -339,13 +338,13 @@ class LeasedBatchSampler(RankBatchSampler):
         return self._tags[batch_idx].own == 0
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
-        """What to divide a micro-batch's mean loss by, so that the sum over a step is the mean over its samples."""
+        """Return the divisor of a micro-batch's mean loss that makes the sum over a step the mean over its samples."""
         own, step = self._tags[batch_idx]
         return step / own if own else float("inf")
 
 
-def why_not_leased(trainer: RunTrainer, ranks: int) -> str | None:
-    """Why the samples of a run cannot be leased as its Trainer is set; ``None``: they can.
+def lease_problem(trainer: RunTrainer, ranks: int) -> str | None:
+    """Return why the samples of a run cannot be leased; ``None`` if they can.
 
     Args:
         trainer: the Trainer.
@@ -357,13 +356,13 @@ def why_not_leased(trainer: RunTrainer, ranks: int) -> str | None:
     limit, interval = trainer.limit_train_batches, trainer.val_check_interval
     validates = trainer.fit_loop.epoch_loop._should_check_val_epoch() or trainer.enable_validation
     if trainer.data_partition != "interleave":
-        return f"data_partition={trainer.data_partition!r} says whose samples are whose; leave it out"
+        return f"data_partition={trainer.data_partition!r} fixes the rank of each sample; remove it"
     if getattr(trainer, "balance", None) is not None:
-        return "balance moves samples between ranks in step; leases do that for those that are not: leave it out"
+        return "balance moves samples between synchronous ranks, leases do so between asynchronous ones: remove it"
     if trainer.uneven_steps:
-        return f"uneven_steps=True: give a global_batch_size that is a multiple of the micro-batch times {ranks}"
+        return f"uneven_steps=True: set a global_batch_size that is a multiple of the micro-batch times {ranks}"
     if isinstance(limit, float) and limit not in (0.0, 1.0):
-        return f"limit_train_batches={limit}: give a whole number, micro-batches of each worker on average"
+        return f"limit_train_batches={limit}: set a whole number, micro-batches of each worker on average"
     if validates and not (isinstance(interval, float) and interval == 1.0):
-        return f"val_check_interval={interval}: workers meet at the end of an epoch only; leave it at 1.0"
+        return f"val_check_interval={interval}: workers synchronize only at the end of an epoch; leave it at 1.0"
     return None

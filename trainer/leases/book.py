@@ -1,13 +1,13 @@
-"""Which parts of an epoch are leased to whom, and which are done; a plain object that knows nothing of processes.
+"""Bookkeeping of leases: which parts of an epoch are leased to which worker, and which are done. Free of processes.
 
-Workers that step by themselves have no equal shares of an epoch: a fast one reads more. So they lease *chunks*, parts
-of the epoch's order, one after the other. A chunk is handed out once, and is done when the worker says that it has
-trained on it. What becomes of the chunks of a worker that died is the guarantee:
+Asynchronous workers have no equal shares of an epoch: a fast one reads more. So they lease *chunks* of the epoch's
+order one after another. A chunk is leased once, and done when the worker reports that it has trained on it. The
+guarantee says what happens to the chunks of a dead worker:
 
-- ``"at_least_once"``: they are handed out again. Every sample is trained on, and each chunk that the dead worker held
-  may have been trained on before.
-- ``"at_most_once"``: they are lost. No sample is trained on twice, and each chunk that the dead worker held may have
-  been trained on not at all.
+- ``"at_least_once"``: they are leased again. Every sample is trained on, and each chunk held by the dead worker may
+  have been trained on before.
+- ``"at_most_once"``: they are lost. No sample is trained on twice, and each chunk held by the dead worker may not have
+  been trained on at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Lease(NamedTuple):
     """A chunk of an epoch.
 
     Args:
-        number: of the chunk, from 0 on.
+        number: of the chunk, from 0.
         first: position of its first sample in the order.
         last: position after its last sample.
     """
@@ -40,16 +40,16 @@ class Lease(NamedTuple):
 
 
 class LeaseBook:
-    """The chunks of one epoch, or of what is left of one.
+    """The chunks of an epoch, or of the rest of one.
 
     Args:
-        samples: samples that are to be handed out.
-        chunk: samples of a chunk; the last one may have fewer.
+        samples: number of samples.
+        chunk: samples per chunk; the last one may have fewer.
         guarantee: see the module.
-        limit: hand out no chunk once so many samples are done or leased; ``None``: no limit.
+        limit: lease nothing once so many samples are done or leased; ``None``: no limit.
 
     Raises:
-        ValueError: if a number or the guarantee is impossible.
+        ValueError: if a number or the guarantee is invalid.
     """
 
     def __init__(
@@ -71,28 +71,26 @@ class LeaseBook:
     # ---- workers --------------------------------------------------------------------------------------------------
 
     def lease(self, worker: int) -> Lease | None:
-        """The next chunk, which is now this worker's; ``None``: there is none to be had now.
+        """Lease the next chunk to this worker; ``None``: there is none now.
 
-        What was given back goes first, so that the end of an epoch does not wait for it.
+        Returned chunks go first, so that the end of an epoch does not wait for them.
         """
-        if self.limit is not None and self.done_samples + self._leased >= self.limit:
+        if not self.has_more:
             return None
         if self._returned:
             number = self._returned.popleft()
-        elif self._next < self._chunks:
-            number, self._next = self._next, self._next + 1
         else:
-            return None
+            number, self._next = self._next, self._next + 1
         lease = self._of(number)
         self._holder[number] = worker
         self._leased += lease.samples
         return lease
 
     def finish(self, worker: int, numbers: Iterable[int]) -> list[int]:
-        """The worker has trained on chunks.
+        """Mark chunks as trained on by the worker.
 
         Returns:
-            Those that were not its own any more, since it was taken for dead; they are not counted.
+            Those that it no longer held, since it was considered dead; they are not counted.
         """
         late = []
         for number in numbers:
@@ -104,14 +102,14 @@ class LeaseBook:
         return late
 
     def give_back(self, worker: int, numbers: Iterable[int] | None = None) -> list[Lease]:
-        """The worker has trained on nothing of these chunks, ``None``: of all it holds; others may have them."""
+        """Return chunks that the worker has not trained on (``None``: all it holds) for others."""
         given = self.held_by(worker) if numbers is None else sorted(numbers)
         taken = [number for number in given if self._take(worker, number)]
         self._returned.extendleft(reversed(taken))
         return [self._of(number) for number in taken]
 
     def bury(self, worker: int) -> list[Lease]:
-        """The worker is dead: its chunks are handed out again, or lost, as the guarantee says.
+        """Release the chunks of a dead worker, or mark them as lost, as the guarantee says.
 
         Returns:
             These chunks.
@@ -124,31 +122,31 @@ class LeaseBook:
             self.lost_samples += self._of(number).samples
         return [self._of(number) for number in lost]
 
-    # ---- where it stands ------------------------------------------------------------------------------------------
+    # ---- state ----------------------------------------------------------------------------------------------------
 
     def held_by(self, worker: int) -> list[int]:
-        """Numbers of the chunks that a worker holds, in order."""
+        """Return the numbers of the chunks that a worker holds, in order."""
         return sorted(number for number, holder in self._holder.items() if holder == worker)
 
     @property
     def has_more(self) -> bool:
-        """Whether :meth:`lease` would give a chunk."""
+        """True if :meth:`lease` would return a chunk."""
         if self.limit is not None and self.done_samples + self._leased >= self.limit:
             return False
         return bool(self._returned) or self._next < self._chunks
 
     @property
     def is_settled(self) -> bool:
-        """Whether no chunk can be had and none is held by anybody, so that nothing more comes of this book."""
+        """True if no chunk is available or held."""
         return not self._holder and not self.has_more
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk is done or lost."""
+        """True if every chunk is done or lost."""
         return self.done_samples + self.lost_samples == self.samples
 
     def used(self) -> list[tuple[int, int]]:
-        """Positions ``[first, last)`` in the order that must not be read again: of chunks that are done or lost."""
+        """Return positions ``[first, last)`` in the order that must not be read again: of done or lost chunks."""
         runs: list[tuple[int, int]] = []
         for first, last in sorted([*self._done.runs(), *self._lost.runs()]):
             start, end = self._of(first).first, self._of(last - 1).last
@@ -161,7 +159,7 @@ class LeaseBook:
         return Lease(number, number * self.chunk, min((number + 1) * self.chunk, self.samples))
 
     def _take(self, worker: int, number: int) -> bool:
-        """End a lease; whether it was this worker's."""
+        """End a lease, and return whether it was this worker's."""
         if self._holder.get(number) != worker:
             return False
         del self._holder[number]
@@ -170,7 +168,7 @@ class LeaseBook:
 
 
 class _Chunks:
-    """A set of numbers most of which follow each other from 0 on."""
+    """A set of numbers, most of which are consecutive from 0."""
 
     def __init__(self) -> None:
         self._from_zero = 0  # all below
@@ -183,7 +181,7 @@ class _Chunks:
             self._from_zero += 1
 
     def runs(self) -> list[tuple[int, int]]:
-        """``[first, last)`` of numbers that follow each other."""
+        """Return ``[first, last)`` of consecutive numbers."""
         runs = [(0, self._from_zero)] if self._from_zero else []
         for number in sorted(self._others):
             if runs and runs[-1][1] == number:

@@ -1,9 +1,9 @@
-"""One thread that keeps the book of leases, and what workers ask it with.
+"""The service of leases, a thread, and its client.
 
-Each worker has one connection to it, over which go lines of JSON, sealed with the token of the service. A connection
-that is lost is a worker that died, unless it said goodbye. Where a worker has to wait for others (for chunks that may
-come back, or for all to ask for the state), its answer waits: nobody polls, and no collective of the ranks is needed,
-so that a dead worker keeps nobody.
+Each worker has one connection, over which it sends lines of JSON, sealed with the token of the service. A lost
+connection is a dead worker, unless it has said goodbye. If a worker must wait for others (for returned chunks, or for
+all to ask for the state), its answer is delayed: there is no polling and no collective of ranks, so a dead worker
+blocks no one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from trainwright.trainer.leases.book import Guarantee, Lease, LeaseBook
 
 _LONGEST_ANSWER = 1 << 30  # bytes; the used positions of an epoch may be many
 _REQUESTS = ("hello", "open", "lease", "done", "back", "wait", "state", "end", "bye")
-_STRANGERS = 64  # connections that may be there beside those of the workers
-_PEER_SECONDS = 60.0  # for a connection to be made
+_STRANGERS = 64  # connections allowed besides those of workers
+_PEER_SECONDS = 60.0  # to connect
 Message = dict[str, Any]
 
 
 class Address(NamedTuple):
-    """Where a service listens, and the word that a worker has to know.
+    """Address and secret of a service.
 
     Args:
         host: name or address.
@@ -42,21 +42,21 @@ class Address(NamedTuple):
 
 
 class LeaseError(RuntimeError):
-    """The service of leases cannot be had any more, or refused a request."""
+    """The service of leases is unavailable, or refused a request."""
 
 
 class LeaseService:
-    """Keeps the book of the present epoch for all workers, in a thread of its own.
+    """Keeps the book of the present epoch for all workers, in its own thread.
 
     Args:
         workers: number of workers.
-        guarantee: what becomes of chunks of the dead, see :mod:`trainwright.trainer.leases.book`.
-        most: samples after which the whole run is over; ``None``: no limit.
-        host: address to listen at; by default this machine alone can connect.
-        token: secret that workers know; empty = a new one.
+        guarantee: for chunks of dead workers, see :mod:`trainwright.trainer.leases.book`.
+        most: maximum samples of the whole run; ``None``: no limit.
+        host: address to listen on; by default only this machine can connect.
+        token: secret of the workers; empty = a new one.
 
     Attributes:
-        address: what workers need to connect.
+        address: for workers to connect.
     """
 
     def __init__(
@@ -67,16 +67,15 @@ class LeaseService:
         host: str = "127.0.0.1",
         token: str = "",
     ) -> None:
-        LeaseBook(0, 1, guarantee)  # refuses what is impossible
         self._workers, self._guarantee, self._most = workers, guarantee, most
         self._epoch = -1
         self._book = LeaseBook(0, 1, guarantee)
         self._plan: Message = {}
         self._before = 0  # samples done in earlier epochs
-        self._ending: tuple[int, float] | None = None  # a notice that the run is to end, and when it was given
+        self._ending: tuple[int, float] | None = None  # number and time of a stop notice
         self._living: dict[int, Peer] = {}
         self._workers_of: dict[Peer, int] = {}
-        self._waiting: dict[Peer, str] = {}  # the request to which the answer waits
+        self._waiting: dict[Peer, str] = {}  # request whose answer is delayed
         self._gone: set[int] = set()
         self._server = MessageServer(
             self._handle, self._lose, name="trainwright-leases", host=host, strangers=workers + _STRANGERS
@@ -109,7 +108,7 @@ class LeaseService:
             self._book.bury(worker)
         else:
             self._book.give_back(worker)
-        self._let_go_on()
+        self._answer_waiting()
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -117,12 +116,12 @@ class LeaseService:
         message: Message = unseal(self.address.token, line)
         name, worker = message["ask"], self._workers_of.get(peer)
         if name not in _REQUESTS:
-            raise ContentError(f"nobody asks for {name!r}")
+            raise ContentError(f"unknown request {name!r}")
         if worker is None:
             self._admit(peer, message)
         elif name == "end":
             self._ending = self._ending or (int(message["number"]), time.monotonic() - float(message["age"]))
-            self._let_go_on()
+            self._answer_waiting()
         elif name == "bye":
             del self._workers_of[peer]
             self._waiting.pop(peer, None)
@@ -131,74 +130,68 @@ class LeaseService:
             self._open(peer, message)
         elif message.get("epoch") != self._epoch:
             if name in ("lease", "wait", "state"):
-                self._answer(peer, {"error": f"epoch {message.get('epoch')} is over, epoch {self._epoch} has begun"})
+                self._answer(peer, {"error": f"epoch {message.get('epoch')} is over, epoch {self._epoch} has started"})
         elif name == "lease":
             lease = self._book.lease(worker) if self._ending is None else None
             self._answer(peer, {"lease": None if lease is None else list(lease), "done": self._done})
         elif name == "done":
             self._book.finish(worker, map(int, message["numbers"]))
-            self._let_go_on()
+            self._answer_waiting()
         elif name == "back":
             self._book.give_back(worker, map(int, message["numbers"]))
-            self._let_go_on()
+            self._answer_waiting()
         elif name in ("wait", "state"):
             self._waiting[peer] = name
-            self._let_go_on()
+            self._answer_waiting()
         else:
-            raise ContentError(f"a worker that has said hello asks for {name!r}")
+            raise ContentError(f"unexpected request {name!r} of a connected worker")
 
     def _admit(self, peer: Peer, message: Message) -> None:
         worker = int(message["worker"])
         if message["ask"] != "hello" or not 0 <= worker < self._workers:
-            raise ContentError(f"a connection begins with the hello of a worker below {self._workers}")
-        if worker in self._living:  # it has begun anew before the loss of its old connection was seen
+            raise ContentError(f"the first request must be the hello of a worker below {self._workers}")
+        if worker in self._living:  # restarted before the loss of its old connection was noticed
             self._server.close(self._living[worker])
-        self._server.admit(peer)
+        peer.is_admitted = True
         self._workers_of[peer] = worker
         self._living[worker] = peer
         self._gone.discard(worker)
         self._answer(peer, {"done": self._done})
 
     def _open(self, peer: Peer, message: Message) -> None:
-        """Begin an epoch; who comes later finds it begun."""
+        """Start an epoch, unless it has started."""
         plan = {name: int(message[name]) for name in ("epoch", "samples", "chunk")}
         if plan["epoch"] == self._epoch and self._plan != plan:
             differ = [name for name in plan if plan[name] != self._plan[name]]
-            told = "; ".join(f"{name} {plan[name]} here, {self._plan[name]} elsewhere" for name in differ)
-            self._answer(peer, {"error": f"workers disagree about the epoch that they lease: {told}"})
+            values = "; ".join(f"{name} {plan[name]} here, {self._plan[name]} elsewhere" for name in differ)
+            self._answer(peer, {"error": f"workers disagree about the epoch that they lease: {values}"})
             return
         if plan["epoch"] < self._epoch:
-            self._answer(peer, {"error": f"epoch {plan['epoch']} is over, epoch {self._epoch} has begun"})
+            self._answer(peer, {"error": f"epoch {plan['epoch']} is over, epoch {self._epoch} has started"})
             return
         if plan["epoch"] != self._epoch:
-            self._begin(plan, int(message["before"]))
+            self._before = int(message["before"]) if self._epoch < 0 else self._done
+            self._epoch, self._plan = plan["epoch"], plan
+            limit = None if self._most is None else max(self._most - self._before, 0)
+            self._book = LeaseBook(plan["samples"], plan["chunk"], self._guarantee, limit)
         self._answer(peer, {"done": self._done})
-
-    def _begin(self, plan: Message, before: int) -> None:
-        self._before = before if self._epoch < 0 else self._done
-        self._epoch, self._plan = plan["epoch"], plan
-        limit = None if self._most is None else max(self._most - self._before, 0)
-        self._book = LeaseBook(plan["samples"], plan["chunk"], self._guarantee, limit)
 
     @property
     def _done(self) -> int:
         """Samples of the run that are done."""
         return self._before + self._book.done_samples
 
-    @property
-    def _is_spent(self) -> bool:
-        return self._most is not None and self._done >= self._most
-
-    def _let_go_on(self) -> None:
-        """Answer those that wait, if what they wait for is there."""
-        for peer in self._that_wait("wait"):
+    def _answer_waiting(self) -> None:
+        """Answer waiting workers, if possible."""
+        for peer in self._peers_waiting_for("wait"):
             if self._book.has_more and self._ending is None:
                 self._answer(peer, {"more": True, "done": self._done, "spent": False})
             elif self._book.is_settled or (self._ending is not None and self._all_ask("wait")):
-                answer = {"more": False, "done": self._done, "spent": self._is_spent}
+                is_spent = self._most is not None and self._done >= self._most
+                answer = {"more": False, "done": self._done, "spent": is_spent}
                 if not self._book.is_settled:
                     answer["ended"] = True
-                for each in self._that_wait("wait"):
+                for each in self._peers_waiting_for("wait"):
                     self._answer(each, answer)
                 break
         if self._all_ask("state"):
@@ -209,41 +202,41 @@ class LeaseService:
                 "done": self._done,
                 "before": self._before,
             }
-            for peer in self._that_wait("state"):
+            for peer in self._peers_waiting_for("state"):
                 self._answer(peer, state)
 
-    def _that_wait(self, name: str) -> list[Peer]:
-        """Those that wait for the answer to this."""
+    def _peers_waiting_for(self, name: str) -> list[Peer]:
+        """Return those that wait for the answer to a request."""
         return [peer for peer, request in self._waiting.items() if request == name]
 
     def _all_ask(self, name: str) -> bool:
-        """Whether all workers that live, and some do, wait for the answer to this."""
-        asking = len(self._that_wait(name))
+        """Return whether all living workers, and at least one, wait for the answer to a request."""
+        asking = len(self._peers_waiting_for(name))
         return bool(asking) and asking == len(self._living) >= self._workers - len(self._gone)
 
 
 class LeaseDesk:
-    """A worker's side of the service: one connection, to be used by one thread.
+    """A worker's client of the service, for use by one thread.
 
     Args:
         address: of the service.
         worker: number of this worker.
 
     Raises:
-        LeaseError: (here and in all methods) if the service cannot be reached or refuses.
+        LeaseError: (here and in all methods) if the service is unavailable or refuses.
     """
 
     def __init__(self, address: Address, worker: int) -> None:
         self.worker = worker
-        self.done_samples = 0  # of the run, by all workers, as far as it is known here
+        self.done_samples = 0  # of the run, by all workers, as far as known here
         self.heard: tuple[int, float] | None = None
-        """Number and age in seconds of a notice that a worker was given: the run is to end, nothing is leased any more;
-        as of the last answer."""
+        """Number and age in seconds of a stop notice given to any worker, as of the last answer; nothing is leased
+        afterwards."""
         try:
             self._socket = socket.create_connection(address[:2], timeout=_PEER_SECONDS)
         except OSError as error:
             raise LeaseError(_unreachable(error)) from error
-        self._socket.settimeout(None)  # an answer may wait for the slowest worker
+        self._socket.settimeout(None)  # answers may wait for the slowest worker
         keep_alive(self._socket)
         close_in_children(self._socket)
         self._lines = self._socket.makefile("rb")
@@ -251,68 +244,66 @@ class LeaseDesk:
         self._ask("hello", worker=worker)
 
     def open(self, epoch: int, samples: int, chunk: int, before: int) -> None:
-        """Begin to lease an epoch, with the same arguments on every worker.
+        """Start to lease an epoch, with equal arguments on every worker.
 
         Args:
             epoch: the epoch.
-            samples: samples of it that are left.
-            chunk: samples of a chunk.
-            before: samples that the run had trained on before it began to lease; later epochs know it.
+            samples: number of its remaining samples.
+            chunk: samples per chunk.
+            before: samples that the run had trained on before it started to lease; ignored in later epochs.
         """
         self._ask("open", epoch=epoch, samples=samples, chunk=chunk, before=before)
 
     def lease(self, epoch: int) -> Lease | None:
-        """The next chunk; ``None``: there is none now. Never waits for another worker."""
+        """Return the next chunk; ``None``: there is none now. Never waits for another worker."""
         found = self._ask("lease", epoch=epoch)["lease"]
         return None if found is None else Lease(*found)
 
     def finish(self, epoch: int, leases: Sequence[Lease]) -> None:
-        """Tell that these chunks are done."""
-        self._tell("done", epoch=epoch, numbers=[lease.number for lease in leases])
-        self.done_samples += sum(lease.samples for lease in leases)  # a later answer counts them too
+        """Report that these chunks are done."""
+        self._send("done", epoch=epoch, numbers=[lease.number for lease in leases])
+        self.done_samples += sum(lease.samples for lease in leases)  # included in later answers
 
     def give_back(self, epoch: int, leases: Sequence[Lease]) -> None:
-        """Tell that nothing of these chunks was or will be trained on here."""
-        self._tell("back", epoch=epoch, numbers=[lease.number for lease in leases])
+        """Return chunks that are not trained on here."""
+        self._send("back", epoch=epoch, numbers=[lease.number for lease in leases])
 
     def wait_for_more(self, epoch: int) -> Message:
-        """Wait until there is a chunk to be had, or until none will come any more in this epoch.
-
-        To be called by a worker that holds none.
+        """Wait until a chunk is available, or none will be in this epoch. Called by a worker that holds none.
 
         Returns:
-            ``more``: which of the two; ``spent``: whether the run has trained on as many samples as it may;
-            ``ended``, if it is there: within the epoch, as it was told to, all workers wait here at the same time.
+            ``more``: whether one is available; ``spent``: whether the run has trained on its maximum of samples;
+            ``ended``, if present: all workers wait here within the epoch after a stop notice.
         """
         return self._ask("wait", epoch=epoch)
 
     def state(self, epoch: int) -> Message:
-        """Where the epoch stands, the same on all living workers, all of which have to ask.
+        """Return the position in the epoch, equal on all living workers, all of which must ask.
 
         Returns:
             ``used`` (positions that must not be read again), ``lost`` and ``done`` (samples), ``complete``.
         """
         return self._ask("state", epoch=epoch)
 
-    def tell_end(self, number: int, age: float) -> None:
-        """Tell that the run is to end, see :attr:`heard`; the first notice counts."""
-        self._tell("end", number=number, age=age)
+    def send_end_notice(self, number: int, age: float) -> None:
+        """Send a stop notice, see :attr:`heard`; the first one counts."""
+        self._send("end", number=number, age=age)
 
     def close(self) -> None:
-        """Say goodbye: what this worker holds goes to others."""
+        """Disconnect; chunks held by this worker go to others."""
         with suppress(LeaseError):
-            self._tell("bye")
+            self._send("bye")
         self._lines.close()
         self._socket.close()
 
-    def _tell(self, name: str, **content: Any) -> None:
+    def _send(self, name: str, **content: Any) -> None:
         try:
             self._socket.sendall(seal(self._token, {"ask": name, **content}))
         except OSError as error:
             raise LeaseError(_unreachable(error)) from error
 
     def _ask(self, name: str, **content: Any) -> Message:
-        self._tell(name, **content)
+        self._send(name, **content)
         try:
             line = self._lines.readline(_LONGEST_ANSWER)
         except OSError as error:
@@ -330,16 +321,16 @@ class LeaseDesk:
 
 def _unreachable(why: object) -> str:
     return (
-        f"The process that leases samples to the workers cannot be reached any more ({why}). It runs on the first "
-        "rank; if that has failed, its own error says why. Go on from the last checkpoint with ckpt_path=last."
+        f"The process that leases samples to the workers is unavailable ({why}). It runs on the first rank; if that "
+        "has failed, its own error says why. Resume the last checkpoint with ckpt_path=last."
     )
 
 
 def listening_host(environment: Mapping[str, str]) -> str:
-    """Where a service of a run listens: on this machine alone if all ranks are here, else where they meet.
+    """Return the address that a service of a run listens on: local if all ranks are on this machine, else MASTER_ADDR.
 
     Args:
-        environment: variables as torch elastic sets them.
+        environment: variables of torch elastic.
     """
     everywhere, here = environment.get("WORLD_SIZE", "1"), environment.get("LOCAL_WORLD_SIZE", "1")
     return "127.0.0.1" if everywhere == here else environment.get("MASTER_ADDR", "127.0.0.1")

@@ -1,6 +1,6 @@
-"""TensorBoard's writer of events, for a disk that fills up: the file ends there, and training goes on.
+"""TensorBoard's event writer for a disk that fills up: the file ends there, and training continues.
 
-As tensorboard has it, its thread prints a traceback of its own, and the next value that is logged ends the run.
+Without it, tensorboard's thread prints a traceback, and the next logged value ends the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 
 class LenientSummaryWriter(SummaryWriter):
-    """Torch's ``SummaryWriter``, whose file may end before the run does; arguments are the same."""
+    """Torch's ``SummaryWriter``, whose file may end before the run; with the same arguments."""
 
     file_writer: Any
     all_writers: Any
@@ -39,7 +39,7 @@ class _FileWriter(FileWriter):
 class _EventFileWriter(EventFileWriter):
     @property
     def _general_file_writer(self) -> _LenientFile:
-        """What the thread writes to."""
+        """The file written by the thread."""
         return self._file
 
     @_general_file_writer.setter
@@ -48,7 +48,7 @@ class _EventFileWriter(EventFileWriter):
 
 
 class _LenientFile:
-    """A file that takes no more after the first error of the operating system, which it warns of.
+    """A file that ignores writes after its first ``OSError``, of which it warns.
 
     Args:
         file: to write to.
@@ -61,27 +61,27 @@ class _LenientFile:
 
     def write(self, data: bytes) -> None:
         """Append."""
-        self._unless_ended(lambda: self._file.write(data))
+        self._attempt(lambda: self._file.write(data))
 
     def flush(self) -> None:
-        """Hand to the operating system what was written."""
-        self._unless_ended(self._file.flush)
+        """Flush to the operating system."""
+        self._attempt(self._file.flush)
 
     def close(self) -> None:
         """Flush, and close."""
-        self._unless_ended(self._file.close)
+        self._attempt(self._file.close)
 
-    def _unless_ended(self, act: Callable[[], object]) -> None:
+    def _attempt(self, act: Callable[[], object]) -> None:
         if self._ended:
             return
         try:
             act()
         except OSError as error:
             self._ended = True
-            warnings.warn_explicit(  # the thread's own lines would tell nobody anything
+            warnings.warn_explicit(  # the thread's own source line would not help
                 f"{self._name} cannot be written ({error.strerror or error}), so TensorBoard shows nothing of this run "
-                "from here on; training goes on, and metrics.csv has the same values. Free space on the disk, or type "
-                "logger=csv to do without TensorBoard.",
+                "from now on; training continues, and metrics.csv has the same values. Free space on the disk, or type "
+                "logger=csv to leave TensorBoard out.",
                 RuntimeWarning,
                 "tensorboard",
                 1,

@@ -1,4 +1,4 @@
-"""Any logger of Lightning, so that its errors do not end a run."""
+"""Wrapper of any Lightning logger, whose errors then do not end a run."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ T = TypeVar("T")
 
 
 class LenientLogger(MaskedParameters):
-    """What :func:`lenient` adds to a logger.
+    """Mix-in of :func:`lenient`.
 
-    The first error (no network, a full disk, a refused key) is a warning. After it the logger gets no more values, and
-    its ``experiment`` takes every call and does nothing. It is finalized in any case, so that its process ends.
+    The first error (network, full disk, invalid key) becomes a warning. From then on the logger gets no values, and its
+    ``experiment`` ignores every call. It is finalized in any case, so that its process ends.
 
     Attributes:
-        problem: the first error, as one line; `None`: there was none.
+        problem: the first error, as one line; `None`: none.
     """
 
     problem: str | None = None
 
     @property
     def experiment(self) -> Any:
-        """What the logger writes to."""
+        """The logger's backend."""
         if self.problem is None:
             try:
                 return super().experiment  # type: ignore[misc]
             except AttributeError:
-                raise  # a logger may have none
+                raise  # some loggers have none
             except Exception as error:
                 self._end(error)
         return DummyExperiment()
 
     def attempt(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Call `act`, unless the logger has failed; return what it returns, `None` where it fails."""
+        """Call `act` unless the logger has failed; return its result, or `None` on failure."""
         if self.problem is None:
             try:
                 found = act(*args, **kwargs)
@@ -66,11 +66,11 @@ class LenientLogger(MaskedParameters):
         self.attempt(super().after_save_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def save(self) -> None:
-        """Write what was logged."""
+        """Write pending values."""
         self.attempt(super().save)  # type: ignore[misc]
 
     def finalize(self, status: str) -> None:
-        """Write what is left, and close."""
+        """Write pending values, and close."""
         try:
             super().finalize(status)  # type: ignore[misc]
         except Exception as error:
@@ -94,11 +94,11 @@ def lenient(logger: Logger) -> Logger:
     """Return a logger whose first error is a warning, see :class:`LenientLogger`.
 
     Args:
-        logger: of any class. What is returned is an instance of that class too, and has the same attributes.
+        logger: of any class; the result is an instance of that class too, with the same attributes.
     """
     cls = type(logger)
     if isinstance(logger, LenientLogger):
         return logger
-    made: Any = object.__new__(type(cls.__name__, (LenientLogger, cls), {"__module__": cls.__module__}))
-    made.__dict__ = vars(logger)
-    return cast(Logger, made)
+    wrapped: Any = object.__new__(type(cls.__name__, (LenientLogger, cls), {"__module__": cls.__module__}))
+    wrapped.__dict__ = vars(logger)
+    return cast(Logger, wrapped)

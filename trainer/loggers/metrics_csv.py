@@ -1,4 +1,4 @@
-"""metrics.csv of a run that may be started again: nothing that was logged is lost, and no step stands there twice."""
+"""metrics.csv of a run that may be restarted: nothing logged is lost, and no step occurs twice."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STEP = "step"
 
 
 class MetricsCSV(MaskedParameters, CSVLogger):
-    """Lightning's ``CSVLogger``, for a file that is gone on with.
+    """Lightning's ``CSVLogger`` for a file that resumed runs append to.
 
-    A file that is there already is kept. When the first row is logged, the rows of that step and of later ones, which a
-    run before has logged after the checkpoint that this one goes on from, make room. Every row is written to the file
-    at once, in one piece, so that a process that is killed leaves all that it has logged.
+    An existing file is kept. When the first row is logged, rows of that step and later ones, which an earlier run
+    logged after the checkpoint that this one resumes, are removed. Every row is written at once, in one piece, so that
+    a killed process leaves all that it has logged.
 
     Args:
         save_dir: folder of the file, on this machine.
@@ -40,39 +40,36 @@ class MetricsCSV(MaskedParameters, CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> _Writer:
-        """What writes the file; on the first rank alone."""
+        """The writer of the file; on rank 0 only."""
         if self._experiment is None:
             os.makedirs(self._root_dir, exist_ok=True)
             self._experiment = _Writer(self.log_dir)
         return self._experiment  # type: ignore[return-value]
 
     def finalize(self, status: str) -> None:
-        """Write what is left; of a run that has failed as far as that goes.
-
-        A second error would keep Lightning from tearing down the run that the first has ended.
-        """
+        """Write pending rows; after a failed run errors are ignored, as a second one would prevent its teardown."""
         with suppress(OSError) if status == "failed" else nullcontext():
             super().finalize(status)
 
 
 class _Writer(ExperimentWriter):
-    """Writes rows to the end of the file, and the whole file anew where a column is added or rows make room."""
+    """Appends rows to the file, and rewrites it when a column is added or rows are removed."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self._path = Path(self.metrics_file_path)
-        self._began = False
+        self._started = False
         self._file: io.TextIOWrapper | None = None
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Remember a row until `save`."""
-        if not self._began:
+        """Keep a row until `save`."""
+        if not self._started:
             with self._explained():
-                self._begin(step)
+                self._start(step)
         super().log_metrics(metrics_dict, step)
 
     def save(self) -> None:
-        """Write the rows that were logged since the last time."""
+        """Write the rows logged since the last call."""
         if not self.metrics:
             return
         with self._explained():
@@ -86,28 +83,28 @@ class _Writer(ExperimentWriter):
         except OSError as error:
             raise OSError(
                 f"{self._path} cannot be written ({error.strerror}): free space on the disk, or type another "
-                "run_dir=...; ckpt_path=<path> goes on from a checkpoint of this run"
+                "run_dir=...; ckpt_path=<path> resumes a checkpoint of this run"
             ) from error
 
     def _write(self) -> None:
         if self._record_new_keys() or self._file is None:
-            self._write_anew([*_rows(self._path), *self.metrics])
+            self._rewrite([*_rows(self._path), *self.metrics])
         else:
             self._file.write(_text(self.metrics, self.metrics_keys))
         assert self._file is not None
         self._file.flush()
 
-    def _begin(self, step: int | None) -> None:
-        self._began = True
+    def _start(self, step: int | None) -> None:
+        self._started = True
         rows = _rows(self._path)
         if not rows:
             return
         self.metrics_keys = list(rows[0])
         if step is not None:
             rows = [row for row in rows if _is_before(row, step)]
-            self._write_anew(rows)
+            self._rewrite(rows)
 
-    def _write_anew(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None:
             self._file.close()
         header = dict(zip(self.metrics_keys, self.metrics_keys, strict=True))
@@ -115,11 +112,11 @@ class _Writer(ExperimentWriter):
         self._file = self._path.open("a", encoding="utf-8", newline="")
 
     def _check_log_dir_exists(self) -> None:
-        """Lightning deletes the file here."""
+        """Keep the file, which Lightning deletes here."""
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """The whole rows of the file; a machine that lost its power may have left part of one at the end."""
+    """Return the complete rows of the file; a power loss may have left part of one at the end."""
     if not path.is_file():
         return []
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")

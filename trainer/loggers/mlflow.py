@@ -1,4 +1,4 @@
-"""MLflow, in a run that may be started again."""
+"""MLflow logger for a run that may be restarted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from trainwright.core.config.masking import masked
 from trainwright.core.lightning_internals import _convert_params, _flatten_dict, _get_rank
 
-# A folder as store needs a word of its own since MLflow 3.7; a server that is gone must not hold training up for
-# minutes; and nothing is sent but what is logged. What is set in the environment goes first.
+# MLflow 3.7 allows a folder as store only on request; an unreachable server must not block training for minutes; no
+# telemetry. Variables that are set take precedence.
 _ENVIRONMENT = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -27,18 +27,18 @@ _NO_KEY = re.compile(r"[^\w/. -]")
 
 
 class MLFlow(MLFlowLogger):
-    """Lightning's ``MLFlowLogger``, which takes up a run again. Only the first rank has one.
+    """Lightning's ``MLFlowLogger``, which can resume a run; on rank 0 only.
 
-    A parameter that the run has already keeps its value, since MLflow refuses another one.
+    Existing parameters of the run keep their values, since MLflow refuses to change them.
 
     Args:
-        save_dir: folder for what is logged where there is no ``tracking_uri``.
+        save_dir: folder of the store without a ``tracking_uri``.
         tracking_uri: of a server, a database or a folder (``file:/path``); `None`: ``save_dir``.
         **options: of Lightning's logger.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Return a logger that does nothing on other ranks: even opening the store writes to it."""
+        """Return a dummy logger on other ranks: even opening the store writes to it."""
         return DummyLogger() if _get_rank() else super().__new__(cls)
 
     def __init__(self, save_dir: str = "mlflow", tracking_uri: str | None = None, **options: Any) -> None:
@@ -56,7 +56,7 @@ class MLFlow(MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The client; the first time it begins the run, or takes it up again.
+        """The client, which starts or resumes the run on first use.
 
         Raises:
             MlflowException: if the store or the run cannot be opened.
@@ -72,18 +72,18 @@ class MLFlow(MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        """Log those parameters that the run does not have."""
+        """Log the parameters that the run does not have."""
         known = self.experiment.get_run(self.run_id).data.params
         flat = {_NO_KEY.sub("_", key): value for key, value in _flatten_dict(_convert_params(params)).items()}
         super().log_hyperparams({key: value for key, value in flat.items() if key not in known})
 
     def identify(self) -> dict[str, str]:
-        """Return the options that lead to the same run, and under ``at`` where it is."""
+        """Return the options that resume the run, and its location under ``at``."""
         uri = str(masked(self._tracking_uri))
         place = {"tracking_uri": uri} if uri.startswith("file:") else {}
         at = f"run {self.run_id} of experiment {self._experiment_name} in {uri}"
         return {"run_id": str(self.run_id), **place, "at": at}
 
     def link(self, report: str) -> None:
-        """Name the report in the tags of the run."""
+        """Add the report's path to the tags of the run."""
         self.experiment.set_tag(self.run_id, "report", report)

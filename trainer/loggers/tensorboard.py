@@ -1,4 +1,4 @@
-"""TensorBoard's event files: figures in groups, and what the run was asked for beside them."""
+"""TensorBoard logger: metrics in groups, and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainwright.core.config.references import plain_values
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Groups of the configuration that are no choice of how to train.
-_NOT_ASKED_FOR = ("callbacks", "checkpoint", "device", "guard", "launch", "logger", "monitor", "preemption")
-# What callbacks of this project log without a group of its own.
+# Groups of the configuration that are not hyper-parameters.
+_NOT_HYPER_PARAMETERS = ("callbacks", "checkpoint", "device", "guard", "launch", "logger", "monitor", "preemption")
+# Ungrouped metrics of callbacks of this project.
 _RATES = ("step_seconds", "mfu")
 
 
 class TensorBoard(MaskedParameters, TensorBoardLogger):
-    """Lightning's ``TensorBoardLogger``, with the figures of speed in one group.
+    """Lightning's ``TensorBoardLogger``, with rates in one group.
 
-    TensorBoard groups scalars by what stands before the first slash. ``samples_per_second`` and its like are written as
-    ``rate/samples_per_second``; other names stay as they are (``time/...``, ``memory/...``, ``norm/...``, ``loss``, and
-    what a module logs).
+    TensorBoard groups scalars by the part before the first slash. ``samples_per_second`` and the like are written as
+    ``rate/samples_per_second``; other names stay (``time/...``, ``memory/...``, ``norm/...``, ``loss``, and the
+    module's own).
 
     Args:
         save_dir: folder of the files.
@@ -44,7 +44,7 @@ class TensorBoard(MaskedParameters, TensorBoardLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
-        """What writes the file; on the first rank alone."""
+        """The writer of the file; on rank 0 only."""
         if self._experiment is None:
             from trainwright.trainer.loggers.event_writer import LenientSummaryWriter
 
@@ -54,12 +54,12 @@ class TensorBoard(MaskedParameters, TensorBoardLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write ``hparams.yaml``, unless it is there."""
+        """Write ``hparams.yaml``, unless it exists."""
         try:
             super().save()
-        except (OSError, RuntimeError) as error:  # Lightning's for a folder that the disk does not show
+        except (OSError, RuntimeError) as error:  # Lightning raises RuntimeError for an unreadable folder
             warnings.warn(
-                f"{self.log_dir}/{self.NAME_HPARAMS_FILE} cannot be written ({error}); training goes on, and "
+                f"{self.log_dir}/{self.NAME_HPARAMS_FILE} cannot be written ({error}); training continues, and "
                 "config.yaml has the same values. Free space on the disk.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -67,7 +67,7 @@ class TensorBoard(MaskedParameters, TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write values under the names that put them in groups; plain numbers as one event."""
+        """Write values under their grouped names; plain numbers as one event."""
         named = {grouped(name): value for name, value in metrics.items()}
         if not named or self._prefix or not all(isinstance(value, (int, float)) for value in named.values()):
             super().log_metrics(named, step)
@@ -79,16 +79,16 @@ class TensorBoard(MaskedParameters, TensorBoardLogger):
 
 
 def grouped(name: str) -> str:
-    """The name of a scalar with its group."""
+    """Return the name of a scalar with its group."""
     is_rate = "/" not in name and (name.endswith("_per_second") or name in _RATES)
     return f"rate/{name}" if is_rate else name
 
 
 class HyperParameters(Callback):
-    """Write to TensorBoard, once when training starts, what the run was asked for: its page of hyper-parameters.
+    """Write hyper-parameters to TensorBoard once, when training starts.
 
-    What a module keeps of its own arguments (``save_hyperparameters``) is there too, where the configuration does not
-    have it. The page shows the last ``loss`` beside them; no value is logged for it.
+    They include the module's own (``save_hyperparameters``) if the configuration does not have them. The page shows the
+    last ``loss`` beside them; no value is logged for it.
 
     Args:
         cfg: the resolved configuration.
@@ -115,7 +115,7 @@ class HyperParameters(Callback):
 
 
 def references_of(cfg: DictConfig) -> dict[str, Any]:
-    """Arguments of module and data that hold values of the environment, with references in their place, by name."""
+    """Return the arguments of module and data with values from the environment, replaced by references, by name."""
     found: dict[str, Any] = {}
     for group in (cfg.data, cfg.module):
         values: Any = OmegaConf.to_container(group, resolve=True) if group else {}
@@ -125,10 +125,10 @@ def references_of(cfg: DictConfig) -> dict[str, Any]:
 
 
 def hyper_parameters(cfg: DictConfig) -> dict[str, int | float | str | bool]:
-    """Values of a configuration by their key, like ``strategy.stage``; secrets are masked, and what is null or no plain
-    value is left out."""
+    """Return the values of a configuration by key, like ``strategy.stage``; secrets are masked, and what is null or not
+    a plain value is left out."""
     plain: Any = masked(plain_values(cfg))
-    return dict(_leaves({key: value for key, value in plain.items() if key not in _NOT_ASKED_FOR}))
+    return dict(_leaves({key: value for key, value in plain.items() if key not in _NOT_HYPER_PARAMETERS}))
 
 
 def _leaves(values: Mapping[str, Any], before: str = "") -> list[tuple[str, int | float | str | bool]]:

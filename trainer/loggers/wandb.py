@@ -1,4 +1,4 @@
-"""Weights & Biases, in a run that may be started again and leaves no process behind."""
+"""Weights & Biases logger for a run that may be restarted, and which leaves no process behind."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-# Otherwise wandb keeps the words of the command, secrets among them, copies the terminal, and loses the last 15 s of a
-# process that is killed.
+# Otherwise wandb records the command line with its secrets, captures the terminal, and loses the last 15 s of a killed
+# process.
 _SETTINGS = {"console": "off", "quiet": True, "x_disable_meta": True, "x_transaction_log_flush_interval": 1.0}
 
 
 class Wandb(WandbLogger):
-    """Lightning's ``WandbLogger``, which finishes its run when the Trainer is done and ends wandb's service process.
+    """Lightning's ``WandbLogger``, which finishes its run with the Trainer and ends wandb's service process.
 
     Args:
-        mode: ``online``, ``offline`` or ``disabled``; `None`: as the variable ``WANDB_MODE`` says, else ``online``.
-        settings: of wandb, beside those that keep secrets and the terminal out.
+        mode: ``online``, ``offline`` or ``disabled``; `None`: the variable ``WANDB_MODE``, else ``online``.
+        settings: of wandb, in addition to those that keep secrets and the terminal out.
         **options: of Lightning's logger and of ``wandb.init``.
     """
 
     def __init__(self, mode: Any = None, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        silent = {"silent": mode in ("offline", "disabled", "dryrun")}  # it would say how to log in
+        silent = {"silent": mode in ("offline", "disabled", "dryrun")}  # suppresses the hint to log in
         super().__init__(mode=mode, settings={**_SETTINGS, **silent, **(settings or {})}, **options)
         if self._wandb_init.get("anonymous") is None:
-            self._wandb_init.pop("anonymous", None)  # of which wandb warns
+            self._wandb_init.pop("anonymous", None)  # wandb warns of it
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -47,7 +47,7 @@ class Wandb(WandbLogger):
                 wandb.teardown()
 
     def identify(self) -> dict[str, str]:
-        """Return the options that lead to the same run, and under ``at`` where it is; {} where wandb is disabled."""
+        """Return the options that resume the run, and its location under ``at``; {} if wandb is disabled."""
         run = self.experiment
         if run.disabled:
             return {}
@@ -55,5 +55,5 @@ class Wandb(WandbLogger):
         return {"id": run.id, "at": at}
 
     def link(self, report: str) -> None:
-        """Name the report in the summary of the run."""
+        """Add the report's path to the summary of the run."""
         self.experiment.summary["report"] = report

@@ -1,4 +1,4 @@
-"""Lightning's counters of a fit, set as if the whole run had been under the present layout."""
+"""Lightning's counters of a fit, set as if the whole run had used the present layout."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 def set_all(tracker: Any, value: int) -> None:
-    """Set every count of a tracker."""
+    """Set all counts of a tracker."""
     for name in _COUNTS:
         setattr(tracker, name, value)
 
 
 def reopen(progress: Any, epoch: int) -> None:
-    """Take an epoch for open again, which Lightning counts as done when the run stopped in the midst of it."""
+    """Reopen an epoch, which Lightning counts as done when the run stopped in the middle of it."""
     for name in ("processed", "completed"):
         excess = max(getattr(progress.current, name) - epoch, 0)
         for tracker in (progress.current, progress.total):
@@ -36,15 +36,15 @@ def reopen(progress: Any, epoch: int) -> None:
 def cursor_of_counters(
     loop: LeanEpochLoop, epoch: int, length: float, loaders: Sequence[LoaderCursor], accumulation: int, data_ranks: int
 ) -> Cursor:
-    """For a checkpoint without a cursor: Lightning's counters, taken to be those of this layout.
+    """Return a cursor for a checkpoint without one, from Lightning's counters under this layout.
 
     Args:
         loop: with the counters.
-        epoch: that is read now or next.
+        epoch: current or next.
         length: batches of an epoch on each data rank.
-        loaders: as they are now.
-        accumulation: micro-batches of an optimizer step.
-        data_ranks: their number.
+        loaders: current state.
+        accumulation: micro-batches per optimizer step.
+        data_ranks: number of data ranks.
     """
     ready = loop.batch_progress.current.ready
     steps = ready // accumulation
@@ -63,15 +63,15 @@ def cursor_of_counters(
 def set_batches(
     loop: LeanEpochLoop, cursor: Cursor, length: float, in_place: bool, owes: bool, accumulation: int
 ) -> None:
-    """Set what the epoch loop counts.
+    """Set the counters of the epoch loop.
 
     Args:
-        loop: whose counters are those of another layout.
-        cursor: where the run stands.
+        loop: with counters of another layout.
+        cursor: of the run.
         length: batches of an epoch on each data rank now.
-        in_place: whether the end of the epoch is still to be done.
-        owes: whether the end of the last batch is.
-        accumulation: micro-batches of an optimizer step now.
+        in_place: whether the end of the epoch is pending.
+        owes: whether the end of the last batch is pending.
+        accumulation: micro-batches per optimizer step now.
     """
     progress = loop.batch_progress
     before = progress.total.ready - progress.current.ready
@@ -85,17 +85,17 @@ def set_batches(
     set_all(progress.total, before + current)
     set_all(progress.current, 0 if cursor.finished and not in_place else current)
     progress.is_last_batch = in_place
-    # The end of the batch, which counts it, still comes.
+    # The end of the batch, which counts it, is pending.
     loop._batches_that_stepped = cursor.stepped - (in_place or owes)
     loop.owes_end_of_batch = owes
     for loader in cursor.loaders:
         if "trained" in loader.position and loader.global_batch_size:
-            # Of leased samples no rank's own steps count, but global batches' worth of them.
+            # Leased samples: global batches of samples count, not this rank's steps.
             loop.set_steps(int(loader.position["trained"]) // loader.global_batch_size)
 
 
 def accumulation_of(callbacks: Iterable[Callback], epoch: int, otherwise: int) -> int:
-    """Micro-batches of an optimizer step in an epoch, by the schedule if there is one."""
+    """Return the micro-batches per optimizer step in an epoch, by the schedule if there is one."""
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             return int(callback.get_accumulate_grad_batches(epoch))
@@ -103,14 +103,11 @@ def accumulation_of(callbacks: Iterable[Callback], epoch: int, otherwise: int) -
 
 
 def measure_limits(combined: Any, limit: float) -> bool:
-    """Measure the loaders that we deal.
+    """Update the limits of loaders that deal samples, and return whether any changed.
 
     Args:
         combined: loader of all training loaders.
         limit: ``limit_train_batches``.
-
-    Returns:
-        Whether anything changed.
     """
     limits = list(combined.limits)
     for index, loader in enumerate(combined.flattened):
@@ -125,6 +122,6 @@ def measure_limits(combined: Any, limit: float) -> bool:
 
 
 def length_of(combined: Any) -> int | float:
-    """Batches of the present epoch on each data rank."""
+    """Return the batches of the present epoch on each data rank."""
     length: int | float = _SUPPORTED_MODES[combined._mode]["fn"](combined.limits)
     return length

@@ -16,8 +16,8 @@ One epoch, with every hook in its place (callbacks before the module):
         if due: the validation loop
     on_train_epoch_end
 
-Unlike Lightning's loop this one runs no collective of its own at every step: Lightning broadcasts a SIGTERM flag, which
-ties asynchronous workers together and hangs ranks of unequal length. Here ranks agree on the signal every so often.
+Unlike Lightning's loop this one runs no collective per step: Lightning broadcasts a SIGTERM flag, which synchronizes
+asynchronous workers and hangs ranks of unequal length. Here ranks agree on the signal from time to time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from trainwright.core.lightning_internals import _DataFetcher, _DataLoaderIterDa
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.peers import peers_of
 from trainwright.core.run.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
-from trainwright.trainer.data.reading import Dealer, Weigher, dealer_of, weigher_of
+from trainwright.trainer.data.reading import dealer_of, weigher_of
 from trainwright.trainer.loop.loss_weighting import refuse_impossible
-from trainwright.trainer.loop.optimization import LeanOptimization, LossDivisor, forget_scaled, is_there, reader_of
-from trainwright.trainer.loop.remembered_logs import Entry, RememberedLogs, collected, without_weight
+from trainwright.trainer.loop.optimization import LeanOptimization, LossDivisor, is_on_device, reader_of, reset_unscaled
+from trainwright.trainer.loop.remembered_logs import RememberedLogs, collect_entries, without_weight
 from trainwright.trainer.loop.results import LeanResults, RepeatedLog
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 
 class LeanEpochLoop(_TrainingEpochLoop):
-    """One epoch of training; same hooks, results and progress as Lightning's."""
+    """One training epoch; with the hooks, results and progress of Lightning's loop."""
 
-    trainer: Any  # Lightning's connectors give a Trainer most of its attributes, out of sight of type checkers
+    trainer: Any  # Lightning's connectors set most of its attributes dynamically
     automatic_optimization: LeanOptimization
     _results: LeanResults
 
@@ -62,22 +62,24 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._step_takes_index = True
         self._moves_batch = True
         self._in_batch = False
-        # Whether the present micro-batch ends with the step of the optimizer.
+        # Whether the present micro-batch ends with an optimizer step.
         self._steps = False
-        # Whether the loaders of the epoch have been begun; and, resuming, whether they had been when the run was saved.
+        # Whether reading the epoch's loaders has started; and whether it had in the saved run.
         self.reading = self.was_reading = False
-        # Resuming: whether the run was saved within the end of a batch, of which the rest is still to come.
+        # Whether the run was saved within the end of a batch, the rest of which is pending.
         self.owes_end_of_batch = False
-        # Whether the present micro-batch made no step that it should have made.
+        # Whether the optimizer step of the present micro-batch was dropped.
         self.dropped = False
         self._logs = RememberedLogs()
         self._leased: LeasedBatchSampler | None = None
 
-    # ---- once an epoch --------------------------------------------------------------------------------------------
+    # ---- per epoch ------------------------------------------------------------------------------------------------
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        """Find out, once, what the steps of this epoch need."""
-        dealer = self._only_dealer()
+        """Prepare the steps of this epoch."""
+        loaders = self.trainer.fit_loop._combined_loader.flattened
+        loader = loaders[0] if len(loaders) == 1 else None
+        dealer = None if loader is None else dealer_of(loader)
         trainer = self.trainer
         reads_anew = trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming and not self.restarting
         self._leased = trainer.fit_loop.leased
@@ -90,7 +92,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         module = trainer.lightning_module
         passes_through = isinstance(trainer.profiler, PassThroughProfiler)
         self._lean = passes_through and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
-        # Also when a scheduler waits for a monitored value: both come after the batch has ended.
+        # Also if a scheduler monitors a value: both come after the batch.
         self._validates = self._should_check_val_epoch() or any(
             config.reduce_on_plateau for config in trainer.strategy.lr_scheduler_configs
         )
@@ -98,9 +100,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if hasattr(trainer.precision_plugin, "hooks"):
             trainer.precision_plugin.hooks = self.hooks if passes_through else None
         self.automatic_optimization.loss_divisor = LossDivisor(
-            self._weigher(),
+            None if loader is None else weigher_of(loader),
             trainer.accumulate_grad_batches,
-            # In manual optimization the user decides what a step is; then each wave stands for itself.
+            # With manual optimization the user defines a step; then each wave counts by itself.
             whole_step=(trainer.global_batch_size is not None or (dealer is not None and dealer.whole_step))
             and module.automatic_optimization,
         )
@@ -115,23 +117,23 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if self._lean:
             data_fetcher._start_profiler = data_fetcher._stop_profiler = lambda: None
             self._next = reader_of(data_fetcher)
-        self._go_on_with_random_numbers(data_fetcher, reads_anew)
+        self._restore_random_state(data_fetcher, reads_anew, is_dealt=dealer is not None)
         self.reading = True
 
-    def _go_on_with_random_numbers(self, data_fetcher: _DataFetcher, reads_anew: bool) -> None:
-        """Draw what the saved run would have drawn next: beginning to read a loader draws a number too."""
-        state: Any = getattr(self.trainer.strategy, "state", None)  # Lightning's own strategies have none
+    def _restore_random_state(self, data_fetcher: _DataFetcher, reads_anew: bool, is_dealt: bool) -> None:
+        """Restore the random state of the saved run; starting to read a loader draws a number too."""
+        state: Any = getattr(self.trainer.strategy, "state", None)  # absent on Lightning's own strategies
         if state is None or state.pending is None:
             return
-        begun = self.batch_progress.current.ready > 0
-        if not begun and not reads_anew and self._only_dealer() is not None:
-            iter(data_fetcher)  # begun before the state was restored, or not at all
-        if begun or self.was_reading:
-            state.restore()  # the loader was begun before the run was saved
+        has_started = self.batch_progress.current.ready > 0
+        if not has_started and not reads_anew and is_dealt:
+            iter(data_fetcher)  # not started, or before the state was restored
+        if has_started or self.was_reading:
+            state.restore()  # the saved run had started the loader
         state.pending = None
 
     def run(self, data_fetcher: _DataFetcher) -> None:
-        """Train for one epoch."""
+        """Train one epoch."""
         module = self.trainer.lightning_module
         log_again = RepeatedLog(module, self.trainer, self._results)
         with log_again.installed():
@@ -142,27 +144,18 @@ class LeanEpochLoop(_TrainingEpochLoop):
                     self._leased.is_open = False
                 self.phases.begin(IDLE)
 
-    def _only_dealer(self) -> Dealer | None:
-        loaders = self.trainer.fit_loop._combined_loader.flattened
-        return dealer_of(loaders[0]) if len(loaders) == 1 else None
-
-    def _weigher(self) -> Weigher | None:
-        """What knows how many samples each data rank has of a micro-batch."""
-        loaders = self.trainer.fit_loop._combined_loader.flattened
-        return weigher_of(loaders[0]) if len(loaders) == 1 else None
-
     # ---- leases ---------------------------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
-        """Whether the epoch is over."""
+        """True if the epoch is over."""
         if not self._restarting and not self.trainer.should_stop:
-            return self._is_training_done  # what Lightning comes to, asked once a micro-batch
+            return self._is_training_done  # Lightning's result, computed once per micro-batch
         return bool(super().done)
 
     @property
     def _is_training_done(self) -> bool:
-        # The samples of all workers count against max_steps, not the steps of this one.
+        # max_steps counts samples of all workers, not the steps of this one.
         counts = self._leased is None and self.max_steps != -1
         return (counts and self.global_step >= self.max_steps) or bool(self._num_ready_batches_reached())
 
@@ -171,15 +164,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return bool(accumulates) and bool(super()._should_accumulate())
 
     def _settle_leases(self) -> None:
-        """After a micro-batch: tell what has been trained on, and read on if others leave something over.
+        """Report samples trained on after a micro-batch, and read on if other workers leave some.
 
-        Where the run is to end, wait for all others, who come here too, and be at the same step as they.
+        At the end of the run, wait for all others, and synchronize the step count.
         """
         leased, progress = self._leased, self.batch_progress
         if leased is None or leased.has_ended or self._should_accumulate():
             return
         leased.trained(progress.current.ready)
-        self.trainer._signal_connector.tell_lessor(leased)
+        self.trainer._signal_connector.notify_lessor(leased)
         while (progress.is_last_batch or leased.heard_of_end) and leased.wait_for_more():
             fetcher = self.trainer.fit_loop._data_fetcher
             iter(fetcher)
@@ -187,13 +180,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if leased.heard_of_end:
             progress.is_last_batch = not leased.has_ended
         if progress.is_last_batch or leased.has_ended:
-            # What happens at the end of an epoch by the number of the step happens on all ranks alike.
+            # Actions at the end of an epoch depend on the step, so they are equal on all ranks.
             self.set_steps(leased.global_batches)
 
     def _lease_more(self, leased: LeasedBatchSampler, data_fetcher: _DataFetcher) -> bool:
-        """Where the others had taken all chunks before this worker asked: wait for what may come back.
+        """Wait for a returned chunk if none was left for this worker, and return whether there is one.
 
-        If nothing does, this is the end of the epoch, with all that belongs to it, as the others come to it.
+        Otherwise end the epoch like the other workers.
         """
         while data_fetcher.done and leased.wait_for_more():
             iter(data_fetcher)
@@ -203,15 +196,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if leased.has_ended:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             signals = self.trainer._signal_connector
-            assert signals.passed(fits=True), "whoever leases has heard of the end"
+            assert signals.passed(fits=True), "all lessees have received the stop notice"
             signals.end()
-        self._batches_that_stepped = max(self._batches_that_stepped, 1)  # loggers count the steps from 0 on
+        self._batches_that_stepped = max(self._batches_that_stepped, 1)  # loggers count from 0
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         self.batch_progress.is_last_batch = self.dropped = True
         self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         return False
 
-    # ---- once a micro-batch ---------------------------------------------------------------------------------------
+    # ---- per micro-batch ------------------------------------------------------------------------------------------
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on one micro-batch.
@@ -220,19 +213,19 @@ class LeanEpochLoop(_TrainingEpochLoop):
             StopIteration: if the data or the user (``on_train_batch_start`` returned -1) ended the epoch.
         """
         if self.restarting:
-            if self._must_end_first(data_fetcher):
+            if self._end_is_pending(data_fetcher):
                 self._steps = not self._should_accumulate()
                 return
-            # Lightning would look once more for a validation to end, and count it as one.
+            # Lightning would check again for a validation to end, and count it.
             self._restarting = False
-        self.phases.begin(DATA)  # before: whoever hears of it finds the loop between two batches
+        self.phases.begin(DATA)  # first, so that listeners find the loop between two batches
         self._in_batch = True
         self.dropped = False
         if self._leased is not None and data_fetcher.done and not self._lease_more(self._leased, data_fetcher):
             return
         fit_loop = self.trainer.fit_loop
         if fit_loop.skipped and fit_loop.is_skipped:
-            self._read_past(data_fetcher)
+            self._skip_batch(data_fetcher)
             return
         if self._lean:
             self._advance(data_fetcher)
@@ -242,7 +235,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def _advance(self, data_fetcher: _DataFetcher) -> None:
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
         if self.val_loop.restarting:
-            self.val_loop.restarting = False  # of all loops in it too, which takes a while
+            self.val_loop.restarting = False  # recursive, and slow
         batch = self._next(data_fetcher)
         self.phases.begin(HOOKS)
         batch_idx = progress.current.ready
@@ -251,7 +244,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
         progress.increment_ready()
         self._steps = not self._should_accumulate()
         connector = trainer._logger_connector
-        self._begin_results(connector, batch)
+        # The connector's `on_batch_start`, without its three look-ups of the stage.
+        connector._first_loop_iter = connector._first_loop_iter is None
+        self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             outputs: Any = None
@@ -260,13 +255,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
             response = hooks.call("on_train_batch_start", batch, batch_idx) if heard else None
             trainer.strategy.on_train_batch_start(batch, batch_idx)
             if response == -1:
-                self._end_epoch()
+                progress.increment_by(0, is_last_batch=True)
+                progress.increment_processed()
+                self._step_schedulers()
                 raise StopIteration
             progress.increment_started()
             if self.automatic_optimization.loss_divisor.is_regular(batch_idx):  # type: ignore[union-attr]
                 outputs = self._optimize(batch, batch_idx)
             else:
-                with self._weighed(batch_idx):
+                with self._padded_or_weighted(batch_idx):
                     outputs = self._optimize(batch, batch_idx)
         self.phases.begin(HOOKS)
         progress.increment_processed()
@@ -281,8 +278,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if self._results:
             connector.update_train_step_metrics()
 
-    def _read_past(self, data_fetcher: _DataFetcher) -> None:
-        """Read a micro-batch that is not trained on."""
+    def _skip_batch(self, data_fetcher: _DataFetcher) -> None:
+        """Read a micro-batch without training on it."""
         progress = self.batch_progress
         self.val_loop.restarting = False
         next(data_fetcher)
@@ -294,8 +291,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._step_schedulers()  # those of epochs
         progress.increment_completed()
 
-    def _must_end_first(self, data_fetcher: _DataFetcher) -> bool:
-        """Resuming: whether the end of a batch or an epoch, or a validation that was begun, comes before a batch."""
+    def _end_is_pending(self, data_fetcher: _DataFetcher) -> bool:
+        """Return whether a resumed run must first finish a batch, an epoch or a validation."""
         validating = self.val_loop.restarted_mid_evaluation
         if self.owes_end_of_batch:
             self.owes_end_of_batch = False
@@ -306,52 +303,38 @@ class LeanEpochLoop(_TrainingEpochLoop):
             return True
         return validating and self._should_check_val_fx(data_fetcher)
 
-    def _weighed(self, batch_idx: int) -> AbstractContextManager[None]:
-        if self._is_padding(batch_idx):
-            # It only keeps this rank in step with others and weighs nothing, also in what the user logs of it.
+    def _padded_or_weighted(self, batch_idx: int) -> AbstractContextManager[None]:
+        loss_divisor = self.automatic_optimization.loss_divisor
+        if loss_divisor is not None and loss_divisor.divisor(batch_idx) == float("inf"):
+            # A padding batch only matches collectives, and has no weight in logged values either.
             return self._results.padding()
-        return self.weighed_logs(batch_idx)
+        return self.weighted_logs(batch_idx)
 
-    def weighed_logs(self, batch_idx: int) -> AbstractContextManager[None]:
-        """Around the work on a micro-batch: means over ranks of what is logged are those over samples."""
+    def weighted_logs(self, batch_idx: int) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch in which means over ranks of logged values are means over samples."""
         loss_divisor = self.automatic_optimization.loss_divisor
         weight = 1.0 if loss_divisor is None else loss_divisor.weight(batch_idx)
-        return nullcontext() if weight == 1 else self._results.weighed(weight)
-
-    def _is_padding(self, batch_idx: int) -> bool:
-        loss_divisor = self.automatic_optimization.loss_divisor
-        return loss_divisor is not None and loss_divisor.divisor(batch_idx) == float("inf")
+        return nullcontext() if weight == 1 else self._results.weighted(weight)
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
         args = (batch, batch_idx) if self._step_takes_index else (batch,)
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
             return self.automatic_optimization.run_lean(trainer.strategy._optimizers[0], batch_idx, args, self._steps)
-        # The user calls backward; the strategy weighs the loss of a rank that has fewer samples than others.
+        # The user calls backward; the strategy weights the loss of a rank with fewer samples.
         strategy, loss_divisor = trainer.strategy, self.automatic_optimization.loss_divisor
         assert loss_divisor is not None
         strategy.loss_factor = trainer.accumulate_grad_batches / loss_divisor.divisor(batch_idx)
         return self.manual_optimization.run(dict(enumerate(args)))  # type: ignore[arg-type]
-
-    def _end_epoch(self) -> None:
-        self.batch_progress.increment_by(0, is_last_batch=True)
-        self.batch_progress.increment_processed()
-        self._step_schedulers()
 
     def _step_schedulers(self) -> None:
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
-    def _begin_results(self, connector: Any, batch: Any) -> None:
-        """The connector's ``on_batch_start``, which asks three times in which stage the Trainer is."""
-        connector._first_loop_iter = connector._first_loop_iter is None
-        results = self._results
-        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
-
     def _record(self, connector: Any) -> None:
         results = self._results
-        if results:  # as the connector's `on_batch_end`, which asks six times in which stage the Trainer is
+        if results:  # the connector's `on_batch_end`, without its six look-ups of the stage
             found = results.metrics(True)
             connector._progress_bar_metrics.update(found["pbar"])
             connector._callback_metrics.update(found["callback"])
@@ -360,61 +343,58 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self.trainer
-        if not self._moves_batch and is_there(batch, trainer.strategy.root_device):
+        if not self._moves_batch and is_on_device(batch, trainer.strategy.root_device):
             return batch
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    # ---- what was logged ------------------------------------------------------------------------------------------
-
-    def collected_logs(self) -> list[Entry]:
-        """What this rank has logged of the epoch so far, see :mod:`trainwright.trainer.loop.remembered_logs`."""
-        return collected(self._results)
+    # ---- logged values --------------------------------------------------------------------------------------------
 
     def log_with_others(self) -> None:
-        """Before the end of an epoch, where samples are leased: a worker that got none takes part in the reductions of
-        what others have logged. A collective."""
+        """Let a worker without leased samples join the reductions of logged values at the end of an epoch.
+        A collective.
+        """
         if self._leased is None:
             return
-        mine = collected(self._results, to_save=False)
-        of_all = self.trainer.fit_loop.data_ranks.gathered(mine)
+        mine = collect_entries(self._results, to_save=False)
+        of_all = self.trainer.fit_loop.data_ranks.gather(mine)
         if not mine and not self._logs:
             self.remember_logs(without_weight(next(filter(None, of_all), [])))
 
-    def remember_logs(self, entries: Sequence[Entry]) -> None:
-        """Go on with what the saved run had logged of this epoch."""
+    def remember_logs(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Restore what the saved run had logged of this epoch."""
         self._logs = RememberedLogs(entries)
         self._results.remember(self._logs)
 
     @contextmanager
     def with_remembered_logs(self) -> Iterator[None]:
-        """Around the end of an epoch: what was logged before the run was saved, and not again, is there too."""
+        """Add values that the saved run logged, and this one did not, while the epoch ends."""
         if not self._logs:
             yield
             return
-        self._logs.put_back(self._results, self.trainer.lightning_module, self.trainer.strategy.reduce)
+        self._logs.restore(self._results, self.trainer.lightning_module, self.trainer.strategy.reduce)
         yield
-        self._logs.forget(self._results)
+        self._logs.remove(self._results)
         self.remember_logs([])
 
     # ---- signals --------------------------------------------------------------------------------------------------
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Lightning's collective at every step; see the module's docstring."""
+        """Skip Lightning's collective per step; see the module's docstring."""
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Validate if it is time, and stop together if any rank was told to."""
+        """Validate if due, and stop if the ranks have agreed to."""
         if self._lean and not self._validates:
             self._end_lean_batch()
         else:
             super().on_advance_end(data_fetcher)
             if self.dropped and not self._should_accumulate():
-                self._batches_that_stepped -= 1  # has counted it as a step
+                self._batches_that_stepped -= 1  # counted as a step before
             self.phases.begin(HOOKS)
         self._in_batch = False
         signals = self.trainer._signal_connector
-        # Not at the end of an epoch, which the fit loop still has to end, nor within an optimizer step.
+        # Not at the end of an epoch, which the fit loop must end first, nor within an optimizer step.
         if signals.passed(fits=True) and not self._is_training_done and not self._should_accumulate():
             signals.end()
 
@@ -426,21 +406,21 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return due
 
     def meet(self) -> None:
-        """Where all ranks pass: let those that step by themselves come together."""
+        """Synchronize asynchronous ranks; called where all ranks come by."""
         peers_of(self.trainer.strategy).meet()
 
     def _end_lean_batch(self) -> None:
         self._skip_next_val = False
-        # Who leases samples learns after a micro-batch alone that it was the last.
+        # With leased samples the last micro-batch is known only afterwards.
         steps = self._steps if self._leased is None else not self._should_accumulate()
         if steps and not self.dropped:
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
 
     def leave_validation(self) -> None:
-        """Count as if the validation that runs now had not begun: saved so, a run begins with the whole of it."""
+        """Undo the counts of the current validation, so that a run saved now starts with the whole of it."""
         progress, validated = self.batch_progress, self.val_loop.batch_progress
-        if progress.current.completed == progress.current.ready:  # the batch that it came after ends once more
+        if progress.current.completed == progress.current.ready:  # the batch before it ends once more
             progress.total.completed -= 1
             progress.current.completed -= 1
         validated.total.increment_by(-validated.current.ready)
@@ -451,38 +431,37 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     @property
     def stepped(self) -> int:
-        """Micro-batches of the run that stepped, the present one included once it has been optimized."""
+        """Micro-batches of the run that stepped, including the present one once it is optimized."""
         progress: Any = self.batch_progress.current
         uncounted = self._in_batch and progress.processed == progress.ready and not self._should_accumulate()
         return self._batches_that_stepped + (uncounted and not self.dropped)
 
     def set_steps(self, steps: int) -> None:
-        """Set how many optimizer steps the run has made."""
+        """Set the number of optimizer steps of the run."""
         progress: Any = self.automatic_optimization.optim_progress.optimizer.step.total
         progress.ready = progress.completed = steps
 
-    # ---- going back -----------------------------------------------------------------------------------------------
+    # ---- rollback -------------------------------------------------------------------------------------------------
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """As Lightning's; schedulers of steps stay where they are when no step was made.
+        """Update schedulers as Lightning does, except those of steps after a dropped one.
 
-        Where samples are leased, they count global batches' worth of samples that all workers have trained on.
+        With leased samples, schedulers count global batches of samples that all workers have trained on.
         """
         if interval == "step" and not self._lean:
             self._settle_leases()  # Lightning calls this after each batch
         if interval == "step" and self._leased is not None and not update_plateau_schedulers:
-            passed = 0 if self._should_accumulate() else self._leased.global_batches_passed()
-            for _ in range(passed):
+            for _ in range(0 if self._should_accumulate() else self._leased.global_batches_passed()):
                 super().update_lr_schedulers(interval, update_plateau_schedulers)
         elif interval != "step" or not self.dropped:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def abandon(self) -> None:
-        """Forget the epoch that is under way, since an earlier state is to be gone on from."""
+        """Reset the current epoch before a rollback."""
         trainer = self.trainer
         trainer.lightning_module.__dict__["_current_fx_name"] = None
-        self._results.forget()
-        self.val_loop._results.forget()  # type: ignore[attr-defined]
+        self._results.reset_all()
+        self.val_loop._results.reset_all()  # type: ignore[attr-defined]
         trainer._logger_connector.reset_results()
         trainer._logger_connector.reset_metrics()
         self.val_loop._has_run = False
@@ -490,10 +469,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
         for optimizer in trainer.strategy.optimizers:
             optimizer.zero_grad()
         trainer.lightning_module.zero_grad()
-        forget_scaled(trainer)
+        reset_unscaled(trainer)
 
     def reset(self) -> None:
-        """Begin an epoch, or go on with one."""
+        """Start or resume an epoch."""
         super().reset()
         self._in_batch = False
-        self.trainer.fit_loop.begin_epoch()
+        self.trainer.fit_loop.mark_epoch_started()

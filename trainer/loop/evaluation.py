@@ -1,4 +1,4 @@
-"""Evaluation that counts each sample once, and prediction in the order of the samples, on any number of ranks."""
+"""Evaluation that counts each sample once, and prediction in sample order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainwright.trainer.loop.results import LeanResults
 
 
 class ExactEvaluationLoop(_EvaluationLoop):
-    """Lightning's evaluation loop; batches that only keep this rank in step with others count for nothing."""
+    """Lightning's evaluation loop, in which padding batches have no effect."""
 
     _results: LeanResults
 
@@ -47,23 +47,23 @@ class ExactEvaluationLoop(_EvaluationLoop):
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
-            with _counting_for_nothing(self.trainer.lightning_module), self._results.padding():
-                self._take_part(batch, batch_idx, dataloader_idx)
+            with _preserve_state(self.trainer.lightning_module), self._results.padding():
+                self._run_padding(batch, batch_idx, dataloader_idx)
         else:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        if _is_told_to_end(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
-            self._end_early()
+        if _must_stop(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
+            self._stop()
 
-    def _end_early(self) -> None:
+    def _stop(self) -> None:
         trainer: Any = self.trainer
         if self._is_within_training:
-            # What is saved is the run before this validation, which a run that goes on begins with.
+            # Saved is the state before this validation, which a resumed run repeats.
             trainer.fit_loop.epoch_loop.leave_validation()
             set_random_state(self._random_state, trainer.strategy.root_device)
         trainer._signal_connector.end()
 
-    def _take_part(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """Run the step for its collectives only: no hook of a callback hears of it."""
+    def _run_padding(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Run the step for its collectives only, without hooks of callbacks."""
         trainer = self.trainer
         several = self._is_sequential and self.num_dataloaders > 1
         batch = trainer.precision_plugin.convert_input(batch)
@@ -81,15 +81,15 @@ class ExactEvaluationLoop(_EvaluationLoop):
 
 
 class OrderedPredictionLoop(_PredictionLoop):
-    """Lightning's prediction loop; every rank returns the predictions of all ranks, in the order of the samples.
+    """Lightning's prediction loop; every rank returns the predictions of all ranks in sample order.
 
     A ``BasePredictionWriter`` writes each sample once: on the first of the ranks that share it, and no padding.
     """
 
-    _others: list[Any] | None = None  # callbacks but those that write predictions, if any does
+    _others: list[Any] | None = None  # callbacks except prediction writers, if there are any
 
     def on_run_start(self) -> None:
-        """Find out whose predictions this rank writes: those of samples that it shares, the first rank alone does."""
+        """Find the prediction writers."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
         self._others = [callback for callback in callbacks if callback not in writers] if writers else None
@@ -104,13 +104,13 @@ class OrderedPredictionLoop(_PredictionLoop):
             if len(kept) > batch_idx:
                 kept.pop()
         progress: Any = self.batch_progress
-        if _is_told_to_end(self.trainer, dataloader_iter) and not progress.is_last_batch:
+        if _must_stop(self.trainer, dataloader_iter) and not progress.is_last_batch:
             signals: Any = self.trainer._signal_connector
             signals.end()
 
     @contextmanager
     def _writing(self, padding: bool = False) -> Iterator[None]:
-        """Leave out the callbacks that write predictions where they are not this rank's to write."""
+        """Disable prediction writers for padding, and on all but the first rank that shares a sample."""
         trainer: Any = self.trainer
         if self._others is None:
             yield
@@ -131,7 +131,7 @@ class OrderedPredictionLoop(_PredictionLoop):
         if predictions is None or not ours or ranks.num_data_ranks == 1:
             return predictions
         several = self.num_dataloaders > 1
-        group = ranks.data_group  # ranks of other axes predict for the same samples
+        group = ranks.data_group  # ranks along other axes predict for the same samples
         gathered = all_gather_values(
             predictions if several else [predictions], group, self.trainer.strategy.root_device
         )
@@ -142,18 +142,17 @@ class OrderedPredictionLoop(_PredictionLoop):
         assert self._combined_loader is not None
         loader = weigher_of(self._combined_loader.flattened[dataloader_idx])
         if loader is None or not getattr(loader, "is_dealt", True):
-            # Not dealt by us: there is no order between ranks but their own.
+            # Not dealt here: ranks have no common order.
             return [batch for batches in by_rank for batch in batches]
         waves = max(map(len, by_rank))
         return [batches[wave] for wave in range(waves) for batches in by_rank if wave < len(batches)]
 
 
-def _is_told_to_end(trainer: Any, dataloader_iter: Any) -> bool:
-    """Whether the ranks have agreed, after a batch, that they were told to end."""
-    # Only where our loaders see to it that every rank has as many batches as the others.
+def _must_stop(trainer: Any, dataloader_iter: Any) -> bool:
+    """Return whether the ranks have agreed to end, after a batch."""
+    # Ranks agree only with our loaders, under which all have equally many batches.
     even = dataloader_iter is None and hasattr(trainer.strategy, "ranks")
-    told: bool = trainer._signal_connector.passed(fits=False, even=even)
-    return told
+    return bool(trainer._signal_connector.passed(fits=False, even=even))
 
 
 def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bool:
@@ -162,11 +161,11 @@ def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bo
 
 
 @contextmanager
-def _counting_for_nothing(module: LightningModule) -> Iterator[None]:
-    """Put back afterwards what ``module`` collects: metrics of torchmetrics, lists, numbers and tensors it holds."""
+def _preserve_state(module: LightningModule) -> Iterator[None]:
+    """Restore what ``module`` collects in its torchmetrics and in lists, numbers and tensors that it holds."""
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     kept = [(copy.deepcopy(metric_states(metric)), metric._computed) for metric in metrics]
-    collected = {name: _held(value) for name, value in vars(module).items() if not name.startswith("_")}
+    collected = {name: _copy_collected(value) for name, value in vars(module).items() if not name.startswith("_")}
     try:
         yield
     finally:
@@ -175,28 +174,28 @@ def _counting_for_nothing(module: LightningModule) -> Iterator[None]:
             metric._computed = computed
         for name, value in collected.items():
             if value is not None:
-                vars(module)[name] = _put_back(vars(module).get(name), value)
+                vars(module)[name] = _restore_collected(vars(module).get(name), value)
 
 
-def _held(value: Any) -> Any:
-    """A copy of what is collected step by step, as far as its containers go; ``None``: it is something else."""
+def _copy_collected(value: Any) -> Any:
+    """Return a copy of a value collected step by step, containers included; ``None`` for anything else."""
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) in (list, int, float):
         return copy.copy(value)
     if isinstance(value, dict):
-        return {key: _held(item) for key, item in value.items()}
+        return {key: _copy_collected(item) for key, item in value.items()}
     return None
 
 
-def _put_back(value: Any, held: Any) -> Any:
-    """What ``value`` was before; a list or dictionary stays the same object."""
-    if isinstance(value, list) and isinstance(held, list):
-        value[:] = held
+def _restore_collected(value: Any, before: Any) -> Any:
+    """Return ``before``; a list or dictionary stays the same object."""
+    if isinstance(value, list) and isinstance(before, list):
+        value[:] = before
         return value
-    if isinstance(value, dict) and isinstance(held, dict):
-        for key in value.keys() - held.keys():
+    if isinstance(value, dict) and isinstance(before, dict):
+        for key in value.keys() - before.keys():
             del value[key]
-        value.update({key: _put_back(value.get(key), item) for key, item in held.items() if item is not None})
+        value.update({k: _restore_collected(value.get(k), item) for k, item in before.items() if item is not None})
         return value
-    return held
+    return before

@@ -1,8 +1,7 @@
-"""The outer loop of training, which knows where it stands in its data and goes on from there under another layout.
+"""The fit loop, which resumes its place in the data under any layout.
 
 Lightning counts the micro-batches of one rank, which mean nothing to another layout. Here a :class:`Cursor` is saved,
-and the counters are set from it when a run is resumed: to whole optimizer steps in the middle of an epoch, and to the
-beginning of the next epoch at the end of one.
+and counters are set from it on resume: to whole optimizer steps within an epoch, or to the start of the next one.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from trainwright.callbacks.guard.verdict import GoBack, tell_gone_back
-from trainwright.checkpoint.memory.snapshots import Snapshot
+from trainwright.callbacks.guard.verdict import RollBack, notify_rollback
 from trainwright.core.lightning_internals import (
     _DataLoaderIterDataFetcher,
     _FitLoop,
@@ -37,7 +35,7 @@ from trainwright.trainer.loop.counters import (
 )
 from trainwright.trainer.loop.data_ranks import DataRanks
 from trainwright.trainer.loop.epoch import LeanEpochLoop
-from trainwright.trainer.loop.remembered_logs import reset_metrics, shared_out
+from trainwright.trainer.loop.remembered_logs import collect_entries, redistribute, reset_metrics
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
@@ -60,9 +58,9 @@ class ResumableFitLoop(_FitLoop):
         super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
         self._loaded: Cursor | None = None
         self._pending = False
-        self._begun: int | None = None
-        self._logged: list[dict[str, Any]] = []  # as saved, of each data rank
-        self._reloaded: float | None = None  # as saved, the epoch for which loaders were last made anew
+        self._started: int | None = None  # epoch
+        self._logged: list[dict[str, Any]] = []  # as saved, by data rank
+        self._reloaded: float | None = None  # as saved, the epoch at which loaders were last reloaded
         self.skipped: tuple[Skipped, ...] = ()
         """Samples that were or will be read but not trained on."""
         self._error: Exception | None = None
@@ -70,10 +68,10 @@ class ResumableFitLoop(_FitLoop):
     # ---- running --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train, going back where a callback wants it.
+        """Train, rolling back if a callback asks for it.
 
         Raises:
-            Exception: what :meth:`end_with` was given, when training has ended.
+            Exception: the one passed to :meth:`end_with`, after training has ended.
         """
         self._error = None
         self.setup_data()
@@ -86,14 +84,14 @@ class ResumableFitLoop(_FitLoop):
                 self._run_epoch()
             except StopIteration:
                 break
-            except GoBack as verdict:
-                self._go_back(verdict)
+            except RollBack as verdict:
+                self._roll_back(verdict)
         self._restarting = False
-        conclude = getattr(self.trainer.strategy, "conclude", None)  # Lightning's own strategies have none
+        conclude = getattr(self.trainer.strategy, "conclude", None)  # absent on Lightning's own strategies
         if conclude is not None:
             conclude()
         if self.leased is not None:
-            self.leased.state()  # nobody can be asked any more once training has ended
+            self.leased.state()  # no longer available after training
         self.on_run_end()
         if self._error is not None:
             raise self._error
@@ -106,71 +104,61 @@ class ResumableFitLoop(_FitLoop):
         finally:
             self.on_iteration_done()
 
-    def why_not_back(self) -> str | None:
-        """Why the samples since an earlier state could not be read again; ``None``: they can.
-
-        To be asked once the loaders are known.
-        """
+    def rollback_problem(self) -> str | None:
+        """Return why samples since an earlier state cannot be read again; ``None`` if they can. Requires loaders."""
         if isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             return "training_step reads the data by itself (dataloader_iter)"
         kinds = [entry.kind for entry in self._describe(1)]
-        return None if "other" not in kinds else "a training loader cannot tell where it stands (it has no state_dict)"
+        return None if "other" not in kinds else "a training loader cannot save its position (it has no state_dict)"
 
     def end_with(self, error: Exception) -> None:
-        """Let training end after the present batch as at its regular end, and raise ``error`` then.
+        """End training regularly after the present batch, with its final saves, and then raise ``error``.
 
-        To be called at the same batch on every rank. What is saved when training ends is saved.
+        Call at the same batch on every rank.
         """
         self._error = error
         self.trainer.should_stop = True
 
     @property
     def _can_stop_early(self) -> bool:
-        # Whatever the fewest steps or epochs are that were asked for.
+        # Overrides min_steps and min_epochs.
         return self._error is not None or bool(super()._can_stop_early)
 
-    def _go_back(self, verdict: GoBack) -> None:
-        """Go on from a state in memory: what resuming does, but for hooks that tell of a beginning."""
+    def _roll_back(self, verdict: RollBack) -> None:
+        """Restore an in-memory state like a resumed run, without the hooks of a start."""
         if verdict.skip_steps:
             self._skip_steps(verdict.skip_steps)
         self.trainer.training = True
         self.epoch_loop.abandon()
-        self._leave_data()
-        self._put_back(verdict.held)
+        if self._data_fetcher is not None:  # drop what was prefetched, by workers too
+            self._data_fetcher.teardown()
+            vars(self._data_fetcher).get("batches", []).clear()
+        known, reloaded = self.skipped, self._last_train_dl_reload_epoch
+        self.trainer._checkpoint_connector.roll_back(verdict.held)
+        self.skipped = known  # including decisions made since
+        if self._reloaded not in (None, reloaded):
+            self._combined_loader = None  # that epoch had other loaders
         self.setup_data()
         self.reset()
         progress: Any = self.epoch_progress.current
         if not self._iteration_based_training():
             progress.completed = progress.processed
-        self._go_on_within_epoch()
+        self._resume_within_epoch()
         self.trainer.strategy.state.restore()  # type: ignore[attr-defined]
-        self.trainer.copies.gone_back()
-        tell_gone_back(self.trainer)
-
-    def _leave_data(self) -> None:
-        """Forget what was read ahead, by workers too."""
-        if self._data_fetcher is not None:
-            self._data_fetcher.teardown()
-            vars(self._data_fetcher).get("batches", []).clear()
-
-    def _put_back(self, held: Snapshot) -> None:
-        known, reloaded = self.skipped, self._last_train_dl_reload_epoch
-        self.trainer._checkpoint_connector.go_back(held)
-        self.skipped = known  # also what was decided since the state was taken
-        if self._reloaded not in (None, reloaded):
-            self._combined_loader = None  # the loaders of that epoch were other ones
+        self.trainer.copies.rolled_back()
+        notify_rollback(self.trainer)
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
     @property
     def leased(self) -> LeasedBatchSampler | None:
-        """What leases the samples of the training loader; ``None``: they are dealt."""
+        """The lessee of the training loader's samples; ``None``: they are dealt."""
         return None if self._combined_loader is None else leased_batches(self._combined_loader.flattened)
 
     @property
     def done(self) -> bool:
-        """Whether training is over. Where samples are leased, the samples of all workers count against ``max_steps``,
-        not the steps of this one."""
+        """True if training is over. With leased samples ``max_steps`` counts samples of all workers, not the steps of
+        this one."""
         if self.leased is None:
             return bool(super().done)
         most = self.epoch_loop.max_steps
@@ -183,23 +171,16 @@ class ResumableFitLoop(_FitLoop):
         finally:
             self.epoch_loop.max_steps = most
 
-    # ---- what is not trained on -----------------------------------------------------------------------------------
+    # ---- skipped samples ------------------------------------------------------------------------------------------
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the next micro-batch is read but not trained on."""
-        return any(
-            each.epoch == self._epochs_done and each.first <= self._next_step < each.last for each in self.skipped
-        )
-
-    @property
-    def _next_step(self) -> int:
-        """Index in the epoch of the optimizer step that the next micro-batch belongs to."""
-        current: Any = self.epoch_loop.batch_progress.current
-        return int(current.ready) // int(self.trainer.accumulate_grad_batches)
+        """True if the next micro-batch is read but not trained on."""
+        step = int(self.epoch_loop.batch_progress.current.ready) // int(self.trainer.accumulate_grad_batches)
+        return any(each.epoch == self._epochs_done and each.first <= step < each.last for each in self.skipped)
 
     def _skip_steps(self, count: int) -> None:
-        """Not to train on the step whose last micro-batch was read just now, and those after it in the epoch."""
+        """Skip the step of the last micro-batch read, and following ones, within the epoch."""
         current: Any = self.epoch_loop.batch_progress.current
         first = (int(current.ready) - 1) // int(self.trainer.accumulate_grad_batches)
         last = first + count
@@ -208,18 +189,18 @@ class ResumableFitLoop(_FitLoop):
         self.skipped += (Skipped(self._epochs_done, first, last),)
 
     def record_dropped(self) -> None:
-        """The step of the present micro-batch is not made."""
+        """Record the samples of a dropped step as skipped."""
         self._skip_steps(1)
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self) -> None:
-        """The epoch loop tells that its counters are now those of the current epoch."""
-        self._begun = self._epochs_done
+    def mark_epoch_started(self) -> None:
+        """Note that the epoch loop's counters are those of the current epoch."""
+        self._started = self._epochs_done
 
     def cursor(self) -> Cursor | None:
-        """Where the run stands in its data; ``None`` before any training. A collective if a loader keeps a state."""
-        if self._begun is None or self._combined_loader is None:
+        """Return the place in the data; ``None`` before training. A collective if a loader has a state."""
+        if self._started is None or self._combined_loader is None:
             return self._loaded
         if self.leased is not None:
             return self._cursor_of_leases(self.leased)
@@ -228,7 +209,7 @@ class ResumableFitLoop(_FitLoop):
         finished = now.processed == now.ready and (progress.is_last_batch or now.ready >= self.max_batches)
         batches = now.processed if finished else now.processed // accumulation * accumulation
         return Cursor(
-            epoch=self._begun,
+            epoch=self._started,
             steps=math.ceil(batches / accumulation),
             finished=finished,
             stepped=self.epoch_loop.stepped,
@@ -240,14 +221,14 @@ class ResumableFitLoop(_FitLoop):
         )
 
     def _cursor_of_leases(self, leased: LeasedBatchSampler) -> Cursor:
-        """Where all workers together stand; each has to ask. No rank's own count of batches says that."""
-        assert self._begun is not None
+        """Return the place of all workers together; each must ask, since no rank's own count says it."""
+        assert self._started is not None
         accumulation = self.trainer.accumulate_grad_batches
         (found,) = self._describe(accumulation)
         batch = found.global_batch_size or 1
         state = leased.state_to_join(batch) if self.data_ranks.is_apart else leased.state()
         return Cursor(
-            epoch=self._begun,
+            epoch=self._started,
             steps=state["samples"] // batch,
             finished=state.pop("complete"),
             stepped=state["trained"] // batch,
@@ -264,7 +245,7 @@ class ResumableFitLoop(_FitLoop):
         cycles = self._combined_loader._mode == "max_size_cycle"
         for index, loader in enumerate(self._combined_loader.flattened):
             where = position(loader, batches, finished, cycles)
-            states = self.data_ranks.gathered(where.pop("state")) if "state" in where else []
+            states = self.data_ranks.gather(where.pop("state")) if "state" in where else []
             found[index] = replace(found[index], position=where, states=states)
         return found
 
@@ -275,7 +256,7 @@ class ResumableFitLoop(_FitLoop):
 
     @property
     def _epochs_done(self) -> int:
-        """Epochs that have been read, which is the number of the one that is read now or next."""
+        """Epochs read, which is the index of the current or next one."""
         current: Any = self.epoch_progress.current
         return int(current.processed)
 
@@ -286,81 +267,84 @@ class ResumableFitLoop(_FitLoop):
         return DataRanks(trainer.strategy, trainer.global_rank, trainer.agreement_group)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """The cursor, in place of the states of loaders, which Lightning has of rank 0 alone; and what was logged.
-
-        A collective where data ranks are several.
+        """Return the cursor (in place of Lightning's loader states, which are of rank 0 only) and logged values. A
+        collective with several data ranks.
         """
         cursor = self.cursor()
         if cursor is None:
             return {}
         mine = {
             "metrics": {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()},
-            "collected": self.epoch_loop.collected_logs() if self._is_exact(cursor) else [],
+            "collected": collect_entries(self.epoch_loop._results) if self._is_exact(cursor) else [],
         }
         return {
             "cursor": cursor.to_json(),
-            "logged": self.data_ranks.logged(mine),
+            "logged": self.data_ranks.gather_logged(mine),
             "reloaded": self._last_train_dl_reload_epoch,
             **({} if self.trainer.balance is None else {"balance": self.trainer.balance.state()}),
-            # Of the epoch that comes next nothing has been begun.
+            # Reading of the next epoch has not started.
             "reading": self.epoch_loop.reading and not cursor.finished,
         }
 
     def _is_exact(self, cursor: Cursor) -> bool:
-        """Whether no batch that was read will be read again."""
+        """Return whether no batch read so far will be read again."""
         progress: Any = self.epoch_loop.batch_progress.current
-        if self.leased is not None:  # what is leased and not done is read again, whoever had read it
+        if self.leased is not None:  # unfinished leases are read again by any worker
             return int(progress.processed) % cursor.accumulation == 0
         return bool(cursor.finished or cursor.steps * cursor.accumulation == progress.processed)
 
     # ---- loading --------------------------------------------------------------------------------------------------
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Take the cursor; the counters are set once this run's loaders are known."""
+        """Load the cursor; counters are set once this run's loaders are known."""
         saved = state_dict.get("cursor")
         self._loaded = None if saved is None else Cursor.from_json(saved)
         if self._loaded is not None:
             self.skipped = self._loaded.skipped
-        self._pending, self._begun = True, None
+        self._pending, self._started = True, None
         self._logged, self._reloaded = state_dict.get("logged", []), state_dict.get("reloaded")
         if self.trainer.balance is not None:
-            self.trainer.balance.go_on_with(state_dict.get("balance"))
+            self.trainer.balance.load_state(state_dict.get("balance"))
         if saved is None and state_dict.get("combined_loader"):
             rank_zero_warn(
                 "The checkpoint holds states of data loaders that Lightning saved, which are those of one rank and "
-                "begin where a loader had read ahead. They are not used: the epoch goes on after the batches counted."
+                "include prefetched batches. They are not used: the epoch continues after the batches counted."
             )
         self.epoch_loop.was_reading = bool(state_dict.get("reading", False))
         if self._loaded is not None and not self._loaded.finished:
             reopen(self.epoch_progress, self._loaded.epoch)
 
     def setup_data(self) -> None:
-        """Set up the loaders, where the cursor says if there is one."""
+        """Set up the loaders, at the cursor's position if there is one."""
         if self._combined_loader is None or self._should_reload_train_dl:
             self.trainer.settled_accumulation = None
         super().setup_data()
         if self._pending and self._combined_loader is not None:
-            # The loaders were there before the checkpoint was read, since somebody asked for the number of steps.
-            self._take_up()
+            # The loaders were created before the checkpoint was read, to compute the number of steps.
+            self._resume_cursor()
             self.max_batches = self._length()
             assert self._data_fetcher is not None
             iter(self._data_fetcher)
             self._set_val_check()
         if self._reloaded is not None:
-            # Else reload_dataloaders_every_n_epochs would count from here.
+            # Otherwise reload_dataloaders_every_n_epochs would count from here.
             self._last_train_dl_reload_epoch, self._reloaded = self._reloaded, None
 
     def _load_combined_loader_states(self) -> None:
-        # Called once the loaders are known and before they are read: workers read ahead at once.
+        # Called once loaders are known and before they are read, since workers prefetch at once.
         if self.leased is not None:
-            self._lift_limits(self.leased)
+            assert self._combined_loader is not None
+            self._combined_loader.limits = [float("inf")]  # limits apply to all workers together
+            # For a run resumed from one without leases, whose optimizer steps were global batches.
+            batch = self.trainer.global_batch
+            self.leased.trained_before = lambda: 0 if batch is None else self.epoch_loop.global_step * batch.size
         if self._pending:
-            self._take_up()
+            self._resume_cursor()
         else:
             self._set_epoch(self._epochs_done)
 
     def on_advance_start(self) -> None:
-        """Begin an epoch; its number of batches may be another than that of the one before."""
+        """Start an epoch; its number of batches may differ from the last one."""
         self.epoch_loop.reading = False
         self.setup_data()
         self._set_epoch(self._epochs_done)
@@ -374,7 +358,7 @@ class ResumableFitLoop(_FitLoop):
         self.epoch_loop.meet()
         self.epoch_loop.log_with_others()
         if self._logged:
-            # What was logged is saved with the run, so schedulers that wait for it step in a resumed epoch as in any.
+            # Logged values are saved, so schedulers that monitor them step in a resumed epoch as in any.
             self._restarting = False
         with self.epoch_loop.with_remembered_logs():
             super().on_advance_end()
@@ -382,8 +366,8 @@ class ResumableFitLoop(_FitLoop):
         if signals.passed(fits=True, met=True) and not self.done:
             signals.end()
 
-    def _take_up(self) -> None:
-        """Resume where the loaded cursor stands."""
+    def _resume_cursor(self) -> None:
+        """Resume at the loaded cursor."""
         with self.trainer._checkpoint_connector.restoring():
             self._follow_cursor()
 
@@ -392,14 +376,17 @@ class ResumableFitLoop(_FitLoop):
         loaded = self._loaded
         accumulation = self._accumulation_of(self._epochs_done if loaded is None else loaded.epoch)
         now = self._describe(accumulation)
-        cursor = self._cursor_of_counters(now, accumulation) if loaded is None else loaded
+        cursor = loaded
+        if cursor is None:
+            count, done = self.data_ranks.count, self._epochs_done
+            cursor = cursor_of_counters(self.epoch_loop, done, self._length(), now, accumulation, count)
         if loaded is not None and (found := differences(loaded.loaders, now)):
             if not self.trainer.allow_changed_data:
                 raise ChangedDataError(refusal(found))
             rank_zero_warn(permission(found))
         self._restore_metrics()
         counters: Any = self.epoch_loop.batch_progress.current
-        # Saved before the end of an epoch was over: what comes then is still to be done. It may need what was logged.
+        # Saved before the end of an epoch was complete: the rest is pending, and may need logged values.
         in_place = cursor.finished and self._epochs_done == cursor.epoch
         in_place = in_place and (bool(self._logged) or counters.completed == counters.ready)
         next_epoch = cursor.finished and not in_place
@@ -412,7 +399,7 @@ class ResumableFitLoop(_FitLoop):
         self._set_epoch(cursor.epoch + next_epoch)
         self._set_limits()
         set_batches(self.epoch_loop, cursor, self._length(), in_place, owes, accumulation)
-        collected = shared_out([each["collected"] for each in self._logged], ranks.rank, ranks.count)
+        collected = redistribute([each["collected"] for each in self._logged], ranks.rank, ranks.count)
         if not next_epoch:
             self.epoch_loop.remember_logs(collected)
             return
@@ -421,7 +408,7 @@ class ResumableFitLoop(_FitLoop):
 
     def _go_to_next_epoch(self, cursor: Cursor) -> None:
         if self._logged and self.epoch_progress.current.completed == cursor.epoch:
-            # Saved in on_train_epoch_end, after which these would have stepped.
+            # Saved in on_train_epoch_end, before these would have stepped.
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         for tracker in (self.epoch_progress.current, self.epoch_progress.total):
             set_all(tracker, max(tracker.ready, cursor.epoch + 1))
@@ -429,7 +416,7 @@ class ResumableFitLoop(_FitLoop):
         _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
     def _restore_metrics(self) -> None:
-        """What was logged last, for schedulers and callbacks that look at it before it is logged again."""
+        """Restore the latest logged values, for schedulers and callbacks that read them."""
         if not self._logged:
             return
         ranks = self.data_ranks
@@ -438,32 +425,26 @@ class ResumableFitLoop(_FitLoop):
         self.trainer._logger_connector._callback_metrics.update(move_data_to_device(own, device))
 
     def _was_saved_in_a_batch(self, cursor: Cursor) -> bool:
-        """Whether the run was saved in ``on_train_batch_end``; a validation and schedulers on a plateau come after."""
+        """Return whether the run was saved in ``on_train_batch_end``, before validation and plateau schedulers."""
         counters: Any = self.epoch_loop.batch_progress.current
         within = counters.processed == counters.ready == counters.completed + 1
         return within and bool(self._logged) and self._is_exact(cursor)
-
-    def _cursor_of_counters(self, now: list[LoaderCursor], accumulation: int) -> Cursor:
-        ranks = self.data_ranks.count
-        return cursor_of_counters(self.epoch_loop, self._epochs_done, self._length(), now, accumulation, ranks)
 
     def _accumulation_of(self, epoch: int) -> int:
         return accumulation_of(self.trainer.callbacks, epoch, self.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
 
     def on_run_start(self) -> None:
-        """Begin training; in the middle of an epoch with the accumulation that its beginning would have set."""
+        """Start training; within an epoch, with the accumulation of that epoch."""
         super().on_run_start()
-        self._go_on_within_epoch()
+        self._resume_within_epoch()
 
-    def _go_on_within_epoch(self) -> None:
-        if self.restarted_mid_epoch:
-            self.trainer.accumulate_grad_batches = self._accumulation_of(self._epochs_done)
-            self._go_on_with_averaging()
-
-    def _go_on_with_averaging(self) -> None:
-        """Exchange the scheduler as the beginning of the epoch did, which is not called again."""
+    def _resume_within_epoch(self) -> None:
+        if not self.restarted_mid_epoch:
+            return
+        self.trainer.accumulate_grad_batches = self._accumulation_of(self._epochs_done)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StochasticWeightAveraging) and self._epochs_done <= callback.swa_end:
+                # Replaces the scheduler, as the start of the epoch did.
                 callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
 
     # ---- lengths --------------------------------------------------------------------------------------------------
@@ -476,14 +457,6 @@ class ResumableFitLoop(_FitLoop):
     def _set_limits(self) -> bool:
         refuse_cycled_shards(self._combined_loader)
         return measure_limits(self._combined_loader, self.trainer.limit_train_batches)
-
-    def _lift_limits(self, leased: LeasedBatchSampler) -> None:
-        """What limits an epoch, limits all workers together; each goes on as long as it gets leases."""
-        assert self._combined_loader is not None
-        self._combined_loader.limits = [float("inf")]
-        # Of a run that did not lease: its optimizer steps were global batches.
-        batch = self.trainer.global_batch
-        leased.trained_before = lambda: 0 if batch is None else self.epoch_loop.global_step * batch.size
 
     def _length(self) -> int | float:
         return length_of(self._combined_loader)

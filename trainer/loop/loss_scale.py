@@ -1,7 +1,7 @@
-"""How the loss is scaled under precision=16-mixed, so that small gradients do not vanish in float16.
+"""Loss scaling for precision=16-mixed, which keeps small gradients from underflowing in float16.
 
-Dynamic scaling: a step whose gradients overflow is dropped and the scale halves; after so many steps in a row without
-one it doubles (Micikevicius et al., arXiv:1710.03740, section 3.2; torch.amp.GradScaler does it).
+Dynamic scaling: a step whose gradients overflow is dropped and the scale halves; after `growth_interval` steps without
+overflow it doubles (Micikevicius et al., arXiv:1710.03740, section 3.2; torch.amp.GradScaler).
 """
 
 import math
@@ -27,17 +27,17 @@ class LossScaling:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was asked for."""
+        """True if all options are at their defaults."""
         return self == LossScaling()
 
 
 def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = "trainer.loss_scale.") -> list[str]:
-    """What is wrong with options of a loss scale, each with what to type instead.
+    """Return what is wrong with the options of a loss scale, each with what to type instead.
 
     Args:
         given: options by name.
         precision: of the run.
-        prefix: what stands before an option's name where it is typed.
+        prefix: of an option's name where it is typed.
     """
     asked = {**asdict(LossScaling()), **given}
     unknown = sorted(asked.keys() - {item.name for item in fields(LossScaling)})

@@ -1,13 +1,13 @@
-"""``loss_weighting="tokens"``: every valid token of the global batch weighs the same, wherever it lies.
+"""``loss_weighting="tokens"``: every valid token of the global batch has the same weight.
 
-A loss that is a mean over tokens is divided by the number of tokens of its micro-batch. Where micro-batches hold
-different numbers of them (padding, ``ignore_index``), the mean of such means over micro-batches and ranks is not the
-mean over the global batch, and which of them comes out depends on the layout. Here the loss of micro-batch k of rank r
-is differentiated as ``n_kr / reference`` times its mean, and once the numbers of all ranks have been added up the
-gradients are multiplied by ``reference x ranks / N``: what remains is the gradient of the mean over all N tokens.
+A loss that is a mean over tokens is divided by the number of tokens of its micro-batch. If micro-batches differ in that
+number (padding, ``ignore_index``), the mean of such means over micro-batches and ranks is not the mean over the global
+batch, and depends on the layout. Here the loss of micro-batch k of rank r is differentiated as ``n_kr / reference``
+times its mean, and once the counts of all ranks have been summed, gradients are multiplied by ``reference x ranks /
+N``, which gives the gradient of the mean over all N tokens.
 
-The reference keeps weights near 1, so that scaled losses stay in the range of fp16. It is a power of two, so its choice
-changes no bit.
+The reference keeps weights near 1, so that scaled losses stay in the range of fp16. It is a power of two, so that it
+does not affect rounding.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ TokenCount = Callable[[Any], Any]
 
 LOSS_WEIGHTINGS = ("micro_batch", "tokens")
 
-# Functions of torch.nn.functional whose mean is over the targets that are not ignore_index.
+# Functions of torch.nn.functional that average over the targets that are not ignore_index.
 _OBSERVED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
 _IGNORED = -100
 
 _ADVICE = (
-    "Give the number of valid tokens yourself with token_count='package.module:function', a function of the batch, or "
-    "take loss_weighting='micro_batch', Lightning's mean over micro-batches."
+    "Give the number of valid tokens with token_count='package.module:function', a function of the batch, or use "
+    "loss_weighting='micro_batch', Lightning's mean over micro-batches."
 )
 
 
 class Observation:
-    """What one forward pass told of its valid tokens.
+    """The valid tokens of one forward pass.
 
     Attributes:
-        count: scalar (of the ``widest`` dtype) on the device of the targets, ``None`` as long as no loss was seen. With
-            class weights, the sum of the weights of the valid targets.
+        count: scalar (of the ``widest`` dtype) on the device of the targets, ``None`` before a loss. With class
+            weights, the sum of the weights of valid targets.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Observation:
 
 
 class TokenWeights:
-    """Weighs micro-batches by their valid tokens; one object per run.
+    """Weights micro-batches by their valid tokens; one object per run.
 
     For every optimizer step::
 
@@ -69,25 +69,25 @@ class TokenWeights:
         for batch in micro_batches:
             with weights.observe(batch) as seen:
                 loss = module.training_step(batch)  # a mean over valid tokens
-            weights.weight(loss, seen).backward()   # gradients are averaged over data ranks, as ever
-        weights.start()                             # may come before the last backward, to overlap with it
+            weights.weight(loss, seen).backward()   # gradients are averaged over data ranks as usual
+        weights.start()                             # may precede the last backward, to overlap with it
         weights.finish()                            # gradients are now those of the mean over all tokens
 
-    A rank that meets no loss in a step (a stage of a pipeline that is not the last) calls ``begin``, ``start`` and
-    ``finish`` alone. ``start`` is one all-reduce of four numbers over all ranks.
+    A rank without a loss (a pipeline stage that is not the last) calls only ``begin``, ``start`` and ``finish``.
+    ``start`` is one all-reduce of four numbers over all ranks.
 
     Args:
-        strategy: whose optimizers' gradients are corrected, and which knows the data ranks.
-        token_count: batch -> number of tokens over which ``training_step`` takes its mean (int, float or scalar
-            tensor); ``None`` observes ``cross_entropy``, ``nll_loss`` and ``linear_cross_entropy`` of
-            ``torch.nn.functional`` (also as ``nn.CrossEntropyLoss``, or imported by name) and counts the class indices
-            that are not ``ignore_index``. Calls without gradient do not count.
+        strategy: whose optimizers' gradients are scaled, and which knows the data ranks.
+        token_count: batch -> number of tokens over which ``training_step`` averages (int, float or scalar tensor);
+            ``None`` observes ``cross_entropy``, ``nll_loss`` and ``linear_cross_entropy`` of ``torch.nn.functional``
+            (also as ``nn.CrossEntropyLoss``, or imported by name) and counts the class indices that are not
+            ``ignore_index``. Calls without gradient do not count.
     """
 
     def __init__(self, strategy: LayoutStrategy, token_count: TokenCount | None = None) -> None:
         self.strategy = strategy
         self.step_loss: Tensor | None = None
-        """Mean over all valid tokens of the last optimizer step, fp32 scalar, the same on every rank; 0 without any."""
+        """Mean over all valid tokens of the last optimizer step, fp32 scalar, equal on every rank; 0 without any."""
         self.step_tokens: Tensor | None = None
         """Valid tokens of the last optimizer step over all data ranks, float64 scalar."""
         self._token_count = token_count
@@ -98,7 +98,7 @@ class TokenWeights:
         self._pending: tuple[Tensor, Any] | None = None
         self._places: list[tuple[dict[str, Any], str, Any, Any]] | None = None
 
-    # ---- one micro-batch ------------------------------------------------------------------------------------------
+    # ---- per micro-batch ------------------------------------------------------------------------------------------
 
     @contextmanager
     def observe(self, batch: Any = None) -> Iterator[Observation]:
@@ -108,7 +108,7 @@ class TokenWeights:
             batch: for ``token_count``.
 
         Raises:
-            RuntimeError: inside, at a second loss or at one that is not a mean over class indices.
+            RuntimeError: inside, at a second loss or one that is not a mean over class indices.
         """
         seen = self._seen = Observation()
         if self._token_count is not None:
@@ -122,7 +122,7 @@ class TokenWeights:
             self._watch(before)
 
     def _watch(self, seen: Observation | None) -> Observation | None:
-        """Let calls from now on count for ``seen`` (``None``: for nothing), and say for which they did so far."""
+        """Count calls for ``seen`` (``None``: not at all) from now on, and return the previous one."""
         before, self._open = self._open, seen
         if self._places is None:
             self._places = self._find_places()
@@ -131,10 +131,9 @@ class TokenWeights:
         return before
 
     def _find_places(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        """Where the functions to observe stand: in torch, and in modules that imported them by name.
+        """Return the locations of the functions to observe: in torch, and in modules that imported them by name.
 
-        Found once, and each with one replacement: what torch.compile has traced is guarded by the identity of what it
-        calls.
+        Each gets one replacement for the whole run, since torch.compile guards by the identity of what it calls.
         """
         functions = [getattr(F, name) for name in _OBSERVED if hasattr(F, name)]
         by_id = {id(function): (function, self._replacement(function)) for function in functions}
@@ -147,14 +146,14 @@ class TokenWeights:
         ]
 
     def weight(self, loss: Tensor, seen: Observation | None = None, padding: bool = False) -> Tensor:
-        """What to differentiate in place of ``loss``, the mean over the valid tokens of one micro-batch.
+        """Return what to differentiate instead of ``loss``, the mean over the valid tokens of one micro-batch.
 
         The first call of a run is a collective of the data ranks.
 
         Args:
             loss: scalar.
-            seen: of the micro-batch; ``None``: of the latest.
-            padding: the batch is only there to keep this rank in step and counts for nothing.
+            seen: of the micro-batch; default the latest.
+            padding: the batch only matches collectives and has no weight.
 
         Raises:
             RuntimeError: if no loss was observed.
@@ -173,25 +172,25 @@ class TokenWeights:
         dtype = torch.promote_types(loss.dtype, torch.float32)
         return loss * (count / self._reference).to(dtype)
 
-    def weigh(self, result: ClosureResult, output: Any, padding: bool) -> None:
-        """Exchange the loss that ``result`` is to be differentiated by; what it reports stays."""
+    def apply(self, result: ClosureResult, output: Any, padding: bool) -> None:
+        """Replace the loss that ``result`` is differentiated by; the reported loss stays."""
         if result.closure_loss is not None:
             loss = output if isinstance(output, Tensor) else output["loss"]
             result.closure_loss = self.weight(loss, padding=padding)
 
-    # ---- one optimizer step ---------------------------------------------------------------------------------------
+    # ---- per optimizer step ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the micro-batches so far: gradients are zeroed."""
+        """Drop the micro-batches so far, as gradients are zeroed."""
         self._sums, self._pending = [], None
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to add up over all ranks what the micro-batches of this step hold; a collective."""
+        """Start to sum over all ranks the counts and losses of this step; a collective."""
         if self._sums:
             parts = torch.stack(self._sums)
             vector = parts.sum(0)
-            # Of those two it is not how often, but whether and which.
+            # Flags and references are not summed over micro-batches.
             vector[2:] = parts[-1, 2:]
         else:
             device = self.strategy.root_device
@@ -201,7 +200,7 @@ class TokenWeights:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make the gradients those of the mean over all valid tokens of the step."""
+        """Scale the gradients to those of the mean over all valid tokens of the step."""
         if self._pending is None:
             self.start()
         assert self._pending is not None
@@ -211,7 +210,7 @@ class TokenWeights:
         self.begin()
         tokens, loss, observers, references = vector.unbind()
         ranks = self.strategy.ranks.num_data_ranks
-        # Ranks of other axes hold copies of a data rank's numbers, or none at all.
+        # Ranks along other axes hold copies of a data rank's numbers, or none.
         copies, reference = observers / ranks, references / observers
         nothing = tokens == 0
         self.step_tokens = torch.where(nothing, tokens, tokens / copies)
@@ -236,7 +235,7 @@ class TokenWeights:
                 gradient.mul_(scale.to(gradient.device))
 
     def _first_reference(self, count: Tensor) -> Tensor:
-        """Before any step has ended: about the tokens of a step of one rank, agreed between the data ranks."""
+        """Return the reference for the first step: about the tokens of a step per rank, agreed between data ranks."""
         module = self.strategy.lightning_module
         assert module is not None
         total = self.strategy.reduce(count.clone(), reduce_op="sum")
@@ -268,11 +267,11 @@ class TokenWeights:
     def _counted(
         self, original: Callable[..., Tensor], signature: inspect.Signature, args: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        """``original(*args, **kwargs)``, and the number of its valid targets."""
-        if self._open is None:  # called by a name that was bound while another step ran
+        """Return ``original(*args, **kwargs)`` and count its valid targets."""
+        if self._open is None:  # bound by name while another step ran
             return original(*args, **kwargs)
-        # What it calls in turn does not count again, and must be what it was: torch's functions hand themselves to
-        # tensors of other kinds by their global name.
+        # Nested calls do not count and need the original, as torch's functions pass themselves to tensor subclasses by
+        # their global name.
         seen = self._watch(None)
         assert seen is not None
         try:
@@ -291,16 +290,16 @@ def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any])
     if seen.count is not None:
         raise RuntimeError(
             f"loss_weighting='tokens' met a second loss in one training_step: torch.nn.functional.{name}. Their means "
-            "may be over different tokens, so it cannot tell how much the micro-batch weighs. Compute what is no part "
-            "of the loss under torch.no_grad(). " + _ADVICE
+            "may be over different tokens, so the weight of the micro-batch is ambiguous. Compute what is not part of "
+            "the loss under torch.no_grad(). " + _ADVICE
         )
     reduction = arguments["reduction"]
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         reduction = legacy_get_string(arguments["size_average"], arguments["reduce"], emit_warning=False)
     if reduction != "mean":
         raise RuntimeError(
-            f"loss_weighting='tokens' met torch.nn.functional.{name}(reduction={reduction!r}), but only of a mean "
-            "(reduction='mean') it knows what it was divided by. " + _ADVICE
+            f"loss_weighting='tokens' met torch.nn.functional.{name}(reduction={reduction!r}), but supports only means "
+            "(reduction='mean'), whose divisor is known. " + _ADVICE
         )
     if arguments["target"].is_floating_point():
         raise RuntimeError(
@@ -311,7 +310,7 @@ def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any])
 
 @torch.no_grad()
 def _valid_targets(arguments: dict[str, Any]) -> Tensor:
-    """What a mean is divided by: the number of targets that are not ignored, or the sum of their class weights."""
+    """Return the divisor of a mean: the number of targets that are not ignored, or the sum of their class weights."""
     target: Tensor = arguments["target"]
     weight: Tensor | None = arguments["weight"]
     ignored = arguments["ignore_index"]
@@ -322,51 +321,47 @@ def _valid_targets(arguments: dict[str, Any]) -> Tensor:
 
 
 def _mean(original: Callable[..., Tensor], call: inspect.BoundArguments, count: Tensor) -> Tensor:
-    """The mean, 0 where there is nothing to take it of."""
+    """Return the mean, 0 without valid targets."""
     if original.__name__ != "linear_cross_entropy" and type(call.arguments["input"]) in (Tensor, nn.Parameter):
         mean: Tensor = original(*call.args, **call.kwargs)
         return torch.where(count > 0, mean, torch.zeros_like(mean))
-    # The backward of other kinds of logits may turn the zero gradient of a mean over nothing into NaN.
+    # For other kinds of logits, backward through an empty mean may turn zero gradients into NaN.
     call.arguments.update(reduction="sum", **dict.fromkeys({"size_average", "reduce"} & call.arguments.keys()))
     total: Tensor = original(*call.args, **call.kwargs)
     return total / torch.where(count > 0, count, torch.ones_like(count)).to(total.dtype)
 
 
 def _power_of_two(value: Tensor) -> Tensor:
-    """The least power of two above a positive scalar, exactly."""
+    """Return the least power of two above a positive scalar, exactly."""
     mantissa, _ = torch.frexp(value)
     return value / mantissa
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the Trainer is given
 
 
 def make_token_weights(
     strategy: object, loss_weighting: str, token_count: str | TokenCount | None
 ) -> TokenWeights | None:
-    """The :class:`TokenWeights` that the arguments of a Trainer ask for; ``None`` for ``"micro_batch"``.
+    """Return the :class:`TokenWeights` for the arguments of a Trainer; ``None`` for ``"micro_batch"``.
 
     Raises:
-        ValueError: if they are impossible.
+        ValueError: if they are invalid.
     """
     if loss_weighting not in LOSS_WEIGHTINGS:
         raise ValueError(f"loss_weighting={loss_weighting!r} (allowed: 'micro_batch', 'tokens')")
     if loss_weighting == "micro_batch":
         if token_count is not None:
             raise ValueError(
-                f"token_count={token_count!r} is read with loss_weighting='tokens' only. Set that too, or leave it out."
+                f"token_count={token_count!r} is used only with loss_weighting='tokens'. Set that too, or remove it."
             )
         return None
     if not isinstance(strategy, LayoutStrategy):
         raise ValueError(
             f"loss_weighting='tokens' is not supported with {type(strategy).__name__}, whose gradients cannot be "
-            f"corrected from outside. Use one of the strategies {', '.join(strategy_names())}."
+            f"rescaled. Use one of the strategies {', '.join(strategy_names())}."
         )
     if not strategy.traits.steps_are_collective:
         raise ValueError(
-            f"loss_weighting='tokens' adds up the tokens of all ranks at every step, but under "
-            f"{type(strategy).__name__} as it is set ranks step by themselves. Use loss_weighting='micro_batch', or a "
+            f"loss_weighting='tokens' sums the tokens of all ranks at every step, but steps under "
+            f"{type(strategy).__name__} with these options are asynchronous. Use loss_weighting='micro_batch', or a "
             "synchronous strategy."
         )
     what = "a function of the batch that returns its valid tokens"
@@ -375,22 +370,22 @@ def make_token_weights(
 
 
 def refuse_impossible(weights: TokenWeights, module: LightningModule) -> None:
-    """Say what keeps the losses of ``module`` from being weighed, once the strategy is set up.
+    """Raise if the losses of ``module`` cannot be weighted, once the strategy is set up.
 
     Raises:
-        ValueError: if the module optimizes manually, or the strategy runs backward itself without weighing (it says so
-            by ``weighs_micro_batches``).
+        ValueError: with manual optimization, or if the strategy runs backward itself without weighting (trait
+            ``weighs_micro_batches``).
     """
     strategy = weights.strategy
     if not module.automatic_optimization:
         raise ValueError(
             f"loss_weighting='tokens' needs automatic optimization, but {type(module).__name__} sets "
-            "automatic_optimization=False: it calls backward and steps when it likes, so nobody else knows which "
-            "losses make up a step. Weigh the losses in training_step, or set loss_weighting='micro_batch'."
+            "automatic_optimization=False: it calls backward and steps by itself, so it is unknown which losses make "
+            "up a step. Weight the losses in training_step, or set loss_weighting='micro_batch'."
         )
     if strategy.traits.backward_in_step and not strategy.traits.weighs_micro_batches:
         raise ValueError(
             f"loss_weighting='tokens' is not supported by {type(strategy).__name__} with the layout {strategy.layout}, "
-            "which runs backward within training_step. Take a layout with pipeline=1, or set "
+            "which runs backward within training_step. Use a layout with pipeline=1, or set "
             "loss_weighting='micro_batch'."
         )

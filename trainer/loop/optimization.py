@@ -1,4 +1,4 @@
-"""One micro-batch of training: it is read, then forward, backward and, where it is due, the step of the optimizer."""
+"""One micro-batch of training: reading, forward, backward, and the optimizer step if due."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ from trainwright.trainer.loop.loss_weighting import TokenWeights
 
 
 def reader_of(fetcher: _DataFetcher) -> Callable[[Any], Any]:
-    """A function that gives the next batch of ``fetcher``, which has been begun, or raises ``StopIteration``.
+    """Return a function that returns the next batch of a started ``fetcher``, or raises ``StopIteration``.
 
-    One loader of known length is read directly; in the way are four frames of Lightning that combine several.
+    A single loader of known length is read directly, without the four frames of Lightning that combine several.
     """
     combined: Any = fetcher.combined_loader
     alone = combined.flattened == [combined.iterables] and type(combined._iterator) is _MaxSizeCycle
-    return _of_one if alone and type(fetcher) is _PrefetchDataFetcher and fetcher.length is not None else _of_any
+    if alone and type(fetcher) is _PrefetchDataFetcher and fetcher.length is not None:
+        return _next_of_one
+    return lambda any_fetcher: next(any_fetcher)[0]
 
 
-def _of_any(fetcher: Any) -> Any:
-    return next(fetcher)[0]
-
-
-def _of_one(fetcher: Any) -> Any:
+def _next_of_one(fetcher: Any) -> Any:
     if fetcher.done:
         raise StopIteration
     loaders = fetcher.combined_loader._iterator
@@ -59,8 +57,8 @@ def _of_one(fetcher: Any) -> Any:
     return batch
 
 
-def is_there(batch: Any, device: torch.device) -> bool:
-    """Whether ``batch`` is a tensor, or a plain list, tuple or dict of tensors, on ``device`` already."""
+def is_on_device(batch: Any, device: torch.device) -> bool:
+    """Return whether ``batch`` is a tensor, or a plain list, tuple or dict of tensors, on ``device`` already."""
     if isinstance(batch, Tensor):
         return batch.device == device
     items = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else ()
@@ -68,7 +66,7 @@ def is_there(batch: Any, device: torch.device) -> bool:
 
 
 class LossDivisor:
-    """Divides the loss of a micro-batch so that gradients are means over the samples of the whole optimizer step."""
+    """Divisor of a micro-batch's loss that makes gradients means over the samples of the whole optimizer step."""
 
     def __init__(self, dealer: Weigher | None, accumulation: int, whole_step: bool) -> None:
         self._dealer = dealer
@@ -77,28 +75,30 @@ class LossDivisor:
         self._regular = float("inf") if dealer is None else dealer.regular_waves
 
     def is_regular(self, batch_idx: int) -> bool:
-        """Whether all ranks have all samples of the ``batch_idx``-th micro-batch: nothing is weighed."""
+        """Return whether all ranks have all samples of the ``batch_idx``-th micro-batch, so that weights are 1."""
         return self._dealer is None or batch_idx < self._regular
 
     def is_even(self, batch_idx: int) -> bool:
-        """Whether all ranks are known to have the same number of samples in the ``batch_idx``-th micro-batch."""
+        """Return whether all ranks are known to have equally many samples in the ``batch_idx``-th micro-batch."""
         return self._dealer is not None and batch_idx < self._regular
 
     def divisor(self, batch_idx: int) -> float:
-        """Divisor for the ``batch_idx``-th micro-batch of the epoch: the accumulation, unless samples are missing."""
+        """Return the divisor for the ``batch_idx``-th micro-batch: the accumulation, unless samples are missing."""
         if self._dealer is None or batch_idx < self._regular:
             return self._accumulation
         return self._dealer.loss_divisor(batch_idx, self._accumulation, self._whole_step)
 
     def weight(self, batch_idx: int) -> float:
-        """By what to multiply this rank's mean of a micro-batch, so that the mean over ranks is that over samples."""
+        """Return the factor of this rank's mean of a micro-batch that turns the mean over ranks into one over
+        samples.
+        """
         if self._dealer is None or batch_idx < self._regular:
             return 1.0
         return 1 / self._dealer.loss_divisor(batch_idx, 1, False)
 
 
 class LeanOptimization(_AutomaticOptimization):
-    """Forward, zero_grad, backward, optimizer step; Lightning's, with an exact divisor of the loss."""
+    """Lightning's forward, zero_grad, backward and optimizer step, with an exact divisor of the loss."""
 
     loss_divisor: LossDivisor | None = None
     token_weights: TokenWeights | None = None
@@ -106,7 +106,7 @@ class LeanOptimization(_AutomaticOptimization):
     phases: Phases
 
     def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
-        """As :meth:`run`, without looking up hooks that nobody has overridden."""
+        """Run like :meth:`run`, without looking up hooks that are not overridden."""
         closure = _LeanClosure(self, optimizer, batch_idx, args)
         strategy = self.trainer.strategy
         if stepping or strategy.handles_gradient_accumulation:
@@ -146,19 +146,19 @@ class LeanOptimization(_AutomaticOptimization):
         names["_current_fx_name"] = before
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        # Lightning's way, as above.
+        # Lightning's path.
         try:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
         except DropStep:
             self._drop()
 
     def _drop(self) -> None:
-        """A callback does not want the step that was about to be made; nothing has been changed by it."""
+        """Drop the step on request of a callback; nothing has changed yet."""
         trainer: Any = self.trainer
         progress = self.optim_progress.optimizer.step
         for tracker in (progress.current, progress.total):
-            tracker.ready -= 1  # what was begun would else be counted as interrupted
-        forget_scaled(trainer)
+            tracker.ready -= 1  # else it would count as interrupted
+        reset_unscaled(trainer)
         trainer.fit_loop.record_dropped()
         trainer.fit_loop.epoch_loop.dropped = True
 
@@ -168,13 +168,13 @@ class LeanOptimization(_AutomaticOptimization):
         return make(self, kwargs, optimizer, batch_idx)  # type: ignore[arg-type]
 
     def _training_step(self, kwargs: Any) -> ClosureResult:
-        # Lightning's way (with a profiler, or dataloader_iter); the scale of the loss is ours all the same.
+        # Lightning's path (with a profiler, or dataloader_iter), with our divisor of the loss.
         if self.loss_divisor is not None:
             strategy: Any = self.trainer.strategy
             strategy.loss_divisor = self.loss_divisor.divisor(self.trainer.fit_loop.batch_idx)
         batch_idx = self.trainer.fit_loop.batch_idx
         loop: Any = self.trainer.fit_loop.epoch_loop
-        with self.observed(next(iter(kwargs.values())), batch_idx), loop.weighed_logs(batch_idx):
+        with self.observed(next(iter(kwargs.values())), batch_idx), loop.weighted_logs(batch_idx):
             result = super()._training_step(kwargs)
         loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)
         if self.loss_divisor is not None and loss is not None:
@@ -183,7 +183,7 @@ class LeanOptimization(_AutomaticOptimization):
                 result.closure_loss = loss * (divisor / exact)
                 result._clone_loss()
             loss, divisor = loss * divisor, exact
-        self.weigh(result, loss, divisor)
+        self.apply_weights(result, loss, divisor)
         return result
 
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
@@ -200,26 +200,26 @@ class LeanOptimization(_AutomaticOptimization):
     # ---- loss_weighting="tokens" ----------------------------------------------------------------------------------
 
     def observed(self, batch: Any, batch_idx: int) -> AbstractContextManager[Any]:
-        """Around ``training_step``: count its tokens, if losses are weighed by them."""
+        """Return a context for ``training_step`` that counts its tokens, if losses are weighted by them."""
         weights = self.token_weights
         if weights is None:
             return nullcontext()
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             weights.begin()
-        # A strategy that runs backward within the step weighs its own micro-batches.
+        # A strategy that runs backward within the step weights its own micro-batches.
         return nullcontext() if weights.strategy.traits.backward_in_step else weights.observe(batch)
 
-    def weigh(self, result: ClosureResult, output: Any, divisor: float) -> None:
-        """Before backward: exchange the loss to differentiate for the one that is weighed by its tokens."""
+    def apply_weights(self, result: ClosureResult, output: Any, divisor: float) -> None:
+        """Replace the loss by the one weighted by its tokens, before backward."""
         if self.token_weights is None or self._skip_backward or output is None:
             return
         if not self.token_weights.strategy.traits.backward_in_step:
-            self.token_weights.weigh(result, output, padding=divisor == float("inf"))
+            self.token_weights.apply(result, output, padding=divisor == float("inf"))
         if not self.trainer.fit_loop._should_accumulate():
             self.token_weights.start()
 
     def correct_gradients(self) -> None:
-        """After the last backward of a step: the gradients of the mean over all its tokens."""
+        """Rescale gradients to the mean over all tokens of a step, after its last backward."""
         if self.token_weights is not None and not self.trainer.fit_loop._should_accumulate():
             self.token_weights.finish()
 
@@ -244,7 +244,7 @@ class _LeanClosure:
         names = module.__dict__
         assert loop.loss_divisor is not None
         divisor = loop.loss_divisor.divisor(self._batch_idx)
-        zeroes_first = getattr(strategy, "traits", Traits).backward_in_step  # Lightning's own strategies have none
+        zeroes_first = getattr(strategy, "traits", Traits).backward_in_step  # absent on Lightning's own strategies
         if zeroes_first:
             strategy.loss_divisor = divisor
             self._zero_grad_if_due(module)
@@ -263,7 +263,7 @@ class _LeanClosure:
             return result.loss
         if not zeroes_first:
             self._zero_grad_if_due(module)
-        loop.weigh(result, output, divisor)
+        loop.apply_weights(result, output, divisor)
         if result.closure_loss is not None:
             loop.phases.begin(BACKWARD)
             names["_current_fx_name"] = "backward"
@@ -290,8 +290,8 @@ class _LeanClosure:
         total.completed, current.completed = total.completed + 1, current.completed + 1
 
 
-def forget_scaled(trainer: Trainer) -> None:
-    """A gradient scaler must not wait for the step of the gradients that it has unscaled."""
+def reset_unscaled(trainer: Trainer) -> None:
+    """Reset the gradient scaler, which would otherwise wait for the step of the gradients that it has unscaled."""
     forget = getattr(getattr(trainer.precision_plugin, "scaler", None), "forget_unscaled", None)
     if forget is not None:
         forget()
@@ -299,7 +299,7 @@ def forget_scaled(trainer: Trainer) -> None:
 
 def _scaled(output: Any, divisor: float) -> ClosureResult:
     if divisor == 1 and isinstance(output, Tensor):
-        return ClosureResult(output)  # no operation for what changes nothing
+        return ClosureResult(output)  # saves an operation
     return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
 
 
@@ -307,7 +307,7 @@ def _refuse_none(trainer: Trainer) -> None:
     if trainer.world_size > 1:
         raise RuntimeError(
             "Skipping the `training_step` by returning None on one of several ranks is not supported: the others would "
-            "wait for its gradients. Return a loss that counts for nothing instead, for example "
+            "wait for its gradients. Return a loss without effect instead, for example "
             "0 * sum(p.sum() for p in self.parameters())."
         )
     rank_zero_warn("`training_step` returned `None`: no optimizer step is made for this batch.")

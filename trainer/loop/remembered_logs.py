@@ -1,7 +1,7 @@
-"""What ``self.log`` has collected of an epoch that is not over: saved with the run and put back when it goes on.
+"""Values that ``self.log`` has collected of an unfinished epoch: saved with the run and restored on resume.
 
-Without it the mean of an epoch would be that of the batches after the resume, and who watches such a mean (a scheduler
-on a plateau, early stopping, a checkpoint by ``monitor``) would decide differently, or find nothing at all.
+Without them the mean of an epoch would cover only the batches after the resume, and plateau schedulers, early stopping
+and checkpoints by ``monitor`` would decide differently.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def collected(results: _ResultCollection, to_save: bool = True) -> list[Entry]:
-    """Values of this rank that are to be reduced at the end of the epoch, as plain values.
+def collect_entries(results: _ResultCollection, to_save: bool = True) -> list[Entry]:
+    """Return this rank's values that are reduced at the end of the epoch, as plain values.
 
-    Of ``torchmetrics`` objects it is only told that they were logged: the module saves those that are persistent. Left
-    out are values with a ``sync_dist_group`` of their own, which means nothing to another process.
+    For ``torchmetrics`` objects only the fact is recorded: the module saves persistent ones. Values with their own
+    ``sync_dist_group`` are left out, since it means nothing to another process.
 
     Args:
         results: of the training loop.
-        to_save: leave out the ``torchmetrics`` objects that are not persistent, too.
+        to_save: leave out ``torchmetrics`` objects that are not persistent, too.
     """
     return [_entry(metric) for metric in results.values() if _is_collected(metric, to_save)]
 
@@ -73,11 +73,11 @@ def _entry(metric: _ResultMetric) -> Entry:
 
 
 def reset_metrics(entries: Sequence[Entry], module: nn.Module) -> None:
-    """Saved at the end of an epoch, ``torchmetrics`` objects hold its values, which the next one must not count.
+    """Reset ``torchmetrics`` objects that were saved at the end of an epoch, for the next one.
 
     Args:
-        entries: what was collected in that epoch.
-        module: which has the objects.
+        entries: collected in that epoch.
+        module: owner of the objects.
     """
     for entry in entries:
         metric = _metric_of(entry, module)
@@ -85,19 +85,19 @@ def reset_metrics(entries: Sequence[Entry], module: nn.Module) -> None:
             metric.reset()
 
 
-def summed_up(entries: Sequence[Entry], counts: bool, group: dist.ProcessGroup) -> list[Entry]:
-    """What all data ranks have collected, as if one had: what :func:`shared_out` deals out again. A collective.
+def reduce_entries(entries: Sequence[Entry], counts: bool, group: dist.ProcessGroup) -> list[Entry]:
+    """Return the entries of all data ranks reduced to one list, for :func:`redistribute`. A collective.
 
-    Each rank sends some numbers for each value, however many ranks there are. Means and sums are those of float64.
+    Traffic per rank is some numbers for each value. Means and sums are computed in float64.
 
     Args:
         entries: of this rank.
-        counts: whether this rank speaks for its data rank, which others may share with it.
+        counts: whether this rank represents its data rank, which others may share.
         group: a gloo group of all ranks.
     """
-    told = all_gather_values([_form(entry) for entry in entries] if counts else None, group)
+    known = all_gather_values([_form(entry) for entry in entries] if counts else None, group)
     forms: dict[tuple[str, str], Entry] = {}
-    for form in (form for each in {id(each): each for each in told}.values() for form in each or ()):
+    for form in (form for each in {id(each): each for each in known}.values() for form in each or ()):
         forms.setdefault((form["fx"], form["name"]), form)
     own = {(entry["fx"], entry["name"]): entry for entry in entries} if counts else {}
     sums = torch.zeros(len(forms), 2, dtype=torch.float64)
@@ -116,7 +116,7 @@ def summed_up(entries: Sequence[Entry], counts: bool, group: dist.ProcessGroup) 
 
 
 def _form(entry: Entry) -> Entry:
-    """An entry without its numbers, the same on ranks that log the same."""
+    """Return an entry without its numbers, equal on ranks that log the same."""
     return {**entry, "value": None, "count": None if entry["count"] is None else 0.0}
 
 
@@ -128,11 +128,11 @@ def _filled(form: Entry, total: float, count: float, peak: float) -> Entry:
     return {**form, "value": round(value) if is_whole else value, "count": None if form["count"] is None else count}
 
 
-def shared_out(by_rank: Sequence[Sequence[Entry]], rank: int, ranks: int) -> list[Entry]:
-    """The part of a data rank: its own where there were as many, else so that all together are what all were.
+def redistribute(by_rank: Sequence[Sequence[Entry]], rank: int, ranks: int) -> list[Entry]:
+    """Return the part of a data rank: its own, or with another number of ranks an equal share of the whole.
 
     Args:
-        by_rank: what each data rank of the saved run had collected.
+        by_rank: entries of each data rank of the saved run.
         rank: this data rank.
         ranks: number of data ranks now.
     """
@@ -153,7 +153,9 @@ def _share(entries: Sequence[Entry], rank: int, ranks: int) -> Entry | None:
         return dict(first) if rank == 0 else None
     whole = dict(first)
     for entry in entries[1:]:
-        whole = combined(whole, entry)
+        count = None if whole["count"] is None else whole["count"] + entry["count"]
+        value = _COMBINE[whole["reduce"]](whole["value"], entry["value"])
+        whole |= {"value": value, "count": count}
     if first["reduce"] in ("mean", "sum"):
         whole["value"] /= ranks
     if whole["count"] is not None:
@@ -162,39 +164,33 @@ def _share(entries: Sequence[Entry], rank: int, ranks: int) -> Entry | None:
 
 
 def without_weight(entries: Sequence[Entry]) -> list[Entry]:
-    """What another rank has logged, as a rank logs it that takes part in its reductions but counts for nothing."""
-    return [_without_weight(entry) for entry in entries if not entry["rank_zero_only"]]
-
-
-def _without_weight(entry: Entry) -> Entry:
-    if entry["metric"] is not None or entry["reduce"] in ("max", "min"):
-        return entry  # the value of another rank changes no maximum
-    return {**entry, "value": 0, "count": None if entry["count"] is None else 0.0}
-
-
-def combined(entry: Entry, other: Entry) -> Entry:
-    """Both values as one under their reduction."""
-    value = _COMBINE[entry["reduce"]](entry["value"], other["value"])
-    count = None if entry["count"] is None else entry["count"] + other["count"]
-    return {**entry, "value": value, "count": count}
+    """Return another rank's entries with zero weight, for a rank that only takes part in their reduction."""
+    return [
+        # The value of another rank does not change a maximum.
+        entry
+        if entry["metric"] is not None or entry["reduce"] in ("max", "min")
+        else {**entry, "value": 0, "count": None if entry["count"] is None else 0.0}
+        for entry in entries
+        if not entry["rank_zero_only"]
+    ]
 
 
 class RememberedLogs:
-    """Adds what was collected before a resume to what is collected after it.
+    """Values collected before a resume, added to those collected after it.
 
     Args:
-        entries: see :func:`shared_out`.
+        entries: see :func:`redistribute`.
     """
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
         self._entries = {(entry["fx"], entry["name"]): entry for entry in entries}
-        self._put_back: list[str] = []
+        self._restored: list[str] = []
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
     def add_to(self, metric: _ResultMetric) -> None:
-        """Add what is remembered of ``metric``, once; nothing if it is reduced in another way now."""
+        """Add the remembered value of ``metric``, once; ignored if its reduction has changed."""
         entry = self._entries.pop((metric.meta.fx, metric.meta.name), None)
         if entry is None or not metric.is_tensor or metric.meta.reduce_fx.__name__ != entry["reduce"]:
             return
@@ -205,13 +201,13 @@ class RememberedLogs:
         if entry["count"] is not None:
             metric.cumulated_batch_size = metric.cumulated_batch_size + entry["count"]
 
-    def put_back(self, results: _ResultCollection, module: nn.Module, sync: Callable[..., Any]) -> None:
-        """At the end of the epoch: what was not logged again since is logged with the value that it had.
+    def restore(self, results: _ResultCollection, module: nn.Module, sync: Callable[..., Any]) -> None:
+        """At the end of the epoch, log values that were not logged again since the resume.
 
         Args:
             results: of the training loop.
-            module: which has the ``torchmetrics`` objects.
-            sync: reduces a value over ranks, as ``Strategy.reduce``.
+            module: owner of ``torchmetrics`` objects.
+            sync: reduces a value over ranks, like ``Strategy.reduce``.
         """
         for entry in list(self._entries.values()):
             value = _value_to_log(entry, module)
@@ -231,17 +227,17 @@ class RememberedLogs:
                 metric_attribute=entry["metric"],
                 rank_zero_only=entry["rank_zero_only"],
             )
-            self._put_back.append(f"{entry['fx']}.{entry['name']}")
+            self._restored.append(f"{entry['fx']}.{entry['name']}")
 
-    def forget(self, results: _ResultCollection) -> None:
-        """After the end of the epoch: what was put back might be logged in another way in the next one."""
-        for key in self._put_back:
+    def remove(self, results: _ResultCollection) -> None:
+        """Remove restored values after the end of the epoch, as the next one may log them differently."""
+        for key in self._restored:
             results.pop(key, None)
-        self._put_back.clear()
+        self._restored.clear()
 
 
 def _value_to_log(entry: Entry, module: nn.Module) -> Tensor | Metric | None:
-    """What is logged to put a value back; it must not count twice, as that of a maximum may."""
+    """Return what to log for a restored value, so that it does not count twice (a maximum may)."""
     if entry["metric"] is not None:
         return _metric_of(entry, module)
     value = torch.tensor(entry["value"], dtype=getattr(torch, entry["dtype"]))

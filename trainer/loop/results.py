@@ -1,4 +1,4 @@
-"""What ``self.log`` collects, made exact over ranks and cheap for the metric that is logged every step."""
+"""Results of ``self.log``: exact over ranks, and cheap for metrics logged every step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainwright.trainer.loop.remembered_logs import RememberedLogs
 
 
 class LeanResults(_ResultCollection):
-    """A result collection that recognises a metric logged again with the same arguments.
+    """A result collection that recognizes metrics logged again with the same arguments.
 
-    Values of whole epochs are reduced over data ranks even without ``sync_dist=True`` (not with
+    Values of whole epochs are reduced over data ranks even without ``sync_dist=True`` (except with
     ``rank_zero_only=True``), so that all ranks monitor the same number and every sample counts once. Values of single
     steps keep Lightning's meaning: this rank's own unless ``sync_dist=True``; the mean over ranks is then one over
-    samples, also where ranks have unequal numbers of them.
+    samples, also with unequal numbers of samples.
 
     Args:
         training: whether it belongs to the training loop.
@@ -35,19 +35,19 @@ class LeanResults(_ResultCollection):
         self._remembered = RememberedLogs()
 
     def remember(self, logs: RememberedLogs) -> None:
-        """Go on with what a run that was interrupted had collected of this epoch."""
+        """Restore what an interrupted run had collected of this epoch."""
         self._remembered = logs
-        self._known.clear()  # each first call is to come by here
+        self._known.clear()  # so that each first call takes the slow path
 
-    def forget(self) -> None:
-        """Be as before anything was logged."""
+    def reset_all(self) -> None:
+        """Drop everything logged."""
         self.reset()
         self.clear()
         self._known.clear()
 
     @contextmanager
     def padding(self) -> Iterator[None]:
-        """What is logged inside takes part in collectives but counts for nothing."""
+        """Let values logged inside take part in collectives without weight."""
         self._padding = True
         try:
             yield
@@ -55,22 +55,22 @@ class LeanResults(_ResultCollection):
             self._padding = False
 
     @contextmanager
-    def weighed(self, weight: float) -> Iterator[None]:
-        """Means over ranks of what is logged inside for a step give this rank's value so much weight."""
+    def weighted(self, weight: float) -> Iterator[None]:
+        """Weight this rank's values of a step logged inside in means over ranks."""
         self._weight = weight
         try:
             yield
         finally:
             self._weight = 1.0
 
-    def _weighing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def weigh_and_reduce(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def _weighting(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def weight_and_reduce(value: Any, *args: Any, **kwargs: Any) -> Any:
             if self._weight != 1 and kwargs.get("reduce_op") == "mean":
                 value = value * self._weight
             return reduce(value, *args, **kwargs)
 
-        # Always the same one: Lightning refuses a metric that is logged again in another way.
-        return self._reduces.setdefault(reduce, weigh_and_reduce)
+        # Cached: Lightning refuses a metric that is logged again with another function.
+        return self._reduces.setdefault(reduce, weight_and_reduce)
 
     @torch.compiler.disable
     def log(
@@ -105,22 +105,19 @@ class LeanResults(_ResultCollection):
             self._log_again(known[1], value, batch_size, enable_graph)
             return
         if sync_dist_fn is not None:
-            sync_dist_fn = self._weighing(sync_dist_fn)
+            sync_dist_fn = self._weighting(sync_dist_fn)
         super().log(
             fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph,
             sync_dist, sync_dist_fn, sync_dist_group, add_dataloader_idx, batch_size,
             metric_attribute, rank_zero_only,
         )  # fmt: skip
-        metric = self[self._storage_key(fx, name, add_dataloader_idx)]
+        suffix = f".{self.dataloader_idx}" if add_dataloader_idx and self.dataloader_idx is not None else ""
+        metric = self[f"{fx}.{name}{suffix}"]
         if self._remembered:
             self._remembered.add_to(metric)
         if isinstance(value, Tensor):
             _count_in_floats(metric)
             self._known[key] = (signature, metric)
-
-    def _storage_key(self, fx: str, name: str, add_dataloader_idx: bool) -> str:
-        key = f"{fx}.{name}"
-        return f"{key}.{self.dataloader_idx}" if add_dataloader_idx and self.dataloader_idx is not None else key
 
     def _get_cache(self, result_metric: _ResultMetric, on_step: bool) -> Tensor | None:  # type: ignore[override]
         meta = result_metric.meta
@@ -147,16 +144,16 @@ class LeanResults(_ResultCollection):
 
 
 class RepeatedLog:
-    """``self.log`` for a call that has been checked before.
+    """A faster ``self.log`` for repeated calls.
 
-    Lightning checks each call of ``self.log`` anew: types, names, the hook it comes from, the signature of
-    ``training_step``. A call that repeats an earlier one in all but the value passes the same checks again; it goes
-    straight to the result. Any other goes to the module's own ``log``.
+    Lightning checks each call anew: types, names, the current hook, the signature of ``training_step``. A call that
+    differs from an earlier one only in its value passes the same checks, and goes straight to the result. Any other
+    goes to the module's own ``log``.
 
     Args:
-        module: the module whose ``log`` is called.
+        module: whose ``log`` is called.
         trainer: its trainer.
-        results: where the training loop collects.
+        results: of the training loop.
     """
 
     def __init__(self, module: LightningModule, trainer: Trainer, results: LeanResults) -> None:
@@ -168,7 +165,7 @@ class RepeatedLog:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Stand before the module's ``log`` for the time of an epoch, unless the module has one of its own."""
+        """Shadow the module's ``log`` for an epoch, unless the module overrides it."""
         own = "log" in vars(self._module) or type(self._module).log is not LightningModule.log
         if own:
             yield
@@ -209,14 +206,16 @@ class RepeatedLog:
 
 
 def _count_in_floats(metric: _ResultMetric) -> None:
-    """Lightning counts samples in integers, whose mean over ranks it cuts off: 23 samples on 2 ranks became 11 each."""
+    """Count samples as floats: Lightning's integer counts are truncated in means over ranks (23 on 2 ranks became
+    11).
+    """
     if metric.meta.is_mean_reduction and not metric.cumulated_batch_size.is_floating_point():
         metric.cumulated_batch_size = metric.cumulated_batch_size.to(metric.value.dtype)
         metric._defaults["cumulated_batch_size"] = torch.tensor(0.0, dtype=metric.value.dtype)
 
 
 def _neutral(value: Tensor, reduce_fx: Callable[..., Any] | str) -> Tensor:
-    """The value that changes nothing under ``reduce_fx``."""
+    """Return the neutral element of ``reduce_fx``."""
     name = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
     fill = {"min": float("inf"), "max": float("-inf")}.get(name.lower(), 0.0)
     return torch.full_like(value, fill, dtype=value.dtype if value.is_floating_point() else torch.float32)

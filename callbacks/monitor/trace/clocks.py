@@ -1,4 +1,4 @@
-"""How far the clocks of machines are apart, as ranks find out over a store."""
+"""Clock offsets between machines, measured over a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATIENCE = timedelta(seconds=60)
 
 
 def machine_id() -> str:
-    """Something that two processes have in common if they read the same clock."""
+    """Return an id that processes share if they read the same clock."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -30,22 +30,21 @@ def clock_offset(
     clock: Callable[[], int] = time.time_ns,
     machine: str | None = None,
 ) -> tuple[int, int]:
-    """Compare this rank's clock with that of rank 0; a collective of these ranks, over the store.
+    """Compare this rank's clock with that of rank 0. A collective over the store.
 
-    Ranks on the machine of rank 0 have its clock. Each of the others asks it for its time several times, and takes the
-    answer that came back soonest to be that of the middle of the time between (Cristian 1989). So the error is at most
-    half of that time.
+    Ranks on the machine of rank 0 share its clock. The others ask for its time several times; the fastest answer is
+    taken as the time at the middle of its round trip (Cristian 1989), with an error of at most half of that.
 
     Args:
-        store: that all ranks have.
-        prefix: of the keys, which nobody has used before.
+        store: shared by all ranks.
+        prefix: of the keys, unused before.
         rank: of this process.
-        others: the ranks that ask, without rank 0, which answers one after the other.
+        others: the ranks that ask, without rank 0, which answers them in turn.
         clock: of this process, nanoseconds.
-        machine: as :func:`machine_id` gives it, which is the default.
+        machine: default :func:`machine_id`.
 
     Returns:
-        Nanoseconds to add to this rank's clock to have that of rank 0, and by how many that may be wrong.
+        Nanoseconds to add to this rank's clock to get that of rank 0, and the maximum error.
     """
     own = machine_id() if machine is None else machine
     store.set(f"{prefix}/machine/{rank}", own)
@@ -56,7 +55,7 @@ def clock_offset(
         return 0, 0
     if _read(store, f"{prefix}/machine/0") == own:
         return 0, 0
-    return _asked(store, f"{prefix}/{rank}", clock)
+    return _ask(store, f"{prefix}/{rank}", clock)
 
 
 def _answer(store: Any, prefix: str, clock: Callable[[], int]) -> None:
@@ -65,7 +64,7 @@ def _answer(store: Any, prefix: str, clock: Callable[[], int]) -> None:
         store.set(f"{prefix}/answer/{turn}", str(clock()))
 
 
-def _asked(store: Any, prefix: str, clock: Callable[[], int]) -> tuple[int, int]:
+def _ask(store: Any, prefix: str, clock: Callable[[], int]) -> tuple[int, int]:
     found = []
     for turn in range(_ROUNDS):
         before = clock()

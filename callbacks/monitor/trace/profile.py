@@ -1,4 +1,4 @@
-"""Traces of torch's profiler on demand."""
+"""Profiler traces on demand."""
 
 from __future__ import annotations
 
@@ -16,57 +16,46 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from trainwright.callbacks.monitor.records import FOLDER, tell
+from trainwright.callbacks.monitor.records import FOLDER, emit
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
+from trainwright.callbacks.monitor.trace.profile_option import profile_problem
 from trainwright.callbacks.steps import StepCounter, window_steps
 from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.core.run.peers import peers_of
 from trainwright.core.run.traits import traits_of
 
-# Events of a trace that belong together by a number which is unique within one rank only.
+# Event types with an id that is unique only within a rank.
 _WITH_ID = ("s", "t", "f", "b", "n", "e", "N", "O", "D")
 ASK = "profile"
-"""Name of the file in the folder of records by which a running job is asked for a trace."""
+"""File in the folder of records that requests a trace of a running job."""
 _STEPS = 5
-# How long rank 0 waits for the traces of others, and how often it looks.
+# Rank 0's timeout and poll interval for the traces of others.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 0.02
 
 
-def profile_problem(steps: Any) -> str | None:
-    """What is wrong with ``steps`` of :class:`Profile`; ``None``: nothing."""
-    if isinstance(steps, Sequence) and not isinstance(steps, str) and len(steps) == 2:
-        whole = all(isinstance(each, int) and not isinstance(each, bool) for each in steps)
-        if whole and 0 <= steps[0] < steps[1]:
-            return None
-    return (
-        f"{steps} (allowed: two whole numbers, the first optimizer step of the trace and the one after its last, like "
-        "[10,20], or null)"
-    )
-
-
 class Profile(Callback):
-    """Take a trace of torch's profiler of some optimizer steps, on all ranks, and put them together in one file.
+    """Trace some optimizer steps with torch's profiler on all ranks, merged into one file.
 
-    Of more than ``most_ranks`` ranks, some that stand for all take one: a trace of a rank is some MiB a step, rank 0
-    reads them all, and asks its clock for each of them.
+    Of more than ``most_ranks`` ranks a sample is traced: a trace has some MiB per rank and step, and rank 0 merges them
+    all.
 
-    It is written to ``<run_dir>/monitor/trace_<step>.json.gz``, which https://ui.perfetto.dev and chrome://tracing
-    open. Clocks of different machines are aligned: how far they are apart is measured over the process group's store
-    when the trace begins. Each rank first writes what it has to ``trace_<step>_rank_<n>.json.gz``; those that rank 0
-    does not see, since machines have folders of their own, stay apart.
+    The file is ``<run_dir>/monitor/trace_<step>.json.gz``, for https://ui.perfetto.dev or chrome://tracing. Clocks of
+    different machines are aligned over the process group's store when the trace starts. Each rank first writes
+    ``trace_<step>_rank_<n>.json.gz``; those that rank 0 cannot see, on machines with their own folders, are not merged.
 
-    A running job is asked for a trace by a file ``<run_dir>/monitor/profile``, made with any tool, which may hold the
-    number of steps (5 if it is empty). Rank 0 looks for it at the end of each window, removes it, and tells the others
-    over the store; the trace begins two windows later.
+    A trace of a running job is requested by creating ``<run_dir>/monitor/profile``, which may hold the number of steps
+    (default 5). Rank 0 polls it at the end of each window, removes it, and notifies the others over the store; the
+    trace starts two windows later.
 
     Args:
-        steps: the first step of a trace, counted from 0, and the one after its last; ``None``: only when asked.
+        steps: the first step of a trace, counted from 0, and the one after its last; ``None``: only on request.
         run_dir: of the run; ``None``: off.
-        most_ranks: that take a trace, see :func:`~trainwright.callbacks.monitor.sample.is_sampled`; ``None``: all.
+        most_ranks: maximum number of ranks traced, see :func:`~trainwright.callbacks.monitor.sample.is_sampled`;
+            ``None``: all.
 
     Raises:
-        ValueError: if ``steps`` are impossible, or given without ``run_dir``; if ``most_ranks`` is less than 1.
+        ValueError: if ``steps`` are invalid, or ``most_ranks`` is less than 1.
     """
 
     looks_at_parameters = False
@@ -83,10 +72,10 @@ class Profile(Callback):
         self.run_dir = run_dir
         self.most_ranks = most_ranks
         self.latest: Path | None = None
-        """The trace of this rank that was written last."""
+        """The last trace written by this rank."""
         self._counter = StepCounter()
         self._window = 0
-        self._asked = 0  # traces asked for while the job ran
+        self._asked = 0  # requests so far
         self._wanted: list[tuple[int, int]] = []
         self._profiler: Any = None
         self._span = (0, 0)
@@ -94,7 +83,7 @@ class Profile(Callback):
         self._began = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count steps."""
+        """Start counting steps."""
         self._counter.start(trainer)
         done = self._counter.next_number(trainer)
         self._window, self._wanted = 0, []
@@ -105,7 +94,7 @@ class Profile(Callback):
             self._wanted = [self.steps]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a trace that is wanted from this step on."""
+        """Start a trace that is due."""
         if not self._wanted or self._profiler is not None or self._counter.next_number(trainer) < self._wanted[0][0]:
             return
         first, end = self._wanted.pop(0)
@@ -123,40 +112,40 @@ class Profile(Callback):
         self._profiler.start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """End a trace with its last step; at the end of a window, see whether one is asked for."""
+        """End a trace with its last step; at the end of a window, check for a request."""
         step = self._counter.ended(trainer) if self._window else None
         if step is None:
             return
         if self._profiler is not None and step + 1 >= self._span[1]:
             self._finish(trainer)
         if (step + 1) % self._window == 0:
-            self._look(trainer, step + 1)
+            self._poll(trainer, step + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training ends within a trace."""
+        """Finish a running trace."""
         if self._profiler is not None:
             self._finish(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count steps from there."""
+        """Count from the restored step."""
         self._counter.start(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The trace is lost."""
+        """Drop the trace."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
 
     # ---- on demand ------------------------------------------------------------------------------------------------
 
-    def _look(self, trainer: Trainer, done: int) -> None:
+    def _poll(self, trainer: Trainer, done: int) -> None:
         store, key = _store(trainer), f"trainwright/profile/{self._asked}"
         if trainer.is_global_zero:
-            count = self._taken()
+            count = self._take_request()
             if count is None:
                 return
             span = (done + 2 * self._window, done + 2 * self._window + count)
-            rank_zero_info(f"Profile: a trace of steps {span[0]} to {span[1] - 1} was asked for.")
+            rank_zero_info(f"Profile: a trace of steps {span[0]} to {span[1] - 1} was requested.")
             if store is not None:
                 store.set(key, json.dumps(span))
         elif store is not None and store.check([key]):
@@ -167,8 +156,8 @@ class Profile(Callback):
         self._asked += 1
         self._wanted = sorted([*self._wanted, span])
 
-    def _taken(self) -> int | None:
-        """The number of steps that the file asks for, which is removed; ``None``: there is none."""
+    def _take_request(self) -> int | None:
+        """Return the number of steps in the request file, and remove it; ``None`` if there is none."""
         assert self.run_dir is not None
         path = Path(self.run_dir) / FOLDER / ASK
         try:
@@ -183,7 +172,7 @@ class Profile(Callback):
     def _finish(self, trainer: Trainer) -> None:
         assert self.run_dir is not None
         stem = Path(self.run_dir) / FOLDER / f"trace_{self._span[0]}"
-        self.latest = self._write(_of_rank(stem, trainer.global_rank))
+        self.latest = self._write(_rank_path(stem, trainer.global_rank))
         ranks = sampled_ranks(trainer.world_size, self.most_ranks)
         together = traits_of(trainer.strategy).steps_are_collective
         if together and _store(trainer) is not None:
@@ -192,7 +181,7 @@ class Profile(Callback):
             self.latest = _merge(stem, ranks)
         seconds = time.perf_counter() - self._began
         steps = f"steps {self._span[0]} to {self._span[1] - 1}"
-        tell(trainer, "event", {"what": "profile", "text": f"{steps}: {self.latest.name}", "seconds": seconds})
+        emit(trainer, "event", {"what": "profile", "text": f"{steps}: {self.latest.name}", "seconds": seconds})
 
     def _write(self, path: Path) -> Path:
         profiler, self._profiler = self._profiler, None
@@ -206,7 +195,7 @@ class Profile(Callback):
 
 
 def _wait_for_all(store: Any, key: str, ranks: int, is_first: bool) -> None:
-    """Let rank 0 wait until all have written; what is late is missed."""
+    """Let rank 0 wait until all have written, up to a timeout."""
     written, end = store.add(key, 1), time.monotonic() + _PATIENCE_SECONDS
     while is_first and written < ranks and time.monotonic() < end:
         time.sleep(_PAUSE_SECONDS)
@@ -214,24 +203,24 @@ def _wait_for_all(store: Any, key: str, ranks: int, is_first: bool) -> None:
 
 
 def _merge(stem: Path, ranks: Sequence[int]) -> Path:
-    there = {rank: _of_rank(stem, rank) for rank in ranks if _of_rank(stem, rank).is_file()}
+    there = {rank: _rank_path(stem, rank) for rank in ranks if _rank_path(stem, rank).is_file()}
     missing = len(ranks) - len(there)
     if missing:
-        rank_zero_warn(f"Profile: the traces of {missing} rank(s) are not here, and so not in {stem.name}.json.gz.")
+        rank_zero_warn(f"Profile: {stem.name}.json.gz lacks the traces of {missing} rank(s), not visible here.")
     traces = {rank: read_trace(path) for rank, path in there.items()}
     whole = stem.with_name(f"{stem.name}.json.gz")
-    write_trace(whole, merged(traces, {rank: int(trace["offset"]) for rank, trace in traces.items()}))
+    write_trace(whole, merge_traces(traces, {rank: int(trace["offset"]) for rank, trace in traces.items()}))
     for path in there.values():
         path.unlink()
     return whole
 
 
-def _of_rank(stem: Path, rank: int) -> Path:
+def _rank_path(stem: Path, rank: int) -> Path:
     return stem.with_name(f"{stem.name}_rank_{rank}.json.gz")
 
 
 def _store(trainer: Any) -> Any:
-    """Where ranks leave word for each other; ``None``: there is one rank."""
+    """Return the store that ranks share; ``None`` for a single rank."""
     own = peers_of(trainer.strategy).fit_store
     if own is not None:
         return own
@@ -240,15 +229,15 @@ def _store(trainer: Any) -> Any:
     return default_store()
 
 
-def merged(traces: Mapping[int, Mapping[str, Any]], offsets: Mapping[int, int]) -> dict[str, Any]:
-    """One trace of those of several ranks, by the clock of rank 0.
+def merge_traces(traces: Mapping[int, Mapping[str, Any]], offsets: Mapping[int, int]) -> dict[str, Any]:
+    """Merge the traces of several ranks, by the clock of rank 0.
 
     Args:
-        traces: by rank, as ``export_chrome_trace`` of torch's profiler writes them.
+        traces: by rank, from ``export_chrome_trace``.
         offsets: by rank, nanoseconds to add to its clock.
 
     Returns:
-        A trace in which times are microseconds since the first event, and processes are named after their ranks.
+        A trace with times in microseconds since the first event, and processes named after their ranks.
     """
     begins = {rank: _begin(trace) + offsets.get(rank, 0) / 1000 for rank, trace in traces.items()}
     starts = [begins[rank] + each["ts"] for rank, trace in traces.items() for each in _timed(trace)]
@@ -257,17 +246,16 @@ def merged(traces: Mapping[int, Mapping[str, Any]], offsets: Mapping[int, int]) 
     numbers: dict[tuple[int, Any], int] = {}
     for rank, trace in sorted(traces.items()):
         for event in trace["traceEvents"]:
-            moved = dict(event)
-            if "ts" in event and event.get("ph") != "M":
+            moved, kind = dict(event), event.get("ph")
+            if "ts" in event and kind != "M":
                 moved["ts"] = begins[rank] + event["ts"] - first
             moved["pid"] = numbers.setdefault((rank, event.get("pid")), len(numbers) + 1)
-            if event.get("ph") in _WITH_ID and "id" in event:
+            if kind in _WITH_ID and "id" in event:
                 moved["id"] = f"{rank}/{event['id']}"
-            if event.get("ph") == "M" and event.get("name") == "process_name":
-                name = event.get("args", {}).get("name", "")
-                moved["args"] = {"name": f"rank {rank}: {name}"}
-            if event.get("ph") == "M" and event.get("name") == "process_sort_index":
-                moved["args"] = {"sort_index": numbers[rank, event.get("pid")]}
+            if kind == "M" and event.get("name") == "process_name":
+                moved["args"] = {"name": f"rank {rank}: {event.get('args', {}).get('name', '')}"}
+            if kind == "M" and event.get("name") == "process_sort_index":
+                moved["args"] = {"sort_index": moved["pid"]}
             events.append(moved)
     return {"displayTimeUnit": "ms", "ranks": sorted(traces), "traceEvents": events}
 
@@ -277,12 +265,12 @@ def _timed(trace: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _begin(trace: Mapping[str, Any]) -> float:
-    """Microseconds of the unix clock from which times of the trace count."""
+    """Return the unix time in microseconds that times of the trace are relative to."""
     return float(trace.get("baseTimeNanoseconds", 0)) / 1000
 
 
 def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
-    """Write a trace, compressed, whole or not at all."""
+    """Write a compressed trace atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     with gzip.open(partial, "wt", encoding="utf-8", compresslevel=4) as file:
@@ -291,7 +279,7 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace that :func:`write_trace` wrote."""
+    """Read a trace written by :func:`write_trace`."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found: dict[str, Any] = json.load(file)
     return found

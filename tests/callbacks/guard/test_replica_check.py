@@ -1,4 +1,4 @@
-"""A flipped bit is found, named and repaired, under layouts in which ranks hold something alike."""
+"""Detection and repair of flipped bits under layouts with replicas."""
 
 import warnings
 from typing import Any
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from tests.callbacks.faulty import bits, fit, weights
-from tests.callbacks.modules import loader, train
+from tests.callbacks.modules import loader
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
@@ -26,15 +26,14 @@ from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.checkpoint.read.find import list_checkpoints
 
 NAME = "net.blocks.3.attention.out.weight"
-# Layouts with three or more that hold a box, and how many ranks they need.
+# Layouts with three replicas: strategy, options, number of ranks.
 MAJORITIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "ddp": ("ddp", {}, 3),
     "zero1": ("zero1", {}, 3),
     "replicate x shard": ("zero3", {"replicate": 3, "shard": 2}, 6),
-    "replicate x tensor": ("hybrid", {"replicate": 3, "tensor": 2, "stage": 1}, 6),
     "pipeline x replicate": ("hybrid", {"pipeline": 2, "replicate": 3, "stage": 1}, 6),
 }
-# Layouts in which nothing may differ when nothing happens: also in what only some axes have alike.
+# Layouts without faults, including tensors replicated along some axes only.
 EQUAL: dict[str, tuple[str, dict[str, Any], int]] = {
     **{name: MAJORITIES[name] for name in ("ddp", "zero1")},
     "zero2": ("zero2", {}, 2),
@@ -54,7 +53,7 @@ def ended(layout: str, *faults: Any, check: ReplicaCheck | None = None) -> tuple
 
 def repaired(layout: str, rank: int) -> tuple[list[tuple[int, Difference]], bool, int | None]:
     undisturbed, _ = ended(layout)
-    # Flipped after the optimizer has stepped for the second time, found before it steps for the third.
+    # Flipped after the second optimizer step, found before the third.
     check = ReplicaCheck(every_n_steps=1)
     flipped, _ = ended(layout, FlipAfterGradients(rank), check=check)
     same = all(torch.equal(flipped[name], undisturbed[name]) for name in undisturbed)
@@ -62,9 +61,9 @@ def repaired(layout: str, rank: int) -> tuple[list[tuple[int, Difference]], bool
 
 
 class FlipAfterGradients(Callback):
-    """Flips a bit between the backward pass and the check, so that nothing has been computed with it."""
+    """Flips a bit between the backward pass and the check, before anything is computed with it."""
 
-    sees_parts = True  # it looks at what this rank holds
+    sees_parts = True  # it reads this rank's tensors
 
     def __init__(self, rank: int) -> None:
         self.fault = inject.flip_bit(rank, 2, NAME)
@@ -75,7 +74,7 @@ class FlipAfterGradients(Callback):
 
 
 @pytest.mark.parametrize("layout", MAJORITIES)
-def test_a_flipped_bit_is_named_and_repaired(ranks: Any, layout: str) -> None:
+def test_flipped_bit_is_reported_and_repaired(ranks: Any, layout: str) -> None:
     world_size = MAJORITIES[layout][2]
     wrong = world_size - 1
     results = ranks(repaired, world_size, layout, wrong)
@@ -85,7 +84,7 @@ def test_a_flipped_bit_is_named_and_repaired(ranks: Any, layout: str) -> None:
         assert difference.key == f"weights/{NAME}"
         assert difference.wrong == (wrong,)
         assert len(difference.holders) == 3
-        assert same  # bit by bit what a run without the fault ends with
+        assert same  # bit by bit equal to a run without the fault
         assert equal_at == 3
 
 
@@ -98,7 +97,7 @@ def undisturbed(layout: str) -> tuple[list[Any], int | None, int]:
 
 
 @pytest.mark.parametrize("layout", EQUAL)
-def test_replicas_are_equal_when_nothing_happens(ranks: Any, layout: str) -> None:
+def test_no_false_positives(ranks: Any, layout: str) -> None:
     for found, equal_at, shared in ranks(undisturbed, EQUAL[layout][2], layout):
         assert found == []
         assert equal_at == 4
@@ -111,7 +110,7 @@ def stopped(layout: str, rank: int, options: dict[str, Any]) -> tuple[str, list[
 
 
 def error_of(*callbacks: Callback, layout: str = "ddp", **options: Any) -> tuple[str, list[str]]:
-    """How a check ended a run, and the names of what differed."""
+    """Return the error of a check, and the names of the tensors that differed."""
     strategy, arguments, _ = EQUAL[layout]
     try:
         fit(strategy, arguments, *callbacks, **{"steps": 6, **options})
@@ -120,16 +119,16 @@ def error_of(*callbacks: Callback, layout: str = "ddp", **options: Any) -> tuple
     return "", []
 
 
-def test_of_two_replicas_nobody_knows_which_is_right(ranks: Any) -> None:
+def test_two_replicas_have_no_majority(ranks: Any) -> None:
     results = ranks(stopped, 4, "replicate x shard", 3, {})
     for text, names in results:
         assert names == [NAME]
         assert f"Step 2: ranks 1, 3 hold different bytes of {NAME}; they were equal at step 1." in text
-        assert "Which of them is right cannot be known" in text
+        assert "There is no majority" in text
         assert "resume=auto" in text
 
 
-def test_stopping_names_the_rank(ranks: Any) -> None:
+def test_stop_names_the_rank(ranks: Any) -> None:
     for text, _ in ranks(stopped, 3, "ddp", 1, {"on_difference": "stop", "before_saves": False}):
         assert f"rank 1 holds other bytes than rank 0, 2 of {NAME}" in text
         assert "not newer than that (ckpt_path=...)" in text
@@ -142,22 +141,22 @@ def broken(most_repairs: int) -> tuple[str, int]:
     return error_of(check, *faults, steps=5, global_batch_size=12)[0], len(check.found)
 
 
-def test_a_rank_that_is_repaired_again_and_again_is_taken_out(ranks: Any) -> None:
+def test_most_repairs(ranks: Any) -> None:
     for text, count in ranks(broken, 3, 2):
-        assert "Rank 1 had to be repaired 2 time(s) before: take its machine out" in text
+        assert "Rank 1 had been repaired 2 time(s) before: remove its machine" in text
         assert count == 3
     for text, count in ranks(broken, 3, 3):
         assert (text, count) == ("", 3)
 
 
 def saved(before_saves: bool) -> str:
-    # Flipped before the third step, saved after the fourth; no check is due in between.
+    # Flipped before the third step, saved after the fourth, without a check in between.
     check = ReplicaCheck(every_n_steps=100, before_saves=before_saves)
     return error_of(check, RunStateCheckpoint(every_n_steps=2, keep_last=9), inject.flip_bit(1, 2, NAME))[0]
 
 
 @pytest.mark.parametrize(("before_saves", "steps"), [(True, [2]), (False, [6, 4, 2])])
-def test_nothing_is_saved_that_replicas_do_not_agree_on(ranks: Any, before_saves: bool, steps: list[int]) -> None:
+def test_check_before_saves(ranks: Any, before_saves: bool, steps: list[int]) -> None:
     for text in ranks(saved, 2, before_saves):
         assert ("they were equal at step 2" in text) == before_saves
     assert [found.step for found in list_checkpoints("run/checkpoints")] == steps
@@ -168,14 +167,14 @@ def saved_after_validations() -> str:
     return error_of(ReplicaCheck(), saving, inject.flip_bit(1, 2, NAME), val_data=Texts(4), val_check_interval=1)[0]
 
 
-def test_what_is_saved_after_a_validation_is_compared_too(ranks: Any) -> None:
+def test_check_before_saves_after_validation(ranks: Any) -> None:
     for text in ranks(saved_after_validations, 2):
         assert "they were equal at step 2" in text
     assert [found.step for found in list_checkpoints("run/checkpoints")] == [2, 1]
 
 
 class Partners(pl.LightningModule):
-    """Two networks with an optimizer each, of which the second one steps first."""
+    """Two networks with an optimizer each; the second optimizer steps first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +206,7 @@ def checked_of_several_optimizers(every_n_steps: int) -> list[int]:
     return steps
 
 
-def test_several_optimizers_step_over_no_check(ranks: Any) -> None:
+def test_several_optimizers_skip_no_check(ranks: Any) -> None:
     assert ranks(checked_of_several_optimizers, 2, 4) == [[4, 8]] * 2
 
 
@@ -223,7 +222,7 @@ def moments() -> list[tuple[int, Difference]]:
     return check.found
 
 
-def test_states_of_optimizers_are_compared_too(ranks: Any) -> None:
+def test_optimizer_state_is_compared(ranks: Any) -> None:
     for [(step, difference)] in ranks(moments, 3):
         assert step == 2
         assert difference.name == f"{NAME} (momentum_buffer of the optimizer)"
@@ -237,7 +236,7 @@ def warned() -> list[str]:
     return [str(each.message) for each in caught if "ReplicaCheck" in str(each.message)]
 
 
-def test_a_layout_without_replicas_is_warned_of(ranks: Any) -> None:
+def test_warning_without_replicas(ranks: Any) -> None:
     told, others = ranks(warned, 2)
     [text] = told
     assert "compares nothing" in text
@@ -264,36 +263,23 @@ def carried() -> bool:
     return fine
 
 
-def test_bytes_of_any_tensor_travel(ranks: Any) -> None:
+def test_single_rank() -> None:
+    check = ReplicaCheck(every_n_steps=1)
+    fit("single", {}, check, steps=2)
+    assert (check.found, check.equal_at) == ([], None)
+
+
+def test_send_and_receive(ranks: Any) -> None:
     assert ranks(carried, 2) == [True, True]
 
 
-def test_a_hash_tells_any_bit() -> None:
+def test_digest_depends_on_every_bit() -> None:
     tensor = torch.randn(4, 6)
     plain = digest_of(tensor)
-    assert digest_of(tensor.t().contiguous().t()) == plain  # the order of the elements counts, not how they lie
+    assert digest_of(tensor.t().contiguous().t()) == plain  # depends on the order of elements, not on strides
     octets = bits(tensor)
     for index in (0, 47, 95):
         octets[index] ^= 1
         assert digest_of(tensor) != plain
         octets[index] ^= 1
     assert digest_of(tensor) == plain
-
-
-def test_a_single_rank_has_no_replicas() -> None:
-    check = ReplicaCheck(every_n_steps=1)
-    fit("single", {}, check, steps=2)
-    assert (check.found, check.equal_at) == ([], None)
-
-
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"every_n_steps": 0}, "every_n_steps=0"), ({"on_difference": "x"}, "'repair'"), ({"most_repairs": -1}, "-1"),
-])  # fmt: skip
-def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        ReplicaCheck(**arguments)
-
-
-def test_another_librarys_strategy_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs one of the strategies of trainwright"):
-        train(ReplicaCheck(), max_steps=1)

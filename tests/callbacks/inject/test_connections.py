@@ -1,4 +1,4 @@
-"""Connections that are cut while their owners close some of them."""
+"""Connections that are cut while some of them are being closed."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from trainwright.callbacks.inject.network import Endpoint, cut_off
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The two ends of a connection, both of this process."""
+    """Yield the two ends of a connection within this process."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         far, _ = server.accept()
         with far:
@@ -20,7 +20,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def of(pair: tuple[socket.socket, socket.socket]) -> dict[int, tuple[str, str]]:
-    """The connection of these two alone: this process has others, to the ranks of the suite, which are to live on."""
+    """Return the connection of this pair only; this process has others, to the ranks of the pool."""
     numbers = [end.fileno() for end in pair]
     return {number: ends for number, ends in network.connections(os.getpid()).items() if number in numbers}
 
@@ -29,7 +29,7 @@ def own() -> Endpoint:
     return Endpoint("", os.getpid(), ())
 
 
-def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_are_shut_down(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     known = of(pair)
     monkeypatch.setattr(network, "connections", lambda _: known)
     assert cut_off(own(), [own()]) == 2
@@ -37,10 +37,10 @@ def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket], monkeypat
 
 
 @pytest.mark.parametrize("now", ["nothing", "a file", "another connection"])
-def test_what_was_closed_meanwhile_is_left_alone(now, pair, tmp_path, monkeypatch):
+def test_closed_meanwhile(now, pair, tmp_path, monkeypatch):
     known = of(pair)
     descriptor = os.dup(pair[0].fileno())
-    known[descriptor] = ("0100007F:0001", "0100007F:0001")  # a connection to port 1 it was
+    known[descriptor] = ("0100007F:0001", "0100007F:0001")  # formerly a connection to port 1
     monkeypatch.setattr(network, "connections", lambda _: known)
     before = len(os.listdir("/proc/self/fd"))
     if now == "nothing":

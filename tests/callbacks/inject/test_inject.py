@@ -1,4 +1,4 @@
-"""Faults that are injected really happen, where and when they are told to."""
+"""Injected faults happen on the given rank, at the given step."""
 
 import math
 import os
@@ -38,7 +38,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_all_hooks_of_callbacks_are_known() -> None:
+def test_hooks_are_complete() -> None:
     hooks = {name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")}
     assert set(HOOKS) == hooks
 
@@ -57,7 +57,7 @@ def killed_and_started_again(times: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize(("times", "codes"), [(1, [-9, 0, 0]), (2, [-9, -9, 0]), (None, [-9, -9, -9])])
-def test_a_kill_is_repeated_as_often_as_it_is_told(ranks: Any, times: int | None, codes: list[int]) -> None:
+def test_kill_times(ranks: Any, times: int | None, codes: list[int]) -> None:
     assert ranks(killed_and_started_again, 1, times, init_group=False) == [codes]
     assert list(firings().values()) == [sum(code != 0 for code in codes)]
 
@@ -72,7 +72,7 @@ def ends_of_processes() -> dict[str, int]:
     return {name: Child(partial(_single, fault), name).wait() for name, fault in faults.items()}
 
 
-def test_ends_of_a_process(ranks: Any) -> None:
+def test_exit_codes(ranks: Any) -> None:
     [codes] = ranks(ends_of_processes, 1, init_group=False)
     assert codes == {"exit": 7, "sigsegv": -signal.SIGSEGV, "other rank": 0, "behind the end": 0}
 
@@ -84,12 +84,12 @@ def stopped_and_continued() -> int:
     return child.wait()
 
 
-def test_a_stopped_process_goes_on_when_it_is_continued(ranks: Any) -> None:
+def test_stopped_process_continues(ranks: Any) -> None:
     assert ranks(stopped_and_continued, 1, init_group=False) == [0]
 
 
 def hung(how: str, function: str) -> tuple[str, bool]:
-    """The stack of a process that hangs, and whether its threads run."""
+    """Return the stack of a hanging process, and whether its threads run."""
     child = Child(lambda: _single(inject.hang(rank=0, at_step=1, how=how)))
     try:
         stack = child.wait_within(function)
@@ -128,12 +128,12 @@ def desynchronised() -> list[str]:
             child.kill()
 
 
-def test_a_rank_in_a_collective_of_its_own(ranks: Any) -> None:
+def test_desynchronized_collective(ranks: Any) -> None:
     [(alone, _)] = ranks(desynchronised, 1, init_group=False)
     assert "in barrier\n" in alone
 
 
-def test_running_out_of_memory() -> None:
+def test_out_of_memory() -> None:
     with pytest.raises(RuntimeError, match="memory"):
         _single(inject.out_of_memory(rank=0, at_step=1))
     assert firings() == {"out_of_memory(rank=0, at_step=1)": 1}
@@ -149,20 +149,20 @@ def test_running_out_of_memory() -> None:
     ("on_train_batch_end", 2, 3),
     ("on_train_end", 3, 4),
 ])  # fmt: skip
-def test_raising_in_a_hook(hook: str, at_step: int, steps_done: int) -> None:
+def test_raise_in_hook(hook: str, at_step: int, steps_done: int) -> None:
     fault = inject.raise_in(hook, rank=0, at_step=at_step, error=ValueError("on purpose"))
     seen = StepsDone()
     with pytest.raises(ValueError, match="on purpose"):
         fit("single", {}, seen, fault)
     assert seen.steps == steps_done
     fit("single", {}, seen, inject.raise_in(hook, rank=0, at_step=at_step, error=ValueError("on purpose")))
-    assert seen.steps == 4  # it has struck once, and not again
+    assert seen.steps == 4  # it fires once
 
 
 class StepsDone(Callback):
-    """Optimizer steps done, also when the run ends by an error."""
+    """Optimizer steps done, also if the run fails."""
 
-    sees_parts = True  # it looks at what this rank holds
+    sees_parts = True  # it reads this rank's tensors
 
     steps = 0
 
@@ -173,7 +173,7 @@ class StepsDone(Callback):
         self.steps = trainer.global_step
 
 
-def test_micro_batches_of_a_step_are_struck_once() -> None:
+def test_one_micro_batch_of_a_step() -> None:
     seen = Steps()
     fault = inject.spike(rank=0, at_step=2, factor=1000.0, times=None)
     fit("single", {}, seen, fault, steps=3, global_batch_size=None, accumulate_grad_batches=2)
@@ -182,7 +182,7 @@ def test_micro_batches_of_a_step_are_struck_once() -> None:
     assert len([step for step, _ in seen.losses if step == 2]) == 2
 
 
-def test_a_run_that_begins_behind_the_step_is_left_alone() -> None:
+def test_resumed_after_the_step() -> None:
     fit("single", {}, RunStateCheckpoint(every_n_steps=3), steps=3)
     fault, seen = inject.kill(rank=0, at_step=2), Steps()
     fit("single", {}, seen, fault, steps=5, ckpt_path="run/checkpoints/step=3")
@@ -190,7 +190,7 @@ def test_a_run_that_begins_behind_the_step_is_left_alone() -> None:
     assert firings() == {}
 
 
-def test_the_same_sentence_twice_strikes_twice() -> None:
+def test_duplicate_sentences() -> None:
     seen = Steps()
     spikes = [inject.spike(rank=0, at_step=1, factor=100.0) for _ in range(2)]
     fit("single", {}, seen, *spikes, steps=3)
@@ -202,7 +202,7 @@ def test_the_same_sentence_twice_strikes_twice() -> None:
     }
 
 
-def test_what_struck_is_written_whole(tmp_path: Path) -> None:
+def test_firings_file(tmp_path: Path) -> None:
     kept = Firings(tmp_path / "faults", 3)
     kept.add("a", 1)
     kept.add("b", 2)
@@ -211,15 +211,15 @@ def test_what_struck_is_written_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "faults").iterdir()] == ["rank_3.json"]
 
 
-def test_a_rank_that_is_not_there_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="strikes nobody: this run has 1 rank"):
+def test_warning_for_missing_rank() -> None:
+    with pytest.warns(UserWarning, match="strikes no rank: this run has 1 rank"):
         _single(inject.kill(rank=3, at_step=1), steps=1)
 
 
 class Gradients(Callback):
-    """Names of the gradients with a NaN in them, by step, as this rank sees them before they are averaged or after."""
+    """Names of the gradients with a NaN on this rank, by step."""
 
-    sees_parts = True  # it looks at what this rank holds
+    sees_parts = True  # it reads this rank's tensors
 
     def __init__(self) -> None:
         self.bad: dict[int, set[str]] = {}
@@ -232,13 +232,13 @@ class Gradients(Callback):
 def poisoned(strategy: str, where: str, parameter: str | None) -> tuple[list[tuple[int, float]], dict[int, set[str]]]:
     name, options = STRATEGIES[strategy]
     seen, gradients = Steps(), Gradients()
-    last = dist.get_world_size() - 1  # in a pipeline it has the loss
+    last = dist.get_world_size() - 1  # it has the loss of a pipeline
     fit(name, options, seen, gradients, inject.nan(last, 1, where, parameter), steps=2)
     return seen.losses, gradients.bad
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_loss_that_is_not_a_number(ranks: Any, strategy: str) -> None:
+def test_nan_loss(ranks: Any, strategy: str) -> None:
     results = ranks(poisoned, 2, strategy, "loss", None)
     losses, bad = results[-1]
     assert math.isnan(losses[1][1])
@@ -248,21 +248,21 @@ def test_a_loss_that_is_not_a_number(ranks: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_gradient_that_is_not_a_number(ranks: Any, strategy: str) -> None:
+def test_nan_gradient(ranks: Any, strategy: str) -> None:
     name = "net.blocks.3.attention.out.weight"
     results = ranks(poisoned, 2, strategy, "gradient", name)
     assert not any(math.isnan(loss) for losses, _ in results for _, loss in losses)
     assert results[0][1] == {0: set(), 1: {name}}
 
 
-def test_a_parameter_that_is_not_there() -> None:
+def test_unknown_parameter() -> None:
     for fault in (inject.nan(0, 1, "gradient", "oops"), inject.flip_bit(0, 1, "oops")):
         with pytest.raises(ValueError, match="no parameter 'oops' on this rank; there are net"):
             _single(fault)
 
 
 class Odd(Regression):
-    """Has a weight with two names, one that is frozen, and one that the loss does not depend on."""
+    """Has a tied weight, a frozen one, and one that the loss does not depend on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,17 +283,17 @@ def _odd(fault: Any) -> Odd:
 
 
 @pytest.mark.parametrize("parameter", ["blocks.0.bias", "idle.weight", None])
-def test_a_gradient_that_is_not_computed_is_told(parameter: str | None) -> None:
+def test_missing_gradient(parameter: str | None) -> None:
     with pytest.raises(RuntimeError, match="changed nothing: rank 0 computed no gradient of"):
         _odd(inject.nan(0, 1, "gradient", parameter))
 
 
-def test_a_tied_weight_has_several_names() -> None:
+def test_tied_weight_names() -> None:
     plain, flipped = _odd(inject.flip_bit(1, 1)), _odd(inject.flip_bit(0, 1, "blocks.1.weight", bit=0))
     assert not torch.equal(plain.blocks[0].weight, flipped.blocks[0].weight)
 
 
-def test_a_step_that_is_reached_again_is_struck_again() -> None:
+def test_repeated_step_fires_again() -> None:
     guard = LossGuard("rollback", snapshot_every_n_steps=1)
     fit("single", {}, guard, inject.nan(rank=0, at_step=4, times=2), steps=6)
     assert firings() == {"nan(rank=0, at_step=4, times=2)": 2}
@@ -308,12 +308,12 @@ def without_a_loss() -> str:
     return ""
 
 
-def test_a_rank_without_a_loss_says_so(ranks: Any) -> None:
+def test_rank_without_loss(ranks: Any) -> None:
     assert "rank 0 has no loss" in ranks(without_a_loss, 2)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_bit(dtype: torch.dtype) -> None:
+def test_flip_bit(dtype: torch.dtype) -> None:
     tensor = torch.full((3, 5), 1.0, dtype=dtype).t()  # not contiguous
     before = tensor.clone()
     numbers.flip_bit(tensor)
@@ -329,11 +329,11 @@ def test_a_bit(dtype: torch.dtype) -> None:
 
 
 def flipped(strategy: str) -> dict[str, int]:
-    """Elements that differ between two runs, one of which has a flipped bit, before the step it is flipped in."""
+    """Return the number of elements that a flipped bit changes, by parameter."""
     name, options = STRATEGIES[strategy]
 
     class Seen(Callback):
-        sees_parts = True  # it looks at what this rank holds
+        sees_parts = True  # it reads this rank's tensors
 
         def __init__(self) -> None:
             self.weights: dict[str, torch.Tensor] = {}
@@ -350,18 +350,18 @@ def flipped(strategy: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_weight_of_one_rank_changes(ranks: Any, strategy: str) -> None:
+def test_flip_changes_one_weight_of_one_rank(ranks: Any, strategy: str) -> None:
     untouched, touched = ranks(flipped, 2, strategy)
     assert untouched == {}
     assert list(touched.values()) == [1]
 
 
-def test_slowness_is_a_multiple_of_what_is_computed(monkeypatch, caplog):
+def test_slow_multiplies_compute_time(monkeypatch, caplog):
     slept: list[float] = []
-    clock = iter(range(1000))  # a second of processor time passes between two looks
+    clock = iter(range(1000))  # one second of CPU time per call
     monkeypatch.setattr(numbers, "time", SimpleNamespace(sleep=slept.append, thread_time=lambda: float(next(clock))))
     _single(inject.slow(rank=0, factor=4, from_step=1, to_step=4), steps=6)
-    assert slept == [3.0, 3.0]  # of steps 2 and 3; nothing is known of a step before the first
+    assert slept == [3.0, 3.0]  # in steps 2 and 3; there is no measurement before the first
     assert caplog.text.count("injected on rank 0 at step 1: slow(") == 1
 
 
@@ -373,13 +373,13 @@ def cut(side: list[int]) -> tuple[str, int]:
     return "", 0
 
 
-def test_ranks_that_are_cut_off_lose_their_connections(ranks: Any) -> None:
+def test_partition_closes_connections(ranks: Any) -> None:
     for error, _ in ranks(cut, 2, [1]):
         assert "Connection closed by peer" in error or "Connection reset" in error or "Broken pipe" in error
 
 
 def connections_left(side: list[int]) -> list[int]:
-    """Ranks that this one is still connected with after the cut."""
+    """Return the ranks that this one is connected with after the cut."""
     places = network._places()
     if dist.get_rank() in side:
         network.cut_off(places[dist.get_rank()], [place for rank, place in enumerate(places) if rank not in side])
@@ -395,11 +395,11 @@ def connections_left(side: list[int]) -> list[int]:
     return left
 
 
-def test_only_connections_between_the_sides_are_cut(ranks: Any) -> None:
+def test_partition_keeps_connections_within_sides(ranks: Any) -> None:
     assert ranks(connections_left, 4, [1, 2]) == [[3], [2], [1], [0]]
 
 
-def test_a_cut_needs_two_sides() -> None:
+def test_partition_needs_two_sides() -> None:
     with pytest.raises(ValueError, match="cuts nothing"):
         _single(inject.partition(0, at_step=1))
 
@@ -414,7 +414,7 @@ def saved_with(sentence: str, arguments: dict[str, Any], **options: Any) -> str:
 
 
 @pytest.mark.parametrize(("asynchronous", "at_step", "saved"), [(False, 3, [6, 2]), (True, 0, [6, 4])])
-def test_a_full_disk(ranks: Any, asynchronous: bool, at_step: int, saved: list[int]) -> None:
+def test_full_disk(ranks: Any, asynchronous: bool, at_step: int, saved: list[int]) -> None:
     assert ranks(saved_with, 2, "full_disk", {"at_step": at_step}, asynchronous=asynchronous) == ["", ""]
     assert [found.step for found in list_checkpoints("run/checkpoints")] == saved
     assert not [path for path in Path("run/checkpoints").iterdir() if path.name.startswith(".")]
@@ -423,7 +423,7 @@ def test_a_full_disk(ranks: Any, asynchronous: bool, at_step: int, saved: list[i
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("step", [2, 6])
-def test_a_damaged_checkpoint(ranks: Any, step: int, asynchronous: bool) -> None:
+def test_corrupt_checkpoint(ranks: Any, step: int, asynchronous: bool) -> None:
     assert ranks(saved_with, 2, "corrupt_checkpoint", {"step": step, "rank": 1}, asynchronous=asynchronous) == ["", ""]
     found = list_checkpoints("run/checkpoints")
     assert [each.step for each in found] == [6, 4, 2]
@@ -432,18 +432,18 @@ def test_a_damaged_checkpoint(ranks: Any, step: int, asynchronous: bool) -> None
     assert "rank_00001.safetensors" in problems[step]
 
 
-def test_disks_of_several_faults_are_emptied_again() -> None:
+def test_several_full_disks() -> None:
     usual = PendingFolder.create_file
     saving = RunStateCheckpoint(every_n_steps=1, keep_last=9, on_error="warn")
-    _single(inject.full_disk(at_step=1), steps=4)  # nothing is saved
+    _single(inject.full_disk(at_step=1), steps=4)  # without saves
     fit("single", {}, saving, inject.full_disk(at_step=1), inject.full_disk(at_step=1), inject.full_disk(3), steps=5)
     assert [found.step for found in list_checkpoints("run/checkpoints")] == [5, 1]
     assert firings() == {"full_disk(at_step=1)": 1, "full_disk(at_step=1) #2": 1, "full_disk(at_step=3)": 1}
     assert PendingFolder.create_file is usual
 
 
-def test_the_checkpoint_of_any_callback_is_damaged() -> None:
-    """Also where each checkpoint has the name of the one before."""
+def test_corrupt_checkpoint_of_any_callback() -> None:
+    """Including checkpoints that replace each other under one name."""
     savers = [
         RunStateCheckpoint("first", "newest", every_n_steps=1),
         RunStateCheckpoint("other", "new", every_n_steps=3),
@@ -455,7 +455,7 @@ def test_the_checkpoint_of_any_callback_is_damaged() -> None:
     assert firings() == {"corrupt_checkpoint(step=3)": 1, "corrupt_checkpoint(step=6)": 1}
 
 
-def test_the_plan_of_a_soak_depends_on_its_seed_alone() -> None:
+def test_soak_plan_depends_on_seed_only() -> None:
     def first(seed: int, number: int = 20) -> list[soaking.Planned]:
         faults = soaking.plan(seed, (20.0, 30.0), ("kill", "stop"), 4)
         return [next(faults) for _ in range(number)]
@@ -468,24 +468,24 @@ def test_the_plan_of_a_soak_depends_on_its_seed_alone() -> None:
     assert {each.rank for each in first(1)} == {0, 1, 2, 3}
 
 
-def test_a_soak_goes_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000, 9000))  # a second passes between two looks
+def test_soak_continues_after_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000, 9000))  # one second per call
     monkeypatch.setattr("time.time", lambda: float(next(clock)))
     for number in range(3):
         with pytest.raises(SystemExit):
             _single(inject.soak(seed=1, every_seconds=2, kinds=["exit"]), steps=1000)
         struck = [key.partition(" fault ")[2] for key in firings() if " fault " in key]
         assert len(struck) == number + 1
-        assert len(set(struck)) == number + 1  # each a later one of the same plan
+        assert len(set(struck)) == number + 1  # each is a later fault of the same plan
     assert [int(text.partition(":")[0]) for text in struck] == sorted(int(text.partition(":")[0]) for text in struck)
     assert struck[0] == "0: exit(rank=0)"
 
 
-def test_a_soak_strikes_between_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000, 1_000_000, 15))  # of which each takes longer than a fault may be late after a restart
+def test_soak_with_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000, 1_000_000, 15))  # longer than a fault may be overdue after a restart
     monkeypatch.setattr("time.time", lambda: float(next(clock)))
     for number in range(3):
         with pytest.raises(SystemExit):
             _single(inject.soak(seed=1, every_seconds=100, kinds=["exit"]), steps=1000)
-        assert len(firings()) == 2 + number  # and when the run began
+        assert len(firings()) == 2 + number  # and the start of the run
         assert any(f"fault {number}: exit" in key for key in firings())

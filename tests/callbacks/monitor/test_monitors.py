@@ -1,4 +1,4 @@
-"""What is found out about a run adds up, is kept whatever happens, and says what happened."""
+"""Records of monitors: times, operations, norms and events."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.callbacks.faulty import Child, fit
 from tests.callbacks.modules import Clock, Regression, loader, train
 from trainwright import Trainer
 from trainwright.callbacks import inject, step_clock
-from trainwright.callbacks.end.notice import Told
+from trainwright.callbacks.end.notice import StopNotice
 from trainwright.callbacks.end.preemption import Preempted
 from trainwright.callbacks.guard.loss_guard import LossGuard
 from trainwright.callbacks.monitor.bubble import Bubble
@@ -40,7 +40,7 @@ from trainwright.strategies.contract.waits.timeline import StageTimeline, listen
 
 
 class Kept(Callback):
-    """Keeps the records that it hears."""
+    """Records all records."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ class Kept(Callback):
 
 
 class Backward(torch.autograd.Function):
-    """Takes time in backward alone."""
+    """Takes time in backward only."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
@@ -111,12 +111,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_parts_are_where_the_time_was_spent_and_add_up(clock: Clock) -> None:
+def test_parts_of_step_time_add_up(clock: Clock) -> None:
     options: Any = {"max_steps": 7, "val_check_interval": 2, "data": Slow(clock), "val_data": loader(4)}
     _, written = train(StepTime(3), kept := Kept(), module=Timed(clock), kind=Trainer, **options)
     first, *windows = kept.of("step")
     assert (first["steps"], first["step"]) == (1, 1)
-    # The end of a window lies before the module's own hook, which the next one has; the last one has both.
+    # A window ends before the module's hook, which counts in the next one; the last one has both.
     for window, steps in zip(windows, (2, 3, 1), strict=True):
         assert window["steps"] == steps
         spent = {"data": 16, "forward": 1, "backward": 2, "optimizer": 4, "other": 16 if steps == 1 else 8}
@@ -126,14 +126,14 @@ def test_parts_are_where_the_time_was_spent_and_add_up(clock: Clock) -> None:
     assert written.column("time/backward")[5] == 2.0
 
 
-def test_lightnings_own_trainer_shows_parts_by_its_hooks(clock: Clock) -> None:
+def test_step_time_with_lightning_trainer(clock: Clock) -> None:
     train(StepTime(1), kept := Kept(), module=Timed(clock), max_steps=3, logger=False)
     window = kept.of("step")[1]
     assert window["total"] == sum(window["seconds"].values()) == 15.0
     assert (window["seconds"]["forward"], window["seconds"]["backward"]) == (1.0, 2.0)
 
 
-def test_waits_are_communication_and_counted_once() -> None:
+def test_waits_count_once_as_communication() -> None:
     spent = {"data": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "checkpoint": 5.0, "other": 6.0, "": 9.0}
     found = parts_of(spent, {"backward": 2.5, "other": 7.0, "": 1.0, "checkpoint": 1.0})
     assert found["backward"] == 0.5
@@ -144,7 +144,7 @@ def test_waits_are_communication_and_counted_once() -> None:
 
 
 class Stage:
-    """A stage of a pipeline that takes known times: 1 forward, 2 backward, 4 for the backward of its weights."""
+    """A pipeline stage with known times: 1 forward, 2 backward, 4 weight backward."""
 
     stage_index = 3
 
@@ -162,7 +162,7 @@ class Stage:
         raise ValueError("on purpose")
 
 
-def test_a_pipelines_step_is_split_and_its_timeline_taken_beside_that(clock: Clock) -> None:
+def test_pipeline_step_split_and_timeline(clock: Clock) -> None:
     stage, phases = Stage(clock), Phases()
     measures = types.SimpleNamespace(listen_to_stages=lambda listener: listen_to_stages([stage], listener))
     strategy = types.SimpleNamespace(measures=measures)
@@ -193,18 +193,19 @@ def test_a_pipelines_step_is_split_and_its_timeline_taken_beside_that(clock: Clo
 
 def of_ranks(strategy: str) -> list[dict[str, Any]]:
     kept = Kept()
-    fit(strategy, {}, StepTime(2), Memory(2), kept, steps=4)
+    fit(strategy, {}, StepTime(2), Memory(2), LossScale(1), kept, steps=4)
     return kept.records
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_every_rank_tells_for_itself(ranks: Callable[..., list[Any]], strategy: str) -> None:
+def test_records_of_every_rank(ranks: Callable[..., list[Any]], strategy: str) -> None:
     for records in ranks(of_ranks, 2, strategy):
         steps = [record for record in records if record["kind"] == "step"]
         assert [record["steps"] for record in steps] == [1, 1, 2]
         assert all(record["seconds"]["communication"] > 0 for record in steps)
         [_, memory] = [record for record in records if record["kind"] == "memory"]
         assert memory["parameters"] > 0
+        assert not [record for record in records if record["kind"] == "scale"]
         assert memory["host"] > 2**20
 
 
@@ -218,7 +219,7 @@ def of_stages(schedule: str) -> list[dict[str, Any]]:
     return kept.of("bubble")
 
 
-def test_the_timeline_has_each_micro_batch_once_and_in_order(ranks: Callable[..., list[Any]]) -> None:
+def test_timeline_of_micro_batches(ranks: Callable[..., list[Any]]) -> None:
     for rank, records in enumerate(ranks(of_stages, 2, "1f1b")):
         assert [record["step"] for record in records] == [2, 4]
         for record in records:
@@ -237,7 +238,7 @@ def test_the_timeline_has_each_micro_batch_once_and_in_order(ranks: Callable[...
 
 
 class Whole(Callback):
-    """The norms of one process, from its whole tensors."""
+    """Norms of a single process."""
 
     def __init__(self) -> None:
         self.of_steps: list[dict[str, dict[str, float]]] = []
@@ -267,13 +268,12 @@ def norms_of_one_process(network: str) -> list[dict[str, dict[str, float]]]:
 
 @pytest.mark.parametrize(("strategy", "options", "network"), [
     ("ddp", {}, "gpt"),
-    ("zero1", {}, "gpt"),
     ("zero3", {}, "gpt"),
     ("tensor", {}, "gpt"),
     ("pipeline", {"micro_batches": 2}, "gpt"),
     ("expert", {}, "mixtral"),
 ])  # fmt: skip
-def test_norms_are_those_of_one_process(ranks, strategy, options, network):
+def test_norms_equal_single_process(ranks, strategy, options, network):
     expected = norms_of_one_process(network)
     assert len(expected[1]["grad"]) > 3  # two blocks or more, the rest, all
     first, other = ranks(norms_of, 2, strategy, options, network)
@@ -284,13 +284,8 @@ def test_norms_are_those_of_one_process(ranks, strategy, options, network):
             assert record[what] == pytest.approx(step[what], rel=1e-5), what
 
 
-def test_norms_need_to_know_how_tensors_are_spread() -> None:
-    with pytest.raises(ValueError, match="Norms needs one of the strategies of trainwright.*SingleDeviceStrategy"):
-        train(Norms(), max_steps=1)
-
-
 @pytest.mark.parametrize("again", [False, True])
-def test_operations_are_those_of_the_model(again: bool) -> None:
+def test_counted_operations(again: bool) -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(3, 4, requires_grad=True)
     with CountedOperations() as counted:
         out: Any = checkpoint(model, x, use_reentrant=False) if again else model(x)
@@ -299,7 +294,7 @@ def test_operations_are_those_of_the_model(again: bool) -> None:
     assert counted.total == 3 * 2 * 3 * (4 * 8 + 8 * 8)
 
 
-def test_attention_is_counted_on_cpu_too() -> None:
+def test_counted_operations_of_attention() -> None:
     query = torch.randn(2, 3, 5, 7, requires_grad=True)
     with CountedOperations() as counted:
         out = nn.functional.scaled_dot_product_attention(query, query, query)
@@ -308,10 +303,10 @@ def test_attention_is_counted_on_cpu_too() -> None:
     assert counted.total == (2 + 5) * 2 * (2 * 3 * 5 * 5 * 7)
 
 
-def test_operations_per_second_and_part_of_the_peak() -> None:
+def test_flops_per_second_and_mfu() -> None:
     watched, kept = Throughput(2, peak_flops=1e9), Kept()
     train(watched, kept, kind=Trainer, max_steps=4, accumulate_grad_batches=2, data=loader(48, batch_size=4))
-    # Two blocks of 4 x 4 and a head of 4 x 1; nobody asks for the gradient of the input of the first.
+    # Two blocks of 4 x 4 and a head of 4 x 1, without the input gradient of the first block.
     assert watched.flops_per_sample == 2 * (3 * (4 * 4 + 4 * 4 + 4) - 4 * 4)
     latest = watched.latest
     assert latest["flops_per_second"] == pytest.approx(latest["samples_per_second"] * watched.flops_per_sample)
@@ -319,7 +314,7 @@ def test_operations_per_second_and_part_of_the_peak() -> None:
     assert kept.of("rate")[-1]["mfu"] == latest["mfu"]
 
 
-def test_what_a_causal_mask_hides_counts_half_where_that_is_asked_for() -> None:
+def test_halve_causal() -> None:
     counted: dict[str, list[float]] = {}
 
     class Both(CountedOperations):
@@ -337,7 +332,7 @@ def test_what_a_causal_mask_hides_counts_half_where_that_is_asked_for() -> None:
     assert backward == [5 * 2 * (2 * 3 * 5 * 5 * 7), 5 * (2 * 3 * 5 * 5 * 7)]
 
 
-def test_the_loss_scale_is_told_and_logged() -> None:
+def test_loss_scale() -> None:
     class Overflows(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -345,26 +340,20 @@ def test_the_loss_scale_is_told_and_logged() -> None:
 
     options: Any = {"precision": "16-mixed", "loss_scale": {"initial": 8.0, "growth_interval": 2}}
     _, written = train(LossScale(1), kept := Kept(), module=Overflows(), kind=Trainer, max_steps=5, **options)
-    expected = [8.0, 16.0, 8.0, 8.0, 16.0]  # twice as large after two good steps, half after one that overflows
+    expected = [8.0, 16.0, 8.0, 8.0, 16.0]  # doubled after two good steps, halved after an overflow
     assert [(record["step"], record["scale"]) for record in kept.of("scale")] == list(enumerate(expected, 1))
     assert written.column("loss_scale") == dict(enumerate(expected))
 
 
-def test_without_a_loss_scale_none_is_told() -> None:
-    kept = Kept()
-    fit("single", {}, LossScale(1), kept, steps=1)
-    assert kept.of("scale") == []
-
-
 class Dies(Callback):
-    """Is killed before the sixth step."""
+    """Kills the process before the sixth step."""
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_leaves_whole_lines_up_to_its_last_window(tmp_path, monkeypatch):
+def test_killed_process_leaves_whole_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = records_path(tmp_path, 0)
     path.parent.mkdir()
@@ -376,13 +365,13 @@ def test_a_killed_process_leaves_whole_lines_up_to_its_last_window(tmp_path, mon
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2, 4]
 
 
-def test_nothing_is_written_without_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_files_without_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train(StepTime(1), Memory(1), Events(), Goodput(), MonitorFile(), kind=Trainer, max_steps=2, logger=False)
     assert os.listdir(tmp_path) == []
 
 
-def test_what_json_does_not_know_is_text(tmp_path: Path) -> None:
+def test_non_json_values_become_text(tmp_path: Path) -> None:
     class Odd(Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             for callback in trainer.callbacks:
@@ -393,7 +382,7 @@ def test_what_json_does_not_know_is_text(tmp_path: Path) -> None:
     assert list(read_records(records_path(tmp_path, 0))) == [{"kind": "x", "values": ["nan", {"a": "inf"}]}]
 
 
-def test_going_back_is_told_and_lost_steps_do_not_count(tmp_path: Path) -> None:
+def test_rollback_event_and_goodput(tmp_path: Path) -> None:
     kept, goodput, run_dir = Kept(), Goodput(str(tmp_path)), str(tmp_path)
     guard = LossGuard("rollback", snapshot_every_n_steps=2)
     fault = inject.nan(rank=0, at_step=4)
@@ -403,14 +392,14 @@ def test_going_back_is_told_and_lost_steps_do_not_count(tmp_path: Path) -> None:
     [back] = [text for what, text in told if what == "rollback"]
     after = next(i for i, record in enumerate(kept.records) if record.get("what") == "rollback")
     next_step = next(record["step"] for record in kept.records[after:] if record["kind"] == "step")
-    assert back == f"back to step {next_step - 1} in memory"
+    assert back == f"rolled back to step {next_step - 1} in memory"
     ends = [record["step"] for record in kept.of("step")]
     lasting = {record["step"]: record["total"] - record["seconds"]["checkpoint"] for record in kept.of("step")}
     assert len(ends) >= len(lasting)
     assert goodput.latest["counted"] == pytest.approx(sum(lasting.values()))
     assert 0 < goodput.latest["share"] < 1
 
-    # A run that goes on in the directory from an earlier step.
+    # Another run in the same directory, from an earlier step.
     again, later = Kept(), Goodput(run_dir)
     fit("single", {}, StepTime(1), later, Events(run_dir), again, MonitorFile(run_dir), steps=1)
     assert [event["what"] for event in again.of("event")] == ["restarted"]
@@ -419,14 +408,14 @@ def test_going_back_is_told_and_lost_steps_do_not_count(tmp_path: Path) -> None:
     assert later.latest["counted"] == pytest.approx(only["total"])
 
 
-def test_stretches_are_cut_where_training_goes_on() -> None:
+def test_stretch_until() -> None:
     stretch = Stretch(10, 20, 5.0)
     assert stretch.until(20) is stretch
     assert stretch.until(14) == Stretch(10, 14, 2.0)
     assert stretch.until(10) is None
 
 
-def test_an_error_is_told(tmp_path: Path) -> None:
+def test_fault_event(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             raise ValueError("on purpose")
@@ -437,7 +426,7 @@ def test_an_error_is_told(tmp_path: Path) -> None:
     assert (event["what"], event["text"]) == ("fault", "ValueError: on purpose")
 
 
-def test_validation_and_checkpoints_are_told(tmp_path: Path) -> None:
+def test_validation_and_checkpoint_events(tmp_path: Path) -> None:
     class Saves(Callback):
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.save_checkpoint(tmp_path / "state.ckpt")
@@ -448,21 +437,21 @@ def test_validation_and_checkpoints_are_told(tmp_path: Path) -> None:
     assert all(event["seconds"] > 0 for event in kept.of("event"))
 
 
-def test_saved_run_states_are_told_with_the_time_they_took(tmp_path: Path) -> None:
+def test_run_state_checkpoint_events(tmp_path: Path) -> None:
     kept = Kept()
     saver = RunStateCheckpoint(str(tmp_path / "checkpoints"), every_n_steps=2, save_at_end=False)
     fit("single", {}, Events(), StepTime(1), kept, saver, steps=4)
     told = kept.of("event")
     assert [(event["what"], event["step"]) for event in told] == [("checkpoint", 2), ("checkpoint", 4)]
     assert all(event["seconds"] > 0 for event in told)
-    # The callback that saves is the last: the step after has it, and after the last one there is none.
+    # The saving callback is the last one, so its time counts in the next step.
     assert [record["step"] for record in kept.of("step") if record["seconds"]["checkpoint"]] == [3]
 
 
-def test_being_told_to_end_is_no_fault() -> None:
+def test_preemption_is_no_fault() -> None:
     class Ends(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            raise Preempted(Told(signal.SIGTERM, 0.0), 0)
+            raise Preempted(StopNotice(signal.SIGTERM, 0.0), 0)
 
     kept = Kept()
     with pytest.raises(Preempted):
@@ -472,16 +461,16 @@ def test_being_told_to_end_is_no_fault() -> None:
     assert event["text"].startswith("Preempted: ")
 
 
-def test_a_rank_that_goes_on_from_memory_says_so() -> None:
+def test_recovered_event() -> None:
     memory = Snapshots()
 
     class Wants(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.copies.want(every_n_steps=2, memory=memory)
+            trainer.copies.request(every_n_steps=2, memory=memory)
 
     kept = Kept()
     fit("single", {}, Wants(), steps=4)
     held: Any = memory.newest()
     fit("single", {}, Events(), kept, steps=5, ckpt_path=held)
     [event] = kept.of("event")
-    assert (event["what"], event["text"]) == ("recovered", f"goes on from a copy in memory of step {held.step}")
+    assert (event["what"], event["text"]) == ("recovered", f"resumed an in-memory copy of step {held.step}")

@@ -1,4 +1,4 @@
-"""Traces on demand: of all ranks, by one clock."""
+"""Traces of all ranks, aligned to one clock."""
 
 import json
 import threading
@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from tests.callbacks.faulty import fit
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
-from trainwright.callbacks.monitor.trace.profile import Profile, merged, read_trace
+from trainwright.callbacks.monitor.trace.profile import Profile, merge_traces, read_trace
 
 
-def test_clocks_that_are_apart_are_found_to_be() -> None:
+def test_clock_offset() -> None:
     store, apart, found = dist.HashStore(), 3_000_000_000, {}
 
     def rank(number: int, machine: str) -> None:
@@ -32,19 +31,19 @@ def test_clocks_that_are_apart_are_found_to_be() -> None:
         thread.join(timeout=60)
     assert (found[0], found[1]) == ((0, 0), (0, 0))
     offset, wrong_by = found[2]
-    assert abs(offset + apart) <= wrong_by < 500_000_000  # far less than they are apart, on a busy machine
+    assert abs(offset + apart) <= wrong_by < 500_000_000  # far less than the offset, also on a busy machine
 
 
-def test_traces_are_put_together_by_one_clock() -> None:
+def test_merge_traces() -> None:
     def trace(base: int) -> dict[str, Any]:
         named = {"ph": "M", "name": "process_name", "pid": 7, "ts": 0, "args": {"name": "python"}}
         flow = {"ph": "s", "id": 1, "name": "flow", "pid": 7, "tid": 1, "ts": 5.0}
         work = {"ph": "X", "name": "mm", "pid": 7, "tid": 1, "ts": 5.0, "dur": 2.0}
         return {"baseTimeNanoseconds": base, "traceEvents": [named, flow, work]}
 
-    whole = merged({0: trace(1_000_000), 1: trace(9_000_000)}, {0: 0, 1: -7_990_000})
+    whole = merge_traces({0: trace(1_000_000), 1: trace(9_000_000)}, {0: 0, 1: -7_990_000})
     work = [each for each in whole["traceEvents"] if each["name"] == "mm"]
-    assert [each["ts"] for each in work] == [0.0, 10.0]  # 8 ms apart by their clocks, of which 7.99 are the clocks'
+    assert [each["ts"] for each in work] == [0.0, 10.0]  # 8 ms apart, 7.99 ms of which is the clock offset
     names = [each["args"]["name"] for each in whole["traceEvents"] if each["name"] == "process_name"]
     assert names == ["rank 0: python", "rank 1: python"]
     assert len({each["pid"] for each in work}) == 2
@@ -52,7 +51,7 @@ def test_traces_are_put_together_by_one_clock() -> None:
 
 
 class Quick:
-    """Stands for torch's profiler, which takes seconds to start: one piece of work, from the start to the end."""
+    """Fake of torch's profiler, which takes seconds to start: one event from start to stop."""
 
     def __init__(self, **_: Any) -> None:
         self.began = self.ended = 0
@@ -79,20 +78,20 @@ def of_ranks(folder: str) -> list[str]:
     return [] if dist.get_rank() else sorted(path.name for path in asked.parent.iterdir())
 
 
-def test_one_trace_of_all_ranks_and_one_that_was_asked_for(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_configured_and_requested_trace(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     files, _ = ranks(of_ranks, 2, str(tmp_path))
-    # Asked for with the first step; it begins two windows after its end.
+    # Requested at the first step; it starts two windows after the configured one.
     assert files == ["trace_1.json.gz", "trace_3.json.gz"]
     for name in files:
         whole = read_trace(tmp_path / "monitor" / name)
         assert whole["ranks"] == [0, 1]
         first, second = ((each["ts"], each["ts"] + each["dur"]) for each in whole["traceEvents"])
-        # The ranks keep in step, so both worked in the same time.
+        # The ranks run in step, so their events overlap.
         assert max(first[0], second[0]) < min(first[1], second[1])
         assert len({each["pid"] for each in whole["traceEvents"]}) == 2
 
 
-def test_torchs_profiler_is_asked_and_its_trace_told(tmp_path: Path) -> None:
+def test_torch_profiler_trace_and_event(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = []
 
     class Hears(Callback):
@@ -105,9 +104,3 @@ def test_torchs_profiler_is_asked_and_its_trace_told(tmp_path: Path) -> None:
     [event] = records
     assert (event["what"], event["text"], event["step"]) == ("profile", "steps 1 to 1: trace_1.json.gz", 2)
     assert event["seconds"] > 0
-
-
-@pytest.mark.parametrize("steps", [[3, 1], [1], [-1, 2], [1.5, 2], "12"])
-def test_impossible_steps(steps: Any) -> None:
-    with pytest.raises(ValueError, match="allowed: two whole numbers"):
-        Profile(steps, "there")

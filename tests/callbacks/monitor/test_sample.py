@@ -1,4 +1,4 @@
-"""Which ranks stand for all where all are too many, and who keeps records then."""
+"""Sampling of ranks in large runs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +13,17 @@ from trainwright.callbacks.monitor.trace.profile import Profile
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(10, 3), (1000, 64), (1025, 1024), (100_000, 1024), (4096, 64)])
-def test_a_sample_is_spread_over_ranks_and_places(world_size: int, most: int) -> None:
+def test_sample_is_spread_evenly(world_size: int, most: int) -> None:
     ranks = sampled_ranks(world_size, most)
     assert ranks[0] == 0
     assert most / 2 <= len(ranks) <= most
     of_neighbours = -(-world_size // most)
     assert max(later - rank for rank, later in zip(ranks, ranks[1:], strict=False)) <= 2 * of_neighbours
-    # On nodes of 8, ranks of every place are in it.
+    # On nodes of 8 ranks, every local rank is sampled.
     assert len({rank % 8 for rank in ranks}) >= min(8, of_neighbours, len(ranks))
 
 
-def test_all_are_sampled_where_they_are_few() -> None:
+def test_small_world_is_sampled_whole() -> None:
     assert sampled_ranks(64, 64) == list(range(64))
     assert sampled_ranks(5000, None) == list(range(5000))
     assert is_sampled(4999, 5000, None)
@@ -33,7 +33,7 @@ def of_rank(rank: int, world_size: int) -> Any:
     return SimpleNamespace(global_rank=rank, world_size=world_size, callbacks=[], log_every_n_steps=50)
 
 
-def test_a_bounded_number_of_ranks_keep_records_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_number_of_record_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(records, "rank_zero_info", said.append)
     for rank in range(40):
@@ -48,13 +48,7 @@ def test_a_bounded_number_of_ranks_keep_records_and_it_is_said(tmp_path: Path, m
     assert "monitor.file.most_ranks=null" in said[0]
 
 
-@pytest.mark.parametrize("make", [MonitorFile, Profile])
-def test_less_than_one_rank_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"most_ranks=0\) \(allowed: 1 or more, or None"):
-        make(run_dir="there", most_ranks=0)
-
-
-def test_ranks_that_take_no_trace_do_not_ask_whether_one_is_wanted(tmp_path: Path) -> None:
+def test_only_sampled_ranks_poll_for_traces(tmp_path: Path) -> None:
     looking = []
     for rank in range(8):
         profile = Profile([1, 2], str(tmp_path), most_ranks=2)

@@ -1,4 +1,4 @@
-"""What steps take against what was planned, on ranks that need not see the same files."""
+"""Measured against planned step times, where ranks see different files."""
 
 import io
 import json
@@ -18,7 +18,7 @@ HELD = {"parameters": 180, "gradients": 180, "optimizer": 0}
 
 
 def measure(planned_on: int) -> tuple[bool, str]:
-    """Whether this rank has measured, and what it said; each rank has a folder of its own."""
+    """Return whether this rank has measured, and its output; each rank has its own folder."""
     folder = Path(f"planned_on_{planned_on}", f"machine_{dist.get_rank()}")
     folder.mkdir(parents=True)
     if dist.get_rank() == planned_on:
@@ -41,7 +41,7 @@ def measure(planned_on: int) -> tuple[bool, str]:
     return check.measured is not None, console.file.getvalue()
 
 
-def test_the_first_rank_says_what_was_planned(ranks: Callable[..., list[Any]]) -> None:
+def test_rank_zero_prints_plan(ranks: Callable[..., list[Any]]) -> None:
     (first, said), (second, nothing) = ranks(measure, 2, 0)
     assert (first, second, nothing) == (True, True, "")
     assert said.startswith("Plan: a step takes ")

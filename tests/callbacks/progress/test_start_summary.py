@@ -37,14 +37,14 @@ def test_one_device() -> None:
     assert "32-true" in shown
 
 
-def test_lightnings_own_trainer() -> None:
+def test_lightning_trainer() -> None:
     shown = fit(LightningTrainer, devices=1, accumulate_grad_batches=2)
     assert "SingleDeviceStrategy on 1 rank (cpu)" in shown
     assert "micro-batch x accumulation 2 x 1 data rank" in shown
 
 
-def test_end_says_where_to_look(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=20)  # a path is not broken, however narrow the terminal
+def test_final_lines(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=20)  # paths are not wrapped in narrow terminals
     kwargs = {**QUIET, "logger": TensorBoardLogger(tmp_path / "runs" / "one", name="", version="")}
     LightningTrainer(
         callbacks=[StartSummary(console)], max_steps=1, devices=1, default_root_dir=tmp_path / "runs" / "one", **kwargs
@@ -74,7 +74,7 @@ def of_a_cut_module() -> str:
     return console.file.getvalue()
 
 
-def test_a_cut_module_is_counted_whole(ranks: Callable[..., list[Any]]) -> None:
+def test_pipeline_parameter_count(ranks: Callable[..., list[Any]]) -> None:
     first, _ = ranks(of_a_cut_module, 2)
     assert "HybridStrategy on 2 ranks (cpu), pipeline 2" in first
     assert f"{sum(p.numel() for p in make_module('gpt').parameters()):,}; each rank holds 0.07 to 0.07 MiB" in first

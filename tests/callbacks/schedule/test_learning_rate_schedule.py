@@ -1,4 +1,4 @@
-"""Learning rates by configuration, step by step."""
+"""Configured learning rate schedules, step by step."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ def rates(schedule: Schedule, steps: int, base: float = 0.01) -> list[float]:
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [
-    # The first step has the lowest rate twice: DeepSpeed sets a rate before the first step and after each.
+    # The lowest rate comes twice: DeepSpeed sets a rate before the first step and after each.
     (Warmup(4, 0.0, 1.0, "linear"), [0, 0, 0.25, 0.5, 0.75, 1, 1]),
     (Warmup(4, 0.0, 1.0), [0, 0, math.log(2) / math.log(4), math.log(3) / math.log(4), 1, 1]),
     (Warmup(0, 0.5, 1.0, "linear"), [0.5, 0.5, 0.75, 1]),
@@ -40,7 +40,7 @@ def test_rates(schedule: Schedule, expected: list[float]) -> None:
     assert rates(schedule, len(expected)) == pytest.approx(expected)
 
 
-def test_momentum_goes_the_other_way() -> None:
+def test_cycled_momentum() -> None:
     cycle = OneCycle(0.0, 1.0, 2, lowest_momentum=0.8, highest_momentum=0.9)
     assert [cycle.betas(step, 0) for step in range(5)] == [
         pytest.approx(betas) for betas in [(0.8, 0.99), (0.85, 0.99), (0.8, 0.99), (0.85, 0.99), (0.9, 0.99)]
@@ -48,7 +48,7 @@ def test_momentum_goes_the_other_way() -> None:
     assert OneCycle(0.0, 1.0, 2, cycle_momentum=False).betas(1, 0) is None
 
 
-def test_wrong_schedules_are_refused() -> None:
+def test_invalid_schedules() -> None:
     with pytest.raises(ValueError, match="shape='cubic'"):
         Warmup(shape="cubic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="up_steps=0"):
@@ -59,7 +59,7 @@ def test_wrong_schedules_are_refused() -> None:
 
 
 class Module(pl.LightningModule):
-    """Has a schedule of its own, and remembers the rates that it stepped with."""
+    """Has its own schedule, and records the rate of each step."""
 
     def __init__(self, optimizers: int = 1) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def trainer(max_steps: int, schedule: Schedule) -> Trainer:
     return Trainer(strategy="single", devices=1, accelerator="cpu", max_steps=max_steps, callbacks=callbacks, **quiet)
 
 
-def test_takes_the_place_of_the_modules_schedule_and_goes_on_from_a_checkpoint() -> None:
+def test_replaces_module_schedule_and_resumes() -> None:
     schedule = WarmupDecay(2, 0.0, 1.0, "linear", 6)
     data = DataLoader(torch.randn(8, 2), batch_size=1)  # type: ignore[arg-type]
     modules = []
@@ -100,7 +100,7 @@ def test_takes_the_place_of_the_modules_schedule_and_goes_on_from_a_checkpoint()
     assert torch.equal(rest.layer.weight, whole.layer.weight)
 
 
-def test_several_optimizers_are_refused() -> None:
+def test_several_optimizers() -> None:
     module = Module(optimizers=2)
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="2 optimizers"):

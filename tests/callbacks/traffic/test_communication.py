@@ -1,4 +1,4 @@
-"""What a run says of the bytes that it sends: the logs, the table, and nothing of it changes the run."""
+"""Reported communication: logs and table, without effect on the run."""
 
 import io
 from typing import Any
@@ -8,12 +8,12 @@ import torch
 from rich.console import Console
 
 from tests.callbacks.faulty import fit, weights
-from tests.callbacks.modules import Written, train
+from tests.callbacks.modules import Written
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from trainwright.callbacks.traffic.communication import CommunicationReport, report_of
 
-# Strategy, options, ranks, and the axes along which something is sent in a step.
+# Strategy, options, ranks, and the axes with communication in a step.
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, set[str]]] = {
     "ddp": ("ddp", {}, 2, {"replicate"}),
     "zero3 with copies": ("zero3", {"replicate": 2, "shard": 2}, 4, {"replicate", "shard"}),
@@ -40,7 +40,7 @@ def reported(layout: str, validate: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_are_told_by_axis(ranks, layout):
+def test_bytes_by_axis(ranks, layout):
     _, _, world_size, axes = LAYOUTS[layout]
     results = ranks(reported, world_size, layout)
     first = results[0]
@@ -60,12 +60,12 @@ def test_bytes_are_told_by_axis(ranks, layout):
     assert all(result["same"] for result in results)
 
 
-def test_ddp_sends_its_gradients_and_validation_is_told_apart(ranks):
+def test_ddp_bytes_and_bytes_outside_steps(ranks):
     first = ranks(reported, 2, "ddp", True)[0]
     gradients = 4 * sum(p.numel() for p in make_module("gpt").parameters() if p.requires_grad)
     within = {(axis, kind): numbers for axis, kind, *numbers in first["of_ranks"][0]["within"]}
     calls, sent, least = within.pop(("replicate", "all_reduce"))
-    assert sent == least == 5 * gradients  # 2 (n - 1) / n of them is all of them on two ranks
+    assert sent == least == 5 * gradients  # 2 (n - 1) / n of the gradients; n = 2
     assert calls >= 5
     assert within.keys() <= {("replicate", "broadcast")}, "torch's reducer agrees once on the order of its buckets"
     assert first["latest"] == {
@@ -77,7 +77,7 @@ def test_ddp_sends_its_gradients_and_validation_is_told_apart(ranks):
     assert "Besides steps" in first["printed"]
 
 
-def test_one_process_sends_nothing_and_says_nothing():
+def test_single_process():
     printed = io.StringIO()
     report = CommunicationReport(console=Console(file=printed))
     fit("single", {}, report, steps=2)
@@ -85,7 +85,7 @@ def test_one_process_sends_nothing_and_says_nothing():
     assert printed.getvalue() == ""
 
 
-def test_a_table_of_unequal_ranks_shows_mean_and_most():
+def test_table_of_unequal_ranks():
     ranks = [
         {"steps": 2, "within": [["pipeline", "send", 4, 4096, 4096], ["shard", "all_gather", 2, 2, 1]], "besides": []},
         {"steps": 2, "within": [["pipeline", "send", 8, 8192, 8192]], "besides": [["world", "broadcast", 1, 3072, 9]]},
@@ -97,10 +97,3 @@ def test_a_table_of_unequal_ranks_shows_mean_and_most():
     assert columns[3] == ["3.00 KiB", "0 B", "3.00 KiB"]
     assert columns[4] == ["4.00 KiB", "1 B", "4.00 KiB"]
     assert line == "Besides steps (validation, checkpoints, logging): 1.50 KiB a rank in all."
-
-
-def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match=r"every_n_steps=0.*allowed: 1 or more"):
-        CommunicationReport(every_n_steps=0)
-    with pytest.raises(ValueError, match=r"needs one of the strategies of trainwright.*SingleDeviceStrategy"):
-        train(CommunicationReport(), max_steps=1)

@@ -3,12 +3,12 @@ from collections import Counter
 
 import pytest
 
-from trainwright.trainer.data.partition import Read, what_is_left
+from trainwright.trainer.data.partition import Read, remaining
 from trainwright.trainer.leases.book import Guarantee, Lease, LeaseBook
 
 
 def play(book: LeaseBook, workers: int, seed: int, deaths: int = 0) -> tuple[Counter[int], set[int]]:
-    """Workers at random speeds lease, train and report; some die in between.
+    """Let workers of random speeds lease, train and report; some die in between.
 
     Returns:
         How often each position was trained on, and those of chunks that a dead worker had trained on and not reported.
@@ -23,7 +23,7 @@ def play(book: LeaseBook, workers: int, seed: int, deaths: int = 0) -> tuple[Cou
         if deaths and len(held) > 1 and rng.random() < 0.1:
             deaths -= 1
             for lease in held.pop(worker):
-                if rng.random() < 0.5:  # it had trained on it, but died before it said so
+                if rng.random() < 0.5:  # trained, but died before it reported
                     trained.update(range(lease.first, lease.last))
                     unreported.update(range(lease.first, lease.last))
             book.bury(worker)
@@ -42,8 +42,8 @@ def play(book: LeaseBook, workers: int, seed: int, deaths: int = 0) -> tuple[Cou
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize(("samples", "chunk"), [(0, 4), (1, 4), (63, 8), (64, 8)])
-def test_each_sample_once_at_any_speeds(workers: int, samples: int, chunk: int) -> None:
-    for seed in range(5):
+def test_each_sample_once(workers: int, samples: int, chunk: int) -> None:
+    for seed in range(3):
         book = LeaseBook(samples, chunk)
         trained, _ = play(book, workers, seed)
         assert trained == Counter(range(samples))
@@ -51,18 +51,18 @@ def test_each_sample_once_at_any_speeds(workers: int, samples: int, chunk: int) 
         assert book.used() == ([(0, samples)] if samples else [])
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_of_the_dead_at_least_once_leaves_nothing_out(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_deaths_at_least_once(seed: int) -> None:
     book = LeaseBook(101, 4, "at_least_once")
     trained, unreported = play(book, 4, seed, deaths=3)
     assert set(trained) == set(range(101))
-    # Twice only what a dead worker had trained on without having said so.
+    # Only unreported chunks of dead workers are repeated.
     assert {position for position, times in trained.items() if times > 1} <= unreported
     assert book.used() == [(0, 101)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_of_the_dead_at_most_once_takes_nothing_twice(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_deaths_at_most_once(seed: int) -> None:
     book = LeaseBook(101, 4, "at_most_once")
     trained, _ = play(book, 4, seed, deaths=3)
     assert set(trained.values()) == {1}
@@ -70,7 +70,7 @@ def test_of_the_dead_at_most_once_takes_nothing_twice(seed: int) -> None:
     assert book.is_complete
 
 
-def test_a_worker_taken_for_dead_cannot_finish_what_another_has() -> None:
+def test_late_finish_after_reassignment() -> None:
     book = LeaseBook(8, 4)
     first = book.lease(0)
     assert first is not None
@@ -84,7 +84,7 @@ def test_a_worker_taken_for_dead_cannot_finish_what_another_has() -> None:
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
-def test_what_was_not_begun_is_given_back_under_either_guarantee(guarantee: Guarantee) -> None:
+def test_give_back(guarantee: Guarantee) -> None:
     book = LeaseBook(12, 4, guarantee)
     leases = [book.lease(0) for _ in range(3)]
     assert not book.has_more
@@ -95,14 +95,14 @@ def test_what_was_not_begun_is_given_back_under_either_guarantee(guarantee: Guar
     assert [book.lease(1), book.lease(1)] == [leases[0], leases[2]]
 
 
-def test_a_limit_counts_what_is_done_or_leased() -> None:
+def test_limit() -> None:
     book = LeaseBook(40, 4, limit=10)
     leases = [book.lease(0) for _ in range(4)]
     assert [lease is None for lease in leases] == [False, False, False, True]
     book.finish(0, [0, 1])
     assert book.lease(0) is None
     assert not book.is_settled
-    book.bury(0)  # of what it held, nothing is done
+    book.bury(0)  # none of its leases is done
     assert book.lease(1) == leases[2]
     book.finish(1, [2])
     assert book.is_settled
@@ -110,25 +110,25 @@ def test_a_limit_counts_what_is_done_or_leased() -> None:
     assert book.used() == [(0, 12)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_saved_state_goes_on_with_other_workers_and_chunks(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_resume_with_other_workers_and_chunks(seed: int) -> None:
     order = list(range(100, 197))
     random.Random(seed).shuffle(order)
     read: Counter[int] = Counter()
     history: tuple[Read, ...] = ()
     for workers, chunk in ((3, 4), (1, 7), (4, 3), (2, 50)):
-        left, start = what_is_left(order, history, lambda name: pytest.fail(name))
+        left, start = remaining(order, history, lambda name: pytest.fail(name))
         left = left[start:]
         book = LeaseBook(len(left), chunk, limit=len(left) // 2 if chunk < 50 else None)
         trained, _ = play(book, workers, seed)
         read.update(left[position] for position in trained.elements())
         history = (*history, Read.of_ranges(book.used()))
-        # As a checkpoint has it.
+        # As saved in a checkpoint.
         history = tuple(Read.from_json(entry.to_json()) for entry in history)
     assert read == Counter(order)
 
 
-def test_impossible_books() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(ValueError, match=r"leases='once' \(allowed: 'at_least_once', 'at_most_once'\)"):
         LeaseBook(1, 1, "once")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunks of 0 samples"):

@@ -32,7 +32,7 @@ def in_thread(function: Callable[..., Any], *args: Any) -> tuple[threading.Threa
 
 
 def train(address: Address, worker: int, samples: int, die_after: int = 0) -> Any:
-    """Lease and finish an epoch at a random speed, writing each position down; without a goodbye if it is to die."""
+    """Lease and finish an epoch at a random speed; return the positions and the last answer."""
     rng = random.Random(worker)
     desk = LeaseDesk(address, worker)
     desk.open(0, samples, 4, 0)
@@ -54,7 +54,7 @@ def train(address: Address, worker: int, samples: int, die_after: int = 0) -> An
 
 
 class Process:
-    """:func:`train` in a process of its own, forked before the service starts its thread."""
+    """:func:`train` in a child process, forked before the service starts its thread."""
 
     def __init__(self, worker: int, die_after: int = 0) -> None:
         reading, self._address = os.pipe()
@@ -76,7 +76,7 @@ class Process:
         os.close(self._address)
 
     def result(self) -> Any:
-        """What it read, and the last answer that it got; ``None`` if it died."""
+        """Return the positions that it read and the last answer, or ``None`` if it died."""
         with os.fdopen(self._result, "rb") as pipe:
             result = pipe.read()
         os.waitpid(self._child, 0)
@@ -91,7 +91,7 @@ def run(processes: list[Process], samples: int, guarantee: Any = "at_least_once"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_processes_at_random_speeds_read_each_sample_once(workers: int) -> None:
+def test_processes_read_each_sample_once(workers: int) -> None:
     found = run([Process(worker) for worker in range(workers)], 203)
     assert Counter(position for read, _ in found for position in read) == Counter(range(203))
     assert all(answer == {"more": False, "done": 203, "spent": False} for _, answer in found)
@@ -100,18 +100,18 @@ def test_processes_at_random_speeds_read_each_sample_once(workers: int) -> None:
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_killed_processes(guarantee: Any) -> None:
     (read, answer), *died = run([Process(0), Process(1, die_after=8), Process(2, die_after=4)], 203, guarantee)
-    # One that gets so few chunks that it need not die ends as any.
+    # A process with too few chunks to die ends normally.
     assert None in died
     lived = [position for each in [(read, answer), *died] if each is not None for position in each[0]]
-    # What the dead had finished is not read again; it stays with them.
+    # Chunks finished by dead workers are not repeated.
     assert max(Counter(lived).values()) == 1
     if guarantee == "at_least_once":
         assert answer["done"] == 203
-    else:  # each of them died while it held one to three chunks
+    else:  # each died with one to three leases
         assert 203 - 2 * 12 <= answer["done"] < 203
 
 
-def test_who_finds_nothing_waits_for_what_may_come_back() -> None:
+def test_idle_worker_waits_for_reassignment() -> None:
     with service(2) as running:
         slow, idle = LeaseDesk(running.address, 0), LeaseDesk(running.address, 1)
         for desk in (slow, idle):
@@ -123,7 +123,7 @@ def test_who_finds_nothing_waits_for_what_may_come_back() -> None:
         slow.finish(3, [leases[0]])
         thread.join(0.1)
         assert thread.is_alive()
-        anew = LeaseDesk(running.address, 0)  # begins before the loss of its old connection is seen
+        anew = LeaseDesk(running.address, 0)  # before the service notices the lost connection
         thread.join(30)
         assert results == [{"more": True, "done": 4, "spent": False}]
         found = idle.lease(3)
@@ -138,7 +138,7 @@ def test_who_finds_nothing_waits_for_what_may_come_back() -> None:
         slow.close()
 
 
-def test_a_state_is_the_same_for_all_and_waits_for_the_living_alone() -> None:
+def test_state_waits_for_live_workers_only() -> None:
     with service(3, "at_most_once", most=100) as running:
         desks = [LeaseDesk(running.address, worker) for worker in range(3)]
         for desk in desks:
@@ -158,7 +158,7 @@ def test_a_state_is_the_same_for_all_and_waits_for_the_living_alone() -> None:
             desk.close()
 
 
-def test_the_run_is_over_after_so_many_samples_and_the_rest_is_given_back() -> None:
+def test_sample_limit_of_a_run() -> None:
     with service(1, most=20) as running:
         desk = LeaseDesk(running.address, 0)
         desk.open(0, 12, 4, 0)
@@ -174,7 +174,7 @@ def test_the_run_is_over_after_so_many_samples_and_the_rest_is_given_back() -> N
         desk.close()
 
 
-def test_a_worker_begins_anew_under_its_number() -> None:
+def test_worker_reconnects() -> None:
     with service(1) as running:
         old = LeaseDesk(running.address, 0)
         old.open(0, 8, 4, 0)
@@ -188,7 +188,7 @@ def test_a_worker_begins_anew_under_its_number() -> None:
         old.close()
 
 
-def test_who_is_not_of_the_run_gets_nothing() -> None:
+def test_invalid_clients() -> None:
     with service(1) as running:
         with pytest.raises(LeaseError, match="closed"):
             LeaseDesk(running.address._replace(token="guessed"), 0)
@@ -199,11 +199,11 @@ def test_who_is_not_of_the_run_gets_nothing() -> None:
         with pytest.raises(LeaseError, match="epoch 7 is over"):
             desk.lease(7)
         desk.close()
-    with pytest.raises(LeaseError, match="cannot be reached"):
+    with pytest.raises(LeaseError, match="is unavailable"):
         LeaseDesk(running.address, 0)
 
 
-def test_only_this_machine_unless_ranks_are_elsewhere() -> None:
+def test_listening_host() -> None:
     assert listening_host({}) == "127.0.0.1"
     assert listening_host({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node7"}) == "127.0.0.1"
     assert listening_host({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node7"}) == "node7"

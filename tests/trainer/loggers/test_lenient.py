@@ -1,4 +1,4 @@
-"""Loggers that raise: the run does not, and each says so once."""
+"""Loggers that raise: the run continues, with one warning each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLS = ("experiment", "log_metrics", "log_hyperparams", "log_graph", "save", "f
 
 
 class Failing(Logger):
-    """Raises in one of its calls, from a certain one on.
+    """Raises in one of its methods.
 
     Args:
         where: name of the call.
@@ -70,7 +70,7 @@ class Failing(Logger):
 
 
 class Raising(Losses):
-    """Fails in its third step; keeps an argument."""
+    """Fails in its third step; has a hyperparameter."""
 
     def __init__(self, token: str = "hidden") -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Raising(Losses):
 
 
 def fit(logger: Logger, module: Net, folder: Path) -> tuple[int, list[str]]:
-    """Train beside metrics.csv; returns steps made and what was warned of."""
+    """Train with metrics.csv too; return the number of steps and the warnings."""
     loggers = [lenient(logger), MetricsCSV(str(folder))]
     trainer = make_trainer("single", {}, max_steps=4, max_epochs=-1, logger=loggers, log_every_n_steps=1)
     with warnings.catch_warnings(record=True) as told:
@@ -93,7 +93,7 @@ def fit(logger: Logger, module: Net, folder: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("where", CALLS)
-def test_the_first_error_is_the_only_one(tmp_path: Path, where: str) -> None:
+def test_only_first_error_is_reported(tmp_path: Path, where: str) -> None:
     logger = Failing(where)
     steps, said = fit(logger, Losses(), tmp_path)
     assert steps == 4
@@ -105,13 +105,13 @@ def test_the_first_error_is_the_only_one(tmp_path: Path, where: str) -> None:
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5
 
 
-def test_an_error_in_the_middle_ends_only_the_logger(tmp_path: Path) -> None:
+def test_error_disables_only_the_logger(tmp_path: Path) -> None:
     logger = Failing("log_metrics", after=2)
     steps, said = fit(logger, Losses(), tmp_path)
     assert (steps, len(said), logger.calls.count("log_metrics")) == (4, 1, 3)
 
 
-def test_the_error_of_a_run_is_not_hidden_by_that_of_a_logger(tmp_path: Path) -> None:
+def test_logger_error_does_not_hide_run_error(tmp_path: Path) -> None:
     logger = Failing("finalize")
     with pytest.raises(KeyError, match="mine"):
         fit(logger, Raising(), tmp_path)
@@ -119,7 +119,7 @@ def test_the_error_of_a_run_is_not_hidden_by_that_of_a_logger(tmp_path: Path) ->
     assert logger.params == {"token": "***", "width": 2}
 
 
-def test_a_lenient_logger_is_still_what_it_was() -> None:
+def test_wrapping_keeps_the_type() -> None:
     logger = Failing("nothing")
     wrapped = lenient(logger)
     assert isinstance(wrapped, Failing)
@@ -129,7 +129,7 @@ def test_a_lenient_logger_is_still_what_it_was() -> None:
     assert type(wrapped).__name__ == "Failing"
 
 
-def test_a_disabled_run_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     logger = Wandb(mode="disabled", save_dir=str(tmp_path))
     assert logger.identify() == {}
@@ -145,7 +145,7 @@ def problems(*words: str) -> list[str]:
     return [text for text in plan(compose(None, given), "fit")[1] if text.startswith("logger.")]
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems("logger=[csv,tensorboard,wandb,mlflow]") == []
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -158,12 +158,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert problems("logger=tensorboard") == []
 
 
-def test_a_mode_that_wandb_does_not_have_is_refused() -> None:
+def test_unknown_wandb_mode() -> None:
     [text] = problems("logger=wandb", "logger.wandb.mode=onlin")
     assert text.startswith("logger.wandb.mode=onlin: allowed are online, offline, ")
 
 
-def test_the_default_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     cfg = compose("digits", ["logger=[wandb,mlflow]", "run_dir=there"])
@@ -174,27 +174,17 @@ def test_the_default_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the file that says which runs these are -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[1]",
-        '{"wandb": 1}',
-        '{"wandb": ["id"]}',
-        "\x00",
-        "[" * 50000,
-        '{"wandb": {"id": "' + "a" * 2**17 + '"}}',
-    ],
-    ids=range(8),
-)
-def test_a_damaged_file_begins_new_runs(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", [
+    "", "{", "[1]", '{"wandb": 1}', '{"wandb": ["id"]}', "\x00", "[" * 50000,
+    '{"wandb": {"id": "' + "a" * 2**17 + '"}}',
+], ids=range(8))  # fmt: skip
+def test_damaged_file_starts_new_runs(tmp_path: Path, text: str) -> None:
     (tmp_path / "loggers.json").write_text(text)
-    with pytest.warns(UserWarning, match="the loggers begin new runs"):
+    with pytest.warns(UserWarning, match="the loggers start new runs"):
         assert runs_before(tmp_path, None) == {}
 
 
-def test_only_ids_and_folders_are_taken_from_a_file(tmp_path: Path) -> None:
+def test_untrusted_file_sets_only_ids_and_folders(tmp_path: Path) -> None:
     (tmp_path / "loggers.json").write_text(json.dumps({
         "wandb": {"id": "../../x", "_target_": "os.system", "settings": "x", "entity": "theirs", "at": "here"},
         "mlflow": {"run_id": "a1", "tracking_uri": "https://theirs", "save_dir": "/"},

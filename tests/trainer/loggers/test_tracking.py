@@ -1,4 +1,4 @@
-"""wandb and MLflow as the packages are, offline: what a run logs is there, in one run however often it is resumed."""
+"""wandb and MLflow, offline: logged values, in one tracked run across resumes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PIPELINE = ("strategy=pipeline", "strategy.pipeline=2", "strategy.micro_batches=
 
 
 def tiny(api_key: str, seconds: float) -> LightningModule:
-    """A module that keeps its arguments, a secret among them."""
+    """Return a module whose hyperparameters include a secret."""
     from tests.faults.tiny import Tiny
 
     class Keyed(Tiny):
@@ -58,12 +58,12 @@ def tiny(api_key: str, seconds: float) -> LightningModule:
 
 @pytest.fixture(autouse=True)
 def _server(ranks: object) -> None:
-    """The server of the suite, which forks the ranks of these runs too."""
+    """Start the pool, which forks the ranks of these runs too."""
 
 
 @pytest.fixture(autouse=True)
 def _services() -> Iterator[None]:
-    """A service of wandb, which each run starts, ends with it."""
+    """Check that the wandb service of each run ends with it."""
     before = services()
     yield
     end = time.monotonic() + 20
@@ -73,7 +73,7 @@ def _services() -> Iterator[None]:
 
 
 def services() -> set[str]:
-    """Command lines of the services of wandb."""
+    """Return the command lines of wandb services."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -86,20 +86,20 @@ def services() -> set[str]:
 
 
 def train(conf: Path, name: str, *words: str) -> Path:
-    """Run it in a directory of that name; returns the directory."""
+    """Run in a directory of that name; return the directory."""
     run_dir = conf.parent / name
     run(compose(None, [*ALWAYS, f"run_dir={run_dir}", *words], conf))
     return run_dir
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Loss of each step in metrics.csv."""
+    """Return the loss of each step in metrics.csv."""
     with (run_dir / "metrics.csv").open(newline="") as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file) if row["loss"]}
 
 
 def mlflow_run(run_dir: Path, number: int = 0):
-    """A run in the store of a run directory, how many there are, and its losses."""
+    """Return a run in the store of a run directory, the number of runs, and its losses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -112,11 +112,11 @@ def mlflow_run(run_dir: Path, number: int = 0):
         return runs[number], len(runs), found
 
 
-def test_a_pipeline_that_is_killed_goes_on_in_the_same_runs(tmp_path: Path) -> None:
-    """Four loggers at once; the loss is computed on rank 1, and rank 0, which logs, is killed at step 5."""
+def test_killed_pipeline_resumes_the_same_runs(tmp_path: Path) -> None:
+    """Four loggers; rank 1 computes the loss, and rank 0, which logs, is killed at step 5."""
     conf = write_recipe(tmp_path, "tiny", RECIPE)
     words = ("logger=[csv,tensorboard,wandb,mlflow]", "launch=resilient", "+inject=[kill(rank=0, at_step=5)]")
-    # Longer steps than wandb takes to write values to its file.
+    # Steps longer than wandb takes to flush.
     slow = ("module.seconds=0.3", "+logger.wandb.settings.x_transaction_log_flush_interval=0.01")
     run_dir = train(conf, "run", *PIPELINE, *words, *slow)
     expected = losses(run_dir)
@@ -144,8 +144,8 @@ def test_a_pipeline_that_is_killed_goes_on_in_the_same_runs(tmp_path: Path) -> N
     assert f"run {tracked.info.run_id} of experiment tiny" in report.read_text()
 
 
-def test_a_run_in_another_directory_resumes_the_runs_of_the_checkpoint(tmp_path: Path) -> None:
-    """Three runs: five steps, three more from the checkpoint elsewhere, and one with runs of its own."""
+def test_other_run_directory_resumes_runs_of_checkpoint(tmp_path: Path) -> None:
+    """Three runs: the first, a resumed one in another directory, and one with new tracked runs."""
     conf = write_recipe(tmp_path, "tiny", RECIPE)
     words = ("strategy=ddp", "logger=[wandb,mlflow]")
     begun = train(conf, "begun", *words, "max_steps=4")
@@ -157,7 +157,7 @@ def test_a_run_in_another_directory_resumes_the_runs_of_the_checkpoint(tmp_path:
     assert one.losses() | two.losses() == expected
     tracked, count, found = mlflow_run(begun)
     assert (count, tracked.info.status, found) == (1, "FINISHED", expected)
-    assert tracked.data.params["max_steps"] == "4"  # MLflow lets no parameter be changed
+    assert tracked.data.params["max_steps"] == "4"  # MLflow parameters are immutable
     assert not (resumed / "mlflow").exists()
 
     new = ("logger.wandb.id=new", "logger.mlflow.run_id=new")
@@ -169,8 +169,8 @@ def test_a_run_in_another_directory_resumes_the_runs_of_the_checkpoint(tmp_path:
     assert kept["wandb"]["id"] == three.id
 
 
-def test_services_that_cannot_be_reached_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that refuse connections, then a store that cannot be made; each is said once."""
+def test_unavailable_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that refuse connections, then an invalid store; each is reported once."""
     conf = write_recipe(tmp_path, "tiny", RECIPE)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -193,7 +193,7 @@ def test_services_that_cannot_be_reached_end_no_run(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_command_that_is_ended_leaves_no_service(tmp_path: Path, number: int) -> None:
+def test_no_service_left(tmp_path: Path, number: int) -> None:
     conf = write_project(tmp_path)
     words = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=wandb", "run_dir=run")
     endless = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000")

@@ -1,4 +1,4 @@
-"""What an offline run of wandb has written, read with wandb's own messages."""
+"""Reader of offline wandb runs, with wandb's own messages."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class OfflineRun:
                 self.exit_code = record.exit.exit_code
 
     def losses(self) -> dict[int, float]:
-        """Loss of each step; of a step that was made twice the later one."""
+        """Return the last logged loss of each step."""
         return {row["trainer/global_step"]: row["loss"] for row in self.rows if "loss" in row}
 
 
 def offline_runs(run_dir: Path) -> list[OfflineRun]:
-    """Those of a run directory, the first one first."""
+    """Return the offline runs of a run directory, oldest first."""
     return [OfflineRun(folder) for folder in sorted((run_dir / "wandb").glob("offline-run-*"))]
 
 
@@ -57,10 +57,10 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def _records(data: bytes) -> Iterator[Any]:
-    """The file is a log of LevelDB: blocks of 32 KiB with fragments of a checksum, a length and a kind."""
+    """Yield the records of a LevelDB log: blocks of 32 KiB with fragments of checksum, length and kind."""
     from wandb.proto import wandb_internal_pb2
 
-    at, whole = HEADER, b""  # behind the mark of the file
+    at, whole = HEADER, b""  # after the file header
     while at + HEADER <= len(data):
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         if BLOCK - at % BLOCK < HEADER or kind == 0:

@@ -1,4 +1,4 @@
-"""Streams of samples that every rank can read from the beginning, dealt so that each sample is read once."""
+"""Streams that every rank can read from the start, dealt so that each sample is read once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainwright.trainer.data.streams.loader import StreamLoader, Tag
 
 
 class DealtStream(IterableDataset[Any]):
-    """A stream that is the same on every rank, dealt to data ranks and their workers: each sample is read once.
+    """A stream that is equal on every rank, dealt to data ranks and their workers: each sample is read once.
 
-    Every rank, and every worker of its loader, reads the whole stream and keeps its own part, as map-style data are
-    dealt: ``micro_batch_size x ranks`` samples at a time, of which rank r gets the r-th part. So a run goes on after
-    any number of samples under any number of ranks and workers. To skip them, ``samples.skip(n)`` is asked for an
-    iterable that begins n samples later, if there is such a method; else they are read and thrown away.
+    Every rank, and every worker of its loader, reads the whole stream and keeps its own part, as with map-style data:
+    ``micro_batch_size x ranks`` samples at a time, of which rank r gets the r-th part. So a run resumes after any
+    number of samples with any number of ranks and workers. Samples are skipped by ``samples.skip(n)``, an iterable that
+    starts n samples later, if there is such a method; else they are read and dropped.
 
     Args:
-        samples: an iterable that gives the same samples each time and in every process. If it has ``set_epoch(epoch)``,
-            that is called before each epoch.
+        samples: an iterable that yields the same samples each time and in every process. If it has
+            ``set_epoch(epoch)``, that is called before each epoch.
 
-    Without a ``trainwright.Trainer`` it is dealt to the workers of its loader alone.
+    Without a ``trainwright.Trainer`` it is dealt only to the workers of its loader.
     """
 
     def __init__(self, samples: Iterable[Any]) -> None:
@@ -36,7 +36,7 @@ class DealtStream(IterableDataset[Any]):
         return itertools.islice(iter(self.samples), first, None, step)
 
     def begin(self, epoch: int, skipped: int) -> Iterator[Any]:
-        """The samples of an epoch after the first ``skipped``."""
+        """Return the samples of an epoch after the first ``skipped``."""
         if callable(getattr(self.samples, "set_epoch", None)):
             self.samples.set_epoch(epoch)  # type: ignore[attr-defined]
         if skipped and callable(getattr(self.samples, "skip", None)):
@@ -52,8 +52,8 @@ class DealtBatches(IterableDataset[Any]):
         micro_batch_size: samples per rank and wave.
         data_rank: this rank.
         data_ranks: number of ranks.
-        group: waves of one optimizer step.
-        drop_last: leave out the last step if it is not full.
+        group: waves per optimizer step.
+        drop_last: leave out an incomplete last step.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class DealtBatches(IterableDataset[Any]):
         self._wave_size = micro_batch_size * data_ranks
         self._group = max(group, 1)
         self._drop_last = drop_last
-        # Epoch and samples to skip: persistent workers, which keep this object, look them up when an epoch begins.
+        # Epoch and samples to skip: persistent workers, which keep this object, read them when an epoch starts.
         self._control = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def prepare(self, epoch: int, skipped: int) -> None:
-        """Choose what the next iteration reads."""
+        """Set what the next iteration reads."""
         self._control[0], self._control[1] = epoch, skipped
 
     def __iter__(self) -> Iterator[tuple[list[Any], Tag]]:
@@ -79,7 +79,7 @@ class DealtBatches(IterableDataset[Any]):
         samples = self.stream.begin(epoch, skipped)
         for step in itertools.count():
             first_wave = step * self._group
-            # A loader asks its workers in turn, so the w-th of them makes every w-th batch.
+            # A loader polls its workers in turn, so the w-th of them makes every w-th batch.
             own = {wave for wave in range(self._group) if (first_wave + wave) % workers == mine}
             kept, total = self._read_step(samples, own)
             if total == self._group * self._wave_size or not self._drop_last:
@@ -88,12 +88,12 @@ class DealtBatches(IterableDataset[Any]):
                 return
 
     def _read_step(self, samples: Iterator[Any], own: set[int]) -> tuple[dict[int, list[Any]], int]:
-        """Read what all ranks read in a step and keep what is this rank's and worker's, by its wave."""
+        """Read the samples of a step and return those of this rank and worker by wave, and the number of all."""
         kept: dict[int, list[Any]] = {}
         total = 0
         for total, sample in enumerate(itertools.islice(samples, self._group * self._wave_size), start=1):
             wave, place = divmod(total - 1, self._wave_size)
-            # The first of each wave stands in where this rank has none of its own.
+            # The first of each wave is padding if this rank has none of its own.
             if wave in own and (place == 0 or place // self._micro == self._rank):
                 kept.setdefault(wave, []).append(sample)
         return kept, total
@@ -112,7 +112,7 @@ class DealtLoader(StreamLoader):
         loader: the user's loader over the stream.
         data_rank: this rank.
         data_ranks: number of ranks.
-        group: waves of one optimizer step; 1 if none is defined, or outside of training.
+        group: waves per optimizer step; 1 if undefined, or outside of training.
     """
 
     def __init__(self, loader: DataLoader[Any], data_rank: int, data_ranks: int, group: int) -> None:
@@ -145,5 +145,5 @@ class DealtLoader(StreamLoader):
 
 
 def uses_stream(loader: object) -> bool:
-    """Whether ``loader`` reads batches of a :class:`DealtStream`."""
+    """Return whether ``loader`` reads batches of a :class:`DealtStream`."""
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, DealtStream) and loader.batch_size is not None

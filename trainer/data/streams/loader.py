@@ -1,4 +1,4 @@
-"""The loader of a stream on one data rank, which knows how many samples each of its batches stands for."""
+"""The loader of a stream on one data rank, with the sample counts of each batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.trainer.data.wrapped_loader import WrappedLoader
 
 
 class Tag(NamedTuple):
-    """What a rank must know of a micro-batch to weigh it.
+    """Sample counts that weight a micro-batch.
 
     Args:
         own: samples of this rank.
@@ -27,7 +27,7 @@ class Tag(NamedTuple):
 
 
 class _CollateTagged:
-    """Collates the samples of a micro-batch and leaves beside them what they came with."""
+    """Collates the samples of a micro-batch, and keeps what comes with them."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -38,18 +38,18 @@ class _CollateTagged:
 
 
 class StreamLoader(WrappedLoader):
-    """The micro-batches of one data rank, weighed by the samples of all ranks.
+    """The micro-batches of one data rank, weighted by the samples of all ranks.
 
     Args:
         loader: the user's loader over the stream.
-        batches: what gives micro-batches in its place, each a list of samples and what is to stay beside them.
+        batches: yields micro-batches instead, each a list of samples and what is kept beside them.
         data_ranks: number of ranks.
-        group: waves of one optimizer step; 1 if none is defined, or outside of training.
+        group: waves per optimizer step; 1 if undefined, or outside of training.
     """
 
-    # Batches are read ahead by two at most; the loop asks for those of the present optimizer step too.
+    # At most two steps are read ahead; the loop needs those of the present one too.
     _REMEMBERED = 8
-    regular_waves = 0  # none is known beforehand
+    regular_waves = 0  # unknown in advance
     whole_step = False  # only if a global batch is set, as for data of known length
 
     def __init__(self, loader: DataLoader[Any], batches: IterableDataset[Any], data_ranks: int, group: int) -> None:
@@ -75,11 +75,11 @@ class StreamLoader(WrappedLoader):
 
     @property
     def sampler(self) -> StreamLoader:
-        """By this name Lightning finds ``set_epoch``."""
+        """Alias by which Lightning finds ``set_epoch``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next."""
+        """Set the next epoch."""
         self.epoch = epoch
 
     @property
@@ -89,11 +89,11 @@ class StreamLoader(WrappedLoader):
 
     @property
     def first_batch(self) -> int:
-        """Index in the epoch of the first batch that is read now."""
+        """Index in the epoch of the first batch read now."""
         return self._of_this_epoch.first_batch
 
     def resume(self, resumed: Resumed) -> None:
-        """Resume within an epoch when the next iteration of it begins."""
+        """Resume within an epoch at its next iteration."""
         self._resumed = resumed
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,23 +108,23 @@ class StreamLoader(WrappedLoader):
         self._tags = {}
 
     def _tagged(self) -> Iterator[tuple[Any, Tag, Any]]:
-        """Micro-batches, each with its tag and what is to be remembered of it."""
+        """Yield micro-batches, each with its tag and what :meth:`_remember` needs."""
         raise NotImplementedError
 
     def _remember(self, index: int, read: Any) -> None:
-        """Remember what was read for the ``index``-th batch of the epoch, and forget what no one asks for any more."""
+        """Remember what was read for the ``index``-th batch of the epoch, and drop what is no longer needed."""
         raise NotImplementedError
 
     def position(self, batches: int) -> dict[str, Any]:
-        """What has been read when the loop has used so many batches of the epoch."""
+        """Return what has been read after so many batches of the epoch."""
         raise NotImplementedError
 
     def is_padding(self, batch_idx: int) -> bool:
-        """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
+        """Return whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
         return self._tags[batch_idx].own == 0
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
-        """As :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
+        """See :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
         tag = self._tags[batch_idx]
         if tag.own == 0:
             return float("inf")

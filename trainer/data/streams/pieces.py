@@ -1,16 +1,16 @@
-"""Arithmetic of shards: what is left of them, and who reads which part."""
+"""Arithmetic of shards: what remains of them, and which worker reads which part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-# Size of a shard that is not known: greater than any.
+# Size of a shard of unknown size: greater than any.
 UNKNOWN = 2**62
 
 
 class ShardPiece(NamedTuple):
-    """Samples ``[start, stop)`` of a shard, in the order in which an epoch reads that shard."""
+    """Samples ``[start, stop)`` of a shard, in the epoch's reading order of it."""
 
     shard: int
     start: int
@@ -23,10 +23,10 @@ class ShardPiece(NamedTuple):
 
 
 class Pieces:
-    """A growing set of samples, kept as few pieces.
+    """A growing set of samples, stored as few pieces.
 
     Args:
-        pieces: what is in it first.
+        pieces: initial content.
     """
 
     def __init__(self, pieces: Iterable[Sequence[int]] = ()) -> None:
@@ -48,11 +48,11 @@ class Pieces:
         return (ShardPiece(shard, *bound) for shard, bounds in self._bounds.items() for bound in sorted(bounds))
 
     def to_json(self) -> list[list[int]]:
-        """As plain values; :class:`Pieces` takes them."""
+        """Return plain values, which the constructor accepts."""
         return [list(piece) for piece in self]
 
     def missing(self, order: Iterable[int], sizes: Sequence[int]) -> list[ShardPiece]:
-        """Return the samples of shards that are not in it.
+        """Return the samples of shards that are not in the set.
 
         Args:
             order: the shards, in the order of the result.
@@ -68,7 +68,7 @@ class Pieces:
         return found
 
     def rest(self, piece: ShardPiece) -> ShardPiece:
-        """Return what is left of a piece that is read from its start on; may be empty."""
+        """Return the rest of a piece that is read from its start; may be empty."""
         start = piece.start
         for first, stop in sorted(self._bounds.get(piece.shard, ())):
             if first <= start < stop:
@@ -81,12 +81,12 @@ def deal(
 ) -> list[ShardPiece]:
     """Return what a worker of a data rank reads of ``pieces``.
 
-    If all sizes are known, each rank gets the same number of samples, within one, and each worker of it whole
-    micro-batches, but for the last one. Else the pieces are dealt in turn: the first to the first worker of each rank.
+    If all sizes are known, each rank gets the same number of samples, within one, and each of its workers whole
+    micro-batches, except for the last one. Else whole pieces are dealt in turn, to the first worker of each rank first.
 
     Args:
-        pieces: what is left of an epoch, the same on every rank.
-        micro: samples of a micro-batch.
+        pieces: the rest of an epoch, equal on every rank.
+        micro: samples per micro-batch.
         rank: data rank.
         ranks: number of data ranks.
         worker: index of the worker.
@@ -97,7 +97,7 @@ def deal(
     total = sum(piece.size for piece in pieces)
     first, last = rank * total // ranks, (rank + 1) * total // ranks
     batches = -(-(last - first) // micro)
-    # A loader asks its workers in turn: the w-th of them makes every w-th batch, and one of them the last.
+    # A loader polls its workers in turn: the w-th of them makes every w-th batch, and one of them the last.
     sizes = [-(-(batches - each) // workers) * micro for each in range(workers)]
     sizes[(batches - 1) % workers] -= batches * micro - (last - first)
     first += sum(sizes[:worker])
@@ -105,7 +105,7 @@ def deal(
 
 
 def _cut(pieces: Iterable[ShardPiece], first: int, last: int) -> list[ShardPiece]:
-    """Return samples ``[first, last)`` of all pieces one after the other."""
+    """Return samples ``[first, last)`` of the concatenated pieces."""
     found, before = [], 0
     for shard, start, stop in pieces:
         part = ShardPiece(shard, max(start, start + first - before), min(stop, start + last - before))

@@ -1,4 +1,4 @@
-"""The loader of a stream of shards: ranks that have read all of theirs stay in step with the others."""
+"""The loader of a stream of shards: ranks that have read all of theirs pad until the others have."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _Batch = tuple[Any, Batch]
 
 @dataclass(frozen=True)
 class ShardReader:
-    """Who reads a stream of shards.
+    """The reader of a stream of shards.
 
     Args:
-        data_rank: index of this rank among those that read different samples.
+        data_rank: index among ranks that read different samples.
         data_ranks: their number.
         seed: seed of the run.
-        group: a gloo group of all ranks, apart from those that train; ``None``: there is one rank.
+        group: a gloo group of all ranks, not used for training; ``None``: a single rank.
     """
 
     data_rank: int
@@ -39,16 +39,16 @@ class ShardReader:
 class ShardLoader(StreamLoader):
     """The loader of a :class:`ShardedStream` on one data rank.
 
-    Ranks may have unequal numbers of batches. So each reads one optimizer step ahead, and all add up their samples
-    while the step before still runs. One that has no batch left repeats its last one as padding, until none has any.
+    Ranks may have unequal numbers of batches. So each reads one optimizer step ahead, and all sum their samples while
+    the current step runs. A rank without a batch repeats its last one as padding, until none has any.
 
     Args:
         loader: the user's loader over the stream.
         reader: this rank.
-        group: waves of one optimizer step; 1 if none is defined, or outside of training.
+        group: waves per optimizer step; 1 if undefined, or outside of training.
     """
 
-    is_dealt = False  # ranks read parts of the stream that follow each other
+    is_dealt = False  # ranks read consecutive parts of the stream
 
     def __init__(self, loader: DataLoader[Any], reader: ShardReader, group: int) -> None:
         stream, micro = loader.dataset, loader.batch_size
@@ -58,8 +58,8 @@ class ShardLoader(StreamLoader):
         super().__init__(loader, self._batches, reader.data_ranks, group)
         self._stream, self._micro, self._reader = stream, micro, reader
         self._collate, self._drop_last = loader.collate_fn, loader.drop_last
-        # What was read of the epoch before it was dealt as it is now; by this rank since then, in earlier runs, in the
-        # batches that are remembered, and up to these.
+        # What was read of the epoch: before it was dealt as it is now; by this rank since then, in earlier runs; in the
+        # remembered batches; and up to these.
         self._before: list[ShardPiece] = []
         self._resumed_progress = RankProgress()
         self._read: dict[int, Batch] = {}
@@ -67,14 +67,14 @@ class ShardLoader(StreamLoader):
 
     @property
     def seed(self) -> int | None:
-        """The seed of the order; ``None`` if it is not shuffled."""
+        """Seed of the order; ``None`` if it is not shuffled."""
         return self._reader.seed if self._stream.shuffle else None
 
     def set_epoch(self, epoch: int) -> None:
         """See :class:`StreamLoader`."""
         if epoch != self.epoch:
             super().set_epoch(epoch)
-            self._forget()
+            self._reset()
 
     def resume(
         self, resumed: Resumed, position: Mapping[str, Any] | None = None, states: Sequence[Mapping[str, Any]] = ()
@@ -82,8 +82,8 @@ class ShardLoader(StreamLoader):
         """See :class:`StreamLoader`.
 
         Args:
-            resumed: where the epoch is resumed.
-            position: a :meth:`position` of the run that saved, without its ``state``.
+            resumed: position at which the epoch resumes.
+            position: a :meth:`position` of the saved run, without its ``state``.
             states: the ``state`` of each data rank of that run.
         """
         super().resume(resumed)
@@ -95,14 +95,14 @@ class ShardLoader(StreamLoader):
         self._before = list(read)
         self._resumed_progress = progress[self._reader.data_rank] if same else RankProgress()
         self._batches.resume(resumed.epoch, self._before, self._resumed_progress)
-        self._forget()
+        self._reset()
 
     @property
     def _dealt(self) -> list[Any]:
-        """On what it depends who reads what."""
+        """Values that the assignment of samples depends on."""
         return [self.data_ranks, self.loader.num_workers, self._micro, self._stream._fingerprint]
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._read = {}
         self._progress = self._resumed_progress.copy() if self._is_resumed else RankProgress()
 
@@ -112,12 +112,12 @@ class ShardLoader(StreamLoader):
 
     def _begin(self) -> None:
         super()._begin()
-        self._forget()
+        self._reset()
         seed = self._of_this_epoch.seed
         self._batches.prepare(self.epoch, self._reader.seed if seed is None else seed)
 
     def _own(self) -> Iterator[_Batch]:
-        """The micro-batches of this rank, until no worker has any."""
+        """Yield the micro-batches of this rank, until no worker has any."""
         idle, workers = 0, max(self.loader.num_workers, 1)
         for samples, beside in self.loader:
             batch = Batch(*beside)
@@ -130,39 +130,39 @@ class ShardLoader(StreamLoader):
     def _tagged(self) -> Iterator[tuple[Any, Tag, Any]]:
         batches = self._own()
         last, step = None, list(islice(batches, self.group))
-        asked = self._ask(step)
+        pending = self._sum_waves(step)
         while True:
-            waves = self._counted(asked)
+            waves = self._wait(pending)
             total = sum(waves)
             if not total or (self._drop_last and total < self.group * self._micro * self.data_ranks):
                 return
             following = list(islice(batches, self.group))
-            asked = self._ask(following)
+            pending = self._sum_waves(following)
             for wave, samples in enumerate(waves):
                 if wave < len(step):
                     last, batch = step[wave]
                     yield last, Tag(batch.samples, samples, total), batch
                 else:
-                    last = self._stand_in() if last is None else last
+                    last = self._padding() if last is None else last
                     yield last, Tag(0, samples, total), None
             step = following
 
-    def _ask(self, step: list[_Batch]) -> tuple[Any, torch.Tensor]:
-        """Begin to add up the samples of all ranks in each wave of an optimizer step."""
+    def _sum_waves(self, step: list[_Batch]) -> tuple[Any, torch.Tensor]:
+        """Start to sum the samples of all ranks in each wave of an optimizer step."""
         counts = [batch.samples for _, batch in step]
         numbers = torch.tensor(counts + [0] * (self.group - len(counts)))
         group = self._reader.group
         return None if group is None else dist.all_reduce(numbers, group=group, async_op=True), numbers
 
-    def _counted(self, asked: tuple[Any, torch.Tensor]) -> list[int]:
-        work, numbers = asked
+    def _wait(self, pending: tuple[Any, torch.Tensor]) -> list[int]:
+        work, numbers = pending
         if work is not None:
             work.wait()
-            numbers //= dist.get_world_size(self._reader.group) // self.data_ranks  # some share their samples
+            numbers //= dist.get_world_size(self._reader.group) // self.data_ranks  # some ranks share samples
         return [count for count in numbers.tolist() if count]
 
-    def _stand_in(self) -> Any:
-        """A batch of one sample, for a rank that has read none of its own."""
+    def _padding(self) -> Any:
+        """Return a batch of one sample, for a rank that has read none of its own."""
         shards = self._stream.shards
         return self._collate([next(sample for shard in range(len(shards.sizes)) for sample in shards.read(shard, 0))])
 
@@ -174,7 +174,7 @@ class ShardLoader(StreamLoader):
             self._progress.add(old)
 
     def position(self, batches: int) -> dict[str, Any]:
-        """How the epoch is dealt, what had been read of it before; as ``state``, this rank's progress since then."""
+        """Return how the epoch is dealt, what was read of it before, and as ``state`` this rank's progress since."""
         progress = self._progress.copy()
         for index, batch in sorted(self._read.items()):
             if index < batches:

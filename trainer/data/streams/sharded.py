@@ -1,4 +1,4 @@
-"""Streams of shards: each data rank reads its own, and another number of ranks takes over what is left of an epoch."""
+"""Streams of shards: each data rank reads its own, and any number of ranks resumes the rest of an epoch."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from trainwright.trainer.data.streams.pieces import UNKNOWN, Pieces, ShardPiece, deal
 from trainwright.trainer.data.streams.sources import shards_of
 
-# What was read, and the samples that it gave: one, or none at the end of a shard.
+# What was read, and its samples: one, or none at the end of a shard.
 _Read = tuple[ShardPiece, list[Any]]
 
 
 class ShardedStream(IterableDataset[Any]):
-    """Data that lie in shards, of which each data rank and each of its workers reads its own.
+    """Data in shards, of which each data rank and each of its workers reads its own.
 
     An epoch visits the shards in an order drawn from the seed and the epoch. Each worker reads ``shards_at_once`` of
-    them in turn, in shuffled blocks of ``buffer / shards_at_once`` samples: a sample moves within its block only.
-    What was read of each shard is saved with a run, so that any number of ranks and workers reads what is left.
-    Without a ``trainwright.Trainer`` the shards are dealt to the workers of the loader alone.
+    them in turn, in shuffled blocks of ``buffer / shards_at_once`` samples: a sample moves only within its block. What
+    was read of each shard is saved with a run, so that any number of ranks and workers reads the rest. Without a
+    ``trainwright.Trainer`` the shards are dealt only to the workers of the loader.
 
     Args:
         data: a ``datasets.Dataset`` or ``datasets.IterableDataset`` (not shuffled), a ``StreamingDataset`` of MosaicML
             Streaming or of LitData, tar files as of WebDataset (a path, a pattern such as ``"data/*.tar"``, or a list
-            of them; local or of fsspec), or any object with ``sizes`` and ``read`` as those of
+            of them; local or of fsspec), or any object with ``sizes`` and ``read`` like those of
             :class:`~trainwright.trainer.data.streams.sources.Shards`.
-        shuffle: off: shards and samples come in their order, one shard at a time.
+        shuffle: off: shards and samples in their order, one shard at a time.
         buffer: samples that each worker holds in memory to shuffle them.
         shards_at_once: shards that each worker mixes.
 
     Raises:
-        ValueError: if the data hold pickles, are shuffled or split already, or no shard is found.
-        TypeError: if the data are none of these.
+        ValueError: if the data contain pickles, are shuffled or split already, or have no shard.
+        TypeError: for other data.
     """
 
     def __init__(self, data: Any, *, shuffle: bool = True, buffer: int = 1000, shards_at_once: int = 4) -> None:
         if not 1 <= shards_at_once <= buffer:
             raise ValueError(
-                f"ShardedStream was given shards_at_once={shards_at_once} and buffer={buffer}, but each shard that is "
-                f"open needs a place in the buffer. Use shards_at_once from 1 to buffer."
+                f"ShardedStream was given shards_at_once={shards_at_once} and buffer={buffer}, but each open shard "
+                f"needs a place in the buffer. Use shards_at_once from 1 to buffer."
             )
         self.shards = shards_of(data)
         self.shuffle = shuffle
@@ -53,12 +53,12 @@ class ShardedStream(IterableDataset[Any]):
 
     @property
     def sizes_known(self) -> bool:
-        """Whether the number of samples of each shard is known before it is read."""
+        """True if the number of samples of each shard is known before it is read."""
         return UNKNOWN not in self.shards.sizes
 
     @property
     def _fingerprint(self) -> str:
-        """What a run that resumes must find unchanged."""
+        """Description of data that must not change before a resume."""
         sizes = self.shards.sizes
         total = f"{sum(sizes)} samples in " if self.sizes_known else ""
         found = f"{total}{len(sizes)} shards of {type(self.shards).__name__}"
@@ -67,19 +67,19 @@ class ShardedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        pieces = deal(self.left(0, 0, Pieces()), 1, 0, 1, mine, workers)
+        pieces = deal(self.rest(0, 0, Pieces()), 1, 0, 1, mine, workers)
         for _, samples in Reading(self, pieces, 0, 0):
             yield from samples
 
-    def left(self, seed: int, epoch: int, read: Pieces) -> list[ShardPiece]:
-        """Return what is left of an epoch, in its order of shards."""
+    def rest(self, seed: int, epoch: int, read: Pieces) -> list[ShardPiece]:
+        """Return the rest of an epoch, in its order of shards."""
         order = list(range(len(self.shards.sizes)))
         if self.shuffle:
             random.Random(f"{seed} {epoch}").shuffle(order)  # noqa: S311
         return read.missing(order, self.shards.sizes)
 
     def read(self, piece: ShardPiece, seed: int, epoch: int) -> Iterator[_Read]:
-        """Read a piece; what marks the end of a shard of unknown size has no sample."""
+        """Read a piece; the end of a shard of unknown size is marked by an entry without a sample."""
         if not piece.size:
             return
         shard, start, stop = piece
@@ -103,11 +103,11 @@ class Reading:
 
     Args:
         stream: the stream.
-        pieces: what one worker reads of an epoch.
+        pieces: those of one worker in an epoch.
         seed: seed of the order.
         epoch: the epoch.
         turn: a :attr:`turn`, to resume there.
-        read: what had been read then.
+        read: what had been read by then.
     """
 
     def __init__(
@@ -120,41 +120,41 @@ class Reading:
         read: Pieces | None = None,
     ) -> None:
         self._pieces, self._read = pieces, lambda piece: stream.read(piece, seed, epoch)
-        self._begun, *places = turn or [0]
+        self._started, *places = turn or [0]
         rest = (read or Pieces()).rest
         self._reading = deque((place, self._read(rest(pieces[place]))) for place in places)
         if not turn:
-            self._begin(stream.shards_at_once)
+            self._start(stream.shards_at_once)
 
     @property
     def turn(self) -> list[int]:
-        """Number of pieces that were begun; and which are being read, the next one first."""
-        return [self._begun, *(place for place, _ in self._reading)]
+        """Number of pieces started, and those being read, the next one first."""
+        return [self._started, *(place for place, _ in self._reading)]
 
     def __iter__(self) -> Iterator[_Read]:
         while self._reading:
             place, reader = self._reading.popleft()
             found = next(reader, None)
             if found is None:
-                self._begin(1)
+                self._start(1)
             else:
                 self._reading.append((place, reader))
                 yield found
 
-    def _begin(self, count: int) -> None:
-        for place in range(self._begun, min(self._begun + count, len(self._pieces))):
+    def _start(self, count: int) -> None:
+        for place in range(self._started, min(self._started + count, len(self._pieces))):
             self._reading.append((place, self._read(self._pieces[place])))
-            self._begun += 1
+            self._started += 1
 
 
 class Batch(NamedTuple):
-    """What comes beside the samples of a micro-batch.
+    """Data that come with the samples of a micro-batch.
 
     Args:
-        samples: their number; 0: the worker has read all that it was dealt.
-        worker: who has read it, as dealt.
-        read: the pieces that it is.
-        turn: where the worker is then.
+        samples: their number; 0: the worker has read all of its part.
+        worker: the worker that read it.
+        read: its pieces.
+        turn: the worker's position afterwards.
     """
 
     samples: int
@@ -164,12 +164,12 @@ class Batch(NamedTuple):
 
 
 class RankProgress:
-    """What a data rank has read of its part of an epoch, from which it resumes as if it had never stopped.
+    """Progress of a data rank in its part of an epoch; resuming from it is exact.
 
     Args:
         read: the samples.
-        turns: of each worker that has begun, where it is.
-        last: the worker whose batch was the last; -1: none was.
+        turns: position of each worker that has started.
+        last: the worker of the last batch; -1: none.
     """
 
     def __init__(
@@ -183,28 +183,28 @@ class RankProgress:
         self.turns[batch.worker], self.last = batch.turn, batch.worker
 
     def copy(self) -> RankProgress:
-        """Return a copy that can grow by itself."""
+        """Return an independent copy."""
         return RankProgress(self.read, self.turns, self.last)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {"read": self.read.to_json(), "turns": [[*turn] for turn in self.turns.items()], "last": self.last}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankProgress:
-        """The inverse of :meth:`to_json`."""
+        """Return the inverse of :meth:`to_json`."""
         return cls(value["read"], dict(value["turns"]), value["last"])
 
 
 class ShardBatches(IterableDataset[Any]):
-    """The micro-batches of one data rank, each a list of samples with a :class:`Batch`; without end.
+    """The micro-batches of one data rank, each a list of samples with a :class:`Batch`; endless.
 
-    A worker that has read all gives empty ones. If it ended, the loader would ask the others in an order that depends
-    on when it notices.
+    A worker that has read all yields empty ones. If it ended, the loader would poll the others in an order that depends
+    on timing.
 
     Args:
         stream: the stream.
-        micro_batch_size: samples of a micro-batch.
+        micro_batch_size: samples per micro-batch.
         data_rank: this rank.
         data_ranks: number of ranks.
     """
@@ -212,12 +212,12 @@ class ShardBatches(IterableDataset[Any]):
     def __init__(self, stream: ShardedStream, micro_batch_size: int, data_rank: int, data_ranks: int) -> None:
         self.stream = stream
         self._micro, self._rank, self._ranks = micro_batch_size, data_rank, data_ranks
-        # Epoch and seed: persistent workers, which keep this object, look them up when an epoch begins.
+        # Epoch and seed: persistent workers, which keep this object, read them when an epoch starts.
         self._control = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._resumed: tuple[int, list[ShardPiece], RankProgress] = (0, [], RankProgress())
 
     def resume(self, epoch: int, read: Iterable[ShardPiece], progress: RankProgress) -> None:
-        """Leave out what was read of an epoch; before workers are started.
+        """Leave out what was read of an epoch; call before workers start.
 
         Args:
             epoch: the epoch.
@@ -227,7 +227,7 @@ class ShardBatches(IterableDataset[Any]):
         self._resumed = (epoch, list(read), progress.copy())
 
     def prepare(self, epoch: int, seed: int) -> None:
-        """Choose what the next iteration reads."""
+        """Set what the next iteration reads."""
         self._control[0], self._control[1] = epoch, seed
 
     def __iter__(self) -> Iterator[tuple[list[Any], Batch]]:
@@ -237,9 +237,9 @@ class ShardBatches(IterableDataset[Any]):
         resumed, before, progress = self._resumed
         if resumed != epoch:
             before, progress = [], RankProgress()
-        left = self.stream.left(seed, epoch, Pieces(before))
-        mine = (mine + progress.last + 1) % workers  # a loader asks its first worker first
-        pieces = deal(left, self._micro, self._rank, self._ranks, mine, workers)
+        rest = self.stream.rest(seed, epoch, Pieces(before))
+        mine = (mine + progress.last + 1) % workers  # a loader polls its first worker first
+        pieces = deal(rest, self._micro, self._rank, self._ranks, mine, workers)
         reading = Reading(self.stream, pieces, seed, epoch, progress.turns.get(mine, ()), progress.read)
         batch, read = [], Pieces()
         for piece, samples in reading:
@@ -254,7 +254,7 @@ class ShardBatches(IterableDataset[Any]):
 
 
 def uses_shards(loader: object) -> bool:
-    """Whether ``loader`` reads a :class:`ShardedStream`.
+    """Return whether ``loader`` reads a :class:`ShardedStream`.
 
     Raises:
         ValueError: if it does so without batches.
@@ -262,5 +262,5 @@ def uses_shards(loader: object) -> bool:
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, ShardedStream):
         return False
     if loader.batch_size is None:
-        raise ValueError("A DataLoader over a ShardedStream has batch_size=None. Give it the size of a micro-batch.")
+        raise ValueError("A DataLoader over a ShardedStream has batch_size=None. Set it to the size of a micro-batch.")
     return True

@@ -1,4 +1,4 @@
-"""Data of other packages as shards that are read one after the other. Imports none of these packages."""
+"""Data of other packages as shards read sequentially. Imports none of these packages."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import fsspec
 
 from trainwright.trainer.data.streams.pieces import UNKNOWN
 
-# Rows of a `datasets.Dataset` that are read together, which is how many its Arrow files hold in a batch.
+# Rows of a `datasets.Dataset` read together: the batch size of its Arrow files.
 _ROWS = 1000
-# Of WebDataset: what is decoded by running code that the file chooses.
+# File types that WebDataset decodes by running code from the file.
 _PICKLES = frozenset({"pickle", "pkl", "pth", "pyd"})
 
 
 class Shards(Protocol):
-    """Shards of samples. Every rank must find the same ones, with the same samples in the same order each time.
+    """Shards of samples, equal on every rank, with the same samples in the same order each time.
 
     Attributes:
-        sizes: samples of each shard; ``pieces.UNKNOWN`` where that is known only when it has been read.
+        sizes: samples of each shard; ``pieces.UNKNOWN`` if known only after reading.
     """
 
     sizes: list[int]
 
     def read(self, shard: int, start: int) -> Iterable[Any]:
-        """Return the samples of a shard, but for the first ``start``."""
+        """Return the samples of a shard, except for the first ``start``."""
 
 
 class IndexedShards:
-    """Shards of a data set whose samples are found by their index: ``data[0]`` is the first of the first shard.
+    """Shards of a data set with samples by index: ``data[0]`` is the first of the first shard.
 
     Args:
         data: the data set.
@@ -60,7 +60,7 @@ class IterableShards:
         if "BufferShuffledExamplesIterable" in _steps(data._ex_iterable) or data._distributed is not None:
             raise ValueError(
                 "ShardedStream was given a datasets.IterableDataset that is shuffled or split by node, so that ranks "
-                "would read other samples than were left for them. Leave out .shuffle(...) and split_dataset_by_node: "
+                "would read other samples than dealt to them. Remove .shuffle(...) and split_dataset_by_node: "
                 "ShardedStream(data, shuffle=True) shuffles and splits."
             )
         self.data = data
@@ -69,16 +69,16 @@ class IterableShards:
     def read(self, shard: int, start: int) -> Iterator[dict[str, Any]]:
         """See :class:`Shards`."""
         part = self.data.shard(len(self.sizes), shard)
-        # Single samples of it would be split by worker.
+        # Iterating over single samples would split them by worker.
         for batch in (part.skip(start) if start else part).iter(batch_size=1):
             yield {name: values[0] for name, values in batch.items()}
 
 
 class TarShards:
-    """Tar files as of WebDataset: consecutive files that are named alike up to the first dot make up a sample.
+    """Tar files as of WebDataset: consecutive files with the same name up to the first dot make up a sample.
 
-    A sample is a dictionary of the contents (bytes) by what comes after that dot, with the name before it as
-    ``__key__`` and the tar file as ``__url__``.
+    A sample is a dictionary of contents (bytes) by the rest of the name, with the common part as ``__key__`` and the
+    tar file as ``__url__``.
 
     Args:
         paths: paths or patterns.
@@ -102,8 +102,8 @@ class TarShards:
                 stem, _, kind = name.partition(".")
                 if _PICKLES & set(kind.split(".")):
                     raise ValueError(
-                        f"{file.path} holds {member.name}, a pickle, and reading one can run code that the file "
-                        "chooses. Write the samples as JSON, text, images or safetensors."
+                        f"{file.path} holds {member.name}, a pickle, and reading one can run code from the file. Write "
+                        "the samples as JSON, text, images or safetensors."
                     )
                 key = folder + slash + stem
                 if sample and sample["__key__"] != key:
@@ -117,10 +117,10 @@ class TarShards:
 
 
 def shards_of(data: Any) -> Shards:
-    """Return the shards of what a :class:`~trainwright.ShardedStream` was given."""
+    """Return the shards of the data of a :class:`~trainwright.ShardedStream`."""
     shards = _known(data)
     if not len(shards.sizes):
-        raise ValueError(f"ShardedStream found no shard in {data!r}. Give data with at least one.")
+        raise ValueError(f"ShardedStream found no shard in {data!r}. Use data with at least one.")
     return shards
 
 
@@ -146,14 +146,14 @@ def _known(data: Any) -> Shards:
         found: Shards = data
         return found
     raise TypeError(
-        f"ShardedStream was given {type(data).__name__}, whose shards are not known. Use a Dataset or IterableDataset "
+        f"ShardedStream was given {type(data).__name__}, whose shards are unknown. Use a Dataset or IterableDataset "
         "of datasets, a StreamingDataset of MosaicML Streaming or LitData, paths of tar files, or an object with "
         "sizes and read(shard, start). For any other iterable use trainwright.DealtStream."
     )
 
 
 def _steps(iterable: Any) -> set[str]:
-    """Names of the classes that an iterable of ``datasets`` is made of."""
+    """Return the names of the classes that an iterable of ``datasets`` consists of."""
     inner = [*getattr(iterable, "ex_iterables", ()), *filter(None, [getattr(iterable, "ex_iterable", None)])]
     return {type(iterable).__name__}.union(*map(_steps, inner))
 
@@ -163,5 +163,5 @@ def _refuse_pickles(data: Any, formats: Iterable[str]) -> None:
     if found:
         raise ValueError(
             f"The shards of {type(data).__name__} hold {', '.join(found)}, which is a pickle, and reading one can run "
-            "code that the file chooses. Write them anew with strings, numbers, arrays, bytes or JSON."
+            "code from the file. Write them again with strings, numbers, arrays, bytes or JSON."
         )

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trainer.held import PLACES, Hold, Model, fit, meet_anew
-from tests.trainer.test_held_state import HELD_AT, STEPS, check_equal, go_on
+from tests.trainer.memory_harness import PLACES, Hold, Model, fit, meet_anew
+from tests.trainer.test_memory_resume import HELD_AT, STEPS, check_equal, go_on
 
 TOPK = {"name": "topk", "ratio": 0.1, "warmup_steps": 0}
 ONEBIT = {"name": "onebit", "warmup_steps": 1, "block": 64}

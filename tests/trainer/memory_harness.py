@@ -1,4 +1,4 @@
-"""A small model with blocks, dropout and running statistics, for tests of states in memory under any layout."""
+"""A small model with blocks, dropout and running statistics, for tests of in-memory states under any layout."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """Knows which samples it was trained on, in order; logs its loss.
+    """Records its training samples in order; logs its loss.
 
     Args:
         dropout: of its blocks.
@@ -95,7 +95,7 @@ class Model(pl.LightningModule):
 
 
 class Losses(pl.Callback):
-    """The exact loss of every optimizer step, by its number, as it was last computed; whole parameters at the end."""
+    """The last exact loss of every optimizer step, and the whole parameters at the end."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -134,7 +134,7 @@ class Losses(pl.Callback):
 
 
 class Hold(pl.Callback):
-    """Takes this rank's state after the optimizer steps given."""
+    """Copies this rank's state after the given optimizer steps."""
 
     def __init__(self, *steps: int) -> None:
         self._steps, self._seen = steps, 0
@@ -149,7 +149,7 @@ class Hold(pl.Callback):
 
 
 def make_trainer(place: str, callbacks: Sequence[Any], max_steps: int = 8, **options: Any) -> Trainer:
-    """A quiet Trainer on the ranks of the default process group."""
+    """Return a quiet Trainer on the ranks of the default process group."""
     strategy, given, _ = PLACES[place]
     return Trainer(
         strategy=make_strategy(strategy, **{"certificate": "off", **given}),
@@ -160,7 +160,7 @@ def make_trainer(place: str, callbacks: Sequence[Any], max_steps: int = 8, **opt
 
 
 class Stateful(IterableDataset[Any]):
-    """Keeps its place by itself."""
+    """Saves its own position."""
 
     def __init__(self, data: Numbered) -> None:
         self.data, self.next = data, 0
@@ -179,11 +179,11 @@ class Stateful(IterableDataset[Any]):
 
 
 class InPairs(BatchSampler):
-    """A batch sampler that is no plain one."""
+    """A custom batch sampler."""
 
 
 def make_loader(samples: int = 60, batch_size: int = 2, kind: str = "map", **options: Any) -> DataLoader[Any]:
-    """A loader; with 12 samples per optimizer step, 60 make epochs of 5 steps.
+    """Return a loader; with 12 samples per optimizer step, 60 make epochs of 5 steps.
 
     Args:
         samples, batch_size: of the data.
@@ -211,7 +211,7 @@ def fit(
     loader: DataLoader[Any] | None = None,
     **options: Any,
 ) -> tuple[Losses, Model]:
-    """Train; what was recorded, and the module."""
+    """Train; return the recorder and the module."""
     torch.manual_seed(7)
     recorder, module = Losses(), Model() if module is None else module
     trainer = make_trainer(place, [*callbacks, recorder], **options)
@@ -221,7 +221,7 @@ def fit(
 
 
 def meet_anew(folder: str, members: Sequence[int], rank: int) -> bool:
-    """Form a default group of some of the ranks, in order; whether this rank is one of them."""
+    """Form a default group of some of the ranks, in order; return whether this rank is one of them."""
     dist.destroy_process_group()
     if rank not in members:
         return False

@@ -1,4 +1,4 @@
-"""`fit(ckpt_path=<a state in memory>)`: a new Trainer and a new module go on in the same process."""
+"""`fit(ckpt_path=<in-memory state>)` with a new Trainer and a new module in the same process."""
 
 import warnings
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trainer.held import PLACES, Hold, Model, fit, meet_anew
+from tests.trainer.memory_harness import PLACES, Hold, Model, fit, meet_anew
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.core.errors import CheckpointError
 
@@ -15,7 +15,7 @@ HELD_AT, STEPS = 3, 7
 
 
 def go_on(place: str, spoil: float, **options: Any) -> dict[str, Any]:
-    """Train at one go, and from the middle with everything else anew."""
+    """Train in one run, and resumed from the middle with a new Trainer and module."""
     hold = Hold(HELD_AT)
     whole, module = fit(place, [hold], Model(**options), max_steps=STEPS)
     other = Model(**options)
@@ -44,7 +44,7 @@ def check_equal(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_to_the_bit(ranks, place):
+def test_resume_is_exact(ranks, place):
     for result in ranks(go_on, PLACES[place][2], place, 0.3):
         check_equal(result)
 
@@ -87,14 +87,14 @@ def go_on_elsewhere() -> str:
     return str(caught.value)
 
 
-def test_what_is_not_held(ranks):
+def test_wrong_layout(ranks):
     for message in ranks(go_on_elsewhere, 2):
         assert message.startswith(f"The copy in memory of step {HELD_AT} holds ")
         assert "resume from a checkpoint on disk" in message
 
 
 class Editing(Model):
-    """Looks at all weights before they are loaded."""
+    """Reads all weights before they are loaded."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         weights = checkpoint["state_dict"]
@@ -111,7 +111,7 @@ def edit(place: str) -> tuple[dict[int, float], dict[int, float], dict[str, Any]
 
 
 @pytest.mark.parametrize("place", ["zero3", "pipeline x shard"])
-def test_who_wants_to_see_whole_weights(ranks, place):
+def test_on_load_checkpoint_sees_whole_weights(ranks, place):
     for expected, found, shapes, looked in ranks(edit, PLACES[place][2], place):
         assert found == expected
         assert looked == shapes
@@ -128,5 +128,5 @@ def said_of_later_ones(folder: str) -> list[str]:
     return [str(each.message) for each in caught if "later steps" in str(each.message)]
 
 
-def test_checkpoints_that_are_made_again_are_no_reason_to_warn(ranks, tmp_path):
+def test_no_warning_for_repeated_checkpoints(ranks, tmp_path):
     assert ranks(said_of_later_ones, 1, str(tmp_path / "saved")) == [[]]

@@ -1,4 +1,4 @@
-"""Going back to a state in memory within a fit: what comes after is what would have come without."""
+"""Rolling back to a state in memory within a fit gives the results of an undisturbed run."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer.held import PLACES, Hold, Model, fit, make_loader
-from trainwright.callbacks.guard.verdict import DropStep, GoBack
+from tests.trainer.memory_harness import PLACES, Hold, Model, fit, make_loader
+from trainwright.callbacks.guard.verdict import DropStep, RollBack
 from trainwright.checkpoint.memory.snapshots import Snapshots
 from trainwright.strategies.contract.gradients import local_tensor
 
-STEPS = 8  # of which an epoch has 5
+STEPS = 8  # 5 per epoch
 
 
 class Judge(pl.Callback):
@@ -23,7 +23,7 @@ class Judge(pl.Callback):
         verdict: what to raise.
     """
 
-    sees_parts = True  # it looks at what this rank holds
+    sees_parts = True  # it reads this rank's tensors
 
     keeps_its_state = True
 
@@ -34,7 +34,7 @@ class Judge(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step + 1 == self._at and not self._raised:
             self._raised = True
-            with torch.no_grad():  # what a step makes of gradients must not be seen
+            with torch.no_grad():  # the step must not use these gradients
                 for _, gradient in trainer.strategy.named_gradients():
                     gradient.fill_(float("nan"))
             raise self._verdict()
@@ -44,14 +44,14 @@ class Judge(pl.Callback):
 
 
 def go_back(place: str, held_at: int, fault_at: int, keep: int = 1, skip_steps: int = 0, **options: Any) -> Any:
-    """A run that goes back and one that does not; with losses, samples and the like of both."""
+    """Run with and without a rollback; return losses, samples, hooks and metrics of both."""
     loader: dict[str, Any] = options.pop("loader", {})
     model: dict[str, Any] = options.pop("model", {})
     given = {"max_steps": STEPS, **options}
     calm, module = fit(place, [Hold()], Model(**model), loader=make_loader(**loader), **given)
     hold = Hold(*range(held_at, held_at + keep))
     hold.snapshots = Snapshots(keep)
-    judge = Judge(fault_at, lambda: GoBack(hold.snapshots.newest(held_at), skip_steps))
+    judge = Judge(fault_at, lambda: RollBack(hold.snapshots.newest(held_at), skip_steps))
     went, again = fit(place, [judge, hold], Model(**model), loader=make_loader(**loader), **given)
     return {
         "losses": (calm.losses, went.losses),
@@ -81,20 +81,20 @@ def check_undisturbed(result: dict[str, Any], held_at: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["single", "zero2", "pipeline"])
-def test_within_an_epoch(ranks, place):
+def test_rollback_within_epoch(ranks, place):
     for result in ranks(go_back, PLACES[place][2], place, 2, 4):
         check_undisturbed(result, 2)
         assert result["hooks"][0] == result["hooks"][1]
 
 
-@pytest.mark.parametrize(("place", "held_at"), [  # within an epoch, and when it was read to its end
+@pytest.mark.parametrize(("place", "held_at"), [  # within an epoch, and at its end
     ("zero3", 3), ("single", 5), ("pipeline x shard", 5),
 ])  # fmt: skip
-def test_across_the_end_of_an_epoch(ranks, place, held_at):
+def test_rollback_across_epochs(ranks, place, held_at):
     for result in ranks(go_back, PLACES[place][2], place, held_at, 7):
         check_undisturbed(result, held_at)
         before, after = result["hooks"]
-        # The epoch in whose middle the state was taken is not begun anew; its end, and the next one's beginning, are.
+        # The epoch of the copied state is not started again; its end and the start of the next one are repeated.
         assert after == [*before[:4], "epoch 0 end", "epoch 1 start", *before[4:]]
 
 
@@ -106,7 +106,7 @@ def test_across_the_end_of_an_epoch(ranks, place, held_at):
     {"profiler": "simple"},
     {"loader": {"batch_size": 3, "samples": 58}},
 ])  # fmt: skip
-def test_with(ranks, options):
+def test_rollback_with_options(ranks, options):
     for result in ranks(go_back, 2, "ddp", 3, 7, **options):
         check_undisturbed(result, 3)
 
@@ -116,26 +116,26 @@ def test_with(ranks, options):
     (2, {"kind": "shards", "num_workers": 1, "persistent_workers": True}),
     (2, {"kind": "batches"}), (1, {"kind": "stateful"}),
 ])  # fmt: skip
-def test_loaders(ranks, count, loader):
+def test_rollback_with_loaders(ranks, count, loader):
     for result in ranks(go_back, count, "ddp" if count == 2 else "single", 3, 7, loader=loader):
         check_undisturbed(result, 3)
 
 
 def steps_of(seen: list[list[int]], micro: int) -> list[list[int]]:
-    """Samples of each optimizer step on this rank."""
+    """Return the samples of each optimizer step on this rank."""
     return [sum(seen[first : first + micro], []) for first in range(0, len(seen), micro)]
 
 
 @pytest.mark.parametrize(("place", "options"), [
     ("single", {}), ("zero3", {}), ("ddp", {"profiler": "simple"}),
 ])  # fmt: skip
-def test_skipping(ranks, place, options):
+def test_rollback_and_skip(ranks, place, options):
     for result in ranks(go_back, PLACES[place][2], place, 2, 4, skip_steps=2, **options):
         assert result["gone_back_to"] == [2]
         assert result["global_step"] == STEPS
         assert [(each.epoch, each.first, each.last) for each in result["skipped"]] == [(0, 3, 5)]
         before, after = (steps_of(seen, len(result["seen"][0]) // STEPS) for seen in result["seen"])
-        # Steps 1 to 4, then the third again, then the next epoch.
+        # Steps 1 to 4, the third again, then the next epoch.
         assert after[:5] == [*before[:4], before[2]]
         assert after[5:8] == before[5:8]
         assert len(after) == STEPS + 2
@@ -146,7 +146,7 @@ def test_skipping(ranks, place, options):
 class Saves(pl.Callback):
     """Saves a checkpoint after one optimizer step."""
 
-    sees_parts = True  # it looks at what this rank holds
+    sees_parts = True  # it reads this rank's tensors
 
     keeps_its_state = True
 
@@ -164,8 +164,8 @@ class Saves(pl.Callback):
 
 def skip_and_resume(place: str, folder: str, save_at: int) -> Any:
     hold = Hold(2)
-    judge = Judge(4, lambda: GoBack(hold.snapshots.newest(), 1))
-    saver = Saves(folder, -save_at)  # once it has gone back
+    judge = Judge(4, lambda: RollBack(hold.snapshots.newest(), 1))
+    saver = Saves(folder, -save_at)  # after the rollback
     whole, module = fit(place, [judge, hold, saver], max_steps=STEPS)
     rest, again = fit(place, held=f"{folder}/at", max_steps=STEPS)
     micro = len(again.seen) // (STEPS - save_at)
@@ -178,8 +178,8 @@ def skip_and_resume(place: str, folder: str, save_at: int) -> Any:
     }
 
 
-@pytest.mark.parametrize(("place", "save_at"), [("zero3", 3), ("single", 5)])  # before what is skipped, and after it
-def test_resuming_knows_what_is_skipped(ranks, tmp_path, place, save_at):
+@pytest.mark.parametrize(("place", "save_at"), [("zero3", 3), ("single", 5)])  # before and after the skipped samples
+def test_resume_with_skipped_samples(ranks, tmp_path, place, save_at):
     for result in ranks(skip_and_resume, PLACES[place][2], place, str(tmp_path), save_at):
         expected, found = result["losses"]
         assert found == {step: expected[step] for step in range(save_at + 1, STEPS + 1)}
@@ -191,7 +191,7 @@ def test_resuming_knows_what_is_skipped(ranks, tmp_path, place, save_at):
 class Weights(pl.Callback):
     """Weights and learning rate after every micro-batch."""
 
-    sees_parts = True  # it looks at what this rank holds
+    sees_parts = True  # it reads this rank's tensors
 
     def __init__(self) -> None:
         self.after: list[tuple[int, float, dict[str, Tensor]]] = []
@@ -224,7 +224,7 @@ def drop(place: str, at: int, **options: Any) -> Any:
     ("single", {}), ("ddp", {}), ("zero2", {}), ("zero3", {}), ("pipeline x shard", {}),
     ("single", {"profiler": "simple"}), ("single", {"precision": "16-mixed"}), ("zero3", {"precision": "16-mixed"}),
 ])  # fmt: skip
-def test_dropping_a_step(ranks, place, options):
+def test_drop_step(ranks, place, options):
     for result in ranks(drop, PLACES[place][2], place, 4, **options):
         before, after, then = result["before"], result["after"], result["then"]
         assert before[:2] == after[:2]  # number of the step, learning rate
@@ -233,7 +233,7 @@ def test_dropping_a_step(ranks, place, options):
         assert then[0] == after[0] + 1
         assert not all(torch.equal(then[2][name], value) for name, value in after[2].items())
         expected, found = result["steps"]
-        assert found[:5] == expected[:5]  # the dropped one's samples are read, those of the next follow
+        assert found[:5] == expected[:5]  # the samples of the dropped step are not repeated
         assert len(found) == STEPS + 1
         assert [(each.epoch, each.first, each.last) for each in result["skipped"]] == [(0, 3, 4)]
         assert result["stepped"] == STEPS

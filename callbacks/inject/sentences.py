@@ -1,7 +1,7 @@
-"""`+inject='kill(rank=1, at_step=7)'`: sentences that inject faults, read without running anything that is typed.
+"""Parsing of `+inject='kill(rank=1, at_step=7)'`, without executing what is typed.
 
-A sentence is a call of a function of :mod:`trainwright.callbacks.inject` in Python's grammar, with literals as its
-arguments; several stand in a list. Hydra's grammar has no such calls, so these words are taken out before it composes.
+A sentence is a call of a function of :mod:`trainwright.callbacks.inject` in Python syntax, with literal arguments;
+several are given as a list. Hydra's grammar has no such calls, so these overrides are removed before it composes.
 """
 
 import ast
@@ -29,12 +29,12 @@ _OFF = ("", "null", "[]")
 
 
 class SentenceError(ValueError):
-    """A sentence that cannot be meant; the message says what can."""
+    """An invalid sentence; the message says what is allowed."""
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """One fault as it was typed.
+    """One parsed fault.
 
     Attributes:
         kind: name of the function.
@@ -48,19 +48,19 @@ class Sentence:
         return inject.sentence_of(self.kind, self.arguments)
 
     def make(self) -> "Fault":
-        """The callback."""
-        made: Fault = getattr(inject, self.kind)(**self.arguments)
-        return made
+        """Create the callback."""
+        fault: Fault = getattr(inject, self.kind)(**self.arguments)
+        return fault
 
 
 @dataclass
-class Taken:
-    """What `take_inject` took out of the overrides.
+class InjectOverrides:
+    """Overrides split by `split_inject`.
 
     Attributes:
         rest: the overrides for Hydra.
-        sentences: to be injected.
-        replaces: whether they stand in the place of those of the recipe (`inject=`), or beside them (`+inject=`).
+        sentences: faults to inject.
+        replaces: whether they replace those of the recipe (`inject=`), or are added (`+inject=`).
         problems: what is wrong with them.
     """
 
@@ -70,43 +70,43 @@ class Taken:
     problems: list[str] = field(default_factory=list)
 
     def add(self, override: str, match: re.Match[str]) -> None:
-        """Read one of the overrides that inject."""
+        """Parse one override that injects."""
         self.replaces = self.replaces or not match["plus"]
         try:
-            self.sentences += [str(each) for each in read(match["text"])]
+            self.sentences += [str(each) for each in parse(match["text"])]
         except SentenceError as error:
             self.problems.append(f"{override}: {error}")
 
-    def put_into(self, cfg: DictConfig) -> None:
+    def apply_to(self, cfg: DictConfig) -> None:
         """Write the sentences into a composed configuration."""
         kept = [] if self.replaces else list(cfg[KEY])
         cfg[KEY] = [*kept, *self.sentences]
 
 
 def is_inject(override: str) -> bool:
-    """Whether an override injects faults."""
+    """Return whether an override injects faults."""
     return _WORD.fullmatch(override) is not None
 
 
-def take_inject(overrides: Sequence[str]) -> Taken:
-    """Split off the overrides that inject faults; what is wrong with a recipe's own is found by `inject_problems`."""
-    taken = Taken([])
+def split_inject(overrides: Sequence[str]) -> InjectOverrides:
+    """Split off the overrides that inject faults; those of a recipe are validated by `inject_problems`."""
+    split = InjectOverrides([])
     for text in overrides:
         match = _WORD.fullmatch(text)
         if _PART.match(text):
-            taken.problems.append(f"{text}: inject takes whole sentences; type for example {EXAMPLE}")
+            split.problems.append(f"{text}: inject takes whole sentences; type for example {EXAMPLE}")
         elif match is None:
-            taken.rest.append(text)
+            split.rest.append(text)
         else:
-            taken.add(text, match)
-    return taken
+            split.add(text, match)
+    return split
 
 
-def read(text: str) -> list[Sentence]:
-    """The sentences of a text: one, a list of them, or none.
+def parse(text: str) -> list[Sentence]:
+    """Parse one sentence, a list of them, or none.
 
     Raises:
-        SentenceError: if the text is no sentence, or says something impossible.
+        SentenceError: if the text is no sentence, or an argument is invalid.
     """
     if text.strip() in _OFF:
         return []
@@ -118,35 +118,35 @@ def read(text: str) -> list[Sentence]:
 
 
 def make_faults(sentences: Sequence[str]) -> "list[Fault]":
-    """The callbacks of a configuration's sentences."""
-    return [sentence.make() for text in sentences for sentence in read(text)]
+    """Create the callbacks of a configuration's sentences."""
+    return [sentence.make() for text in sentences for sentence in parse(text)]
 
 
 def inject_problems(cfg: DictConfig, verb: str, world_size: int | None, server_ranks: int) -> list[str]:
-    """What stands against injecting the faults of a configuration into its run.
+    """Return what is wrong with injecting a configuration's faults into its run.
 
     Args:
         cfg: the configuration; its sentences are under `inject`.
         verb: fit, validate, test or predict.
-        world_size: ranks of the run; None when that is not known.
-        server_ranks: how many of them, the last ones, only serve.
+        world_size: ranks of the run; None if unknown.
+        server_ranks: how many of them, the last ones, are servers only.
     """
     problems: list[str] = []
     found: list[Sentence] = []
     for text in cfg[KEY]:
         try:
-            found += read(str(text))
+            found += parse(str(text))
         except SentenceError as error:
             problems.append(f"inject: {text}: {error}")
     if found and verb != "fit":
         problems.append(f"inject with {verb}: faults strike at training steps only; leave inject out")
     for sentence in found:
-        problems += _does_not_fit(sentence, cfg, world_size)
-        problems += _only_serve(sentence, world_size, server_ranks)
+        problems += _run_problems(sentence, cfg, world_size)
+        problems += _server_problems(sentence, world_size, server_ranks)
     return problems
 
 
-def _only_serve(sentence: Sentence, world_size: int | None, server_ranks: int) -> list[str]:
+def _server_problems(sentence: Sentence, world_size: int | None, server_ranks: int) -> list[str]:
     if world_size is None or not server_ranks:
         return []
     ranks = range(world_size - server_ranks, world_size)
@@ -158,7 +158,7 @@ def _only_serve(sentence: Sentence, world_size: int | None, server_ranks: int) -
     ]
 
 
-def _does_not_fit(sentence: Sentence, cfg: DictConfig, world_size: int | None) -> list[str]:
+def _run_problems(sentence: Sentence, cfg: DictConfig, world_size: int | None) -> list[str]:
     problems = []
     beyond = [rank for rank in ranks_named(sentence.kind, sentence.arguments) if world_size and rank >= world_size]
     if beyond:
@@ -184,8 +184,8 @@ def _sentences(node: ast.expr) -> list[Sentence]:
     match node:
         case ast.List(elts=several) | ast.Tuple(elts=several):
             return [sentence for each in several for sentence in _sentences(each)]
-        case ast.Constant(value=str(text)):  # quoted once more, as Hydra's own values are
-            return read(text)
+        case ast.Constant(value=str(text)):  # quoted once more, like Hydra's values
+            return parse(text)
         case ast.Call():
             return [_sentence(node)]
     raise SentenceError(f"{ast.unparse(node)} is no sentence; type for example {EXAMPLE}")
@@ -215,7 +215,7 @@ def _sentence(call: ast.Call) -> Sentence:
 
 
 def _shape(signature: inspect.Signature) -> str:
-    """`(rank, at_step, how='sleep')`."""
+    """Return a signature like `(rank, at_step, how='sleep')`."""
     shown = []
     for name, parameter in signature.parameters.items():
         has_default = parameter.default is not parameter.empty
@@ -224,7 +224,7 @@ def _shape(signature: inspect.Signature) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, in Python's words or in YAML's; or an exception with literals, like `ValueError('why')`."""
+    """Evaluate a literal, in Python's or YAML's notation, or an exception with literals like `ValueError('why')`."""
     if isinstance(node, ast.Name) and node.id in _YAML:
         return _YAML[node.id]
     if isinstance(node, ast.Call):

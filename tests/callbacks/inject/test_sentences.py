@@ -1,4 +1,4 @@
-"""Sentences that inject faults: what is understood, what is refused, and how they come into a configuration."""
+"""Fault sentences: parsing, errors, and their place in the configuration."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.command.project import run_command
 from trainwright.callbacks import inject
-from trainwright.callbacks.inject.words import SentenceError, make_faults, read, take_inject
+from trainwright.callbacks.inject.sentences import SentenceError, make_faults, parse, split_inject
 from trainwright.command import run
 from trainwright.command.schema.compose import compose, compose_checked
 from trainwright.command.sweep import expand
@@ -31,11 +31,11 @@ from trainwright.core.problems import ConfigError
     ("[]", []),
 ])  # fmt: skip
 def test_sentences(text: str, said: list[str]) -> None:
-    found = read(text)
+    found = parse(text)
     assert [str(sentence) for sentence in found] == said
-    # What is written into config.yaml means the same when it is read again.
+    # The form written to config.yaml parses to the same sentence.
     for sentence in found:
-        [again] = read(str(sentence))
+        [again] = parse(str(sentence))
         assert str(again) == str(sentence)
     assert [fault.sentence for fault in make_faults([text])] == said
 
@@ -70,19 +70,19 @@ def test_sentences(text: str, said: list[str]) -> None:
 ])  # fmt: skip
 def test_what_is_refused(text: str, parts: list[str]) -> None:
     with pytest.raises(SentenceError) as error:
-        read(text)
+        parse(text)
     for part in parts:
         assert part in str(error.value)
     assert not Path("ran").exists()
 
 
-def test_impossible_arguments_are_refused_in_python_too() -> None:
+def test_invalid_arguments_in_python() -> None:
     with pytest.raises(ValueError, match=r"kill\(rank=-1\).*kill\(at_step=0.5\)"):
         inject.kill(rank=-1, at_step=0.5)  # type: ignore[arg-type]
 
 
-def test_the_words_are_taken_from_hydra() -> None:
-    taken = take_inject(["a=1", "+inject=kill(1, 2)", "injection=3", "++inject=[stop(0, 1)]", "+inject=oops"])
+def test_split_inject() -> None:
+    taken = split_inject(["a=1", "+inject=kill(1, 2)", "injection=3", "++inject=[stop(0, 1)]", "+inject=oops"])
     assert taken.rest == ["a=1", "injection=3"]
     assert taken.sentences == ["kill(rank=1, at_step=2)", "stop(rank=0, at_step=1)"]
     assert not taken.replaces
@@ -90,7 +90,7 @@ def test_the_words_are_taken_from_hydra() -> None:
     assert problem.startswith("+inject=oops: oops is no sentence")
 
 
-def test_sentences_are_in_the_configuration(conf: Path) -> None:
+def test_sentences_in_configuration(conf: Path) -> None:
     (conf / "recipe" / "faulty.yaml").write_text(
         "# @package _global_\ndefaults: [mine]\nname: faulty\ninject: ['exit(rank=0, at_step=1)']\n"
     )
@@ -122,29 +122,29 @@ def _problems(conf: Path, *words: str, verb: str = "fit") -> str:
     (["+inject=foo(1)"], "fit", ["no fault 'foo'"]),
     (["inject.x=1"], "fit", ["inject.x=1"]),
 ])  # fmt: skip
-def test_what_does_not_fit_a_run_is_found_before_it_starts(conf, words, verb, parts):
+def test_mismatch_with_run_is_found_before_start(conf, words, verb, parts):
     found = _problems(conf, *words, verb=verb)
     for part in parts:
         assert part in found
 
 
-def test_what_fits(conf: Path) -> None:
+def test_valid_sentences(conf: Path) -> None:
     words = ["+inject=[kill(1, 3), partition(1, 2), slow(rank=None, factor=1.5), corrupt_checkpoint(step=4)]"]
     assert _problems(conf, *words) == ""
     with pytest.raises(ConfigError, match="no fault"):
         compose("mine", ["+inject=foo(1)"], config_dir=conf)
 
 
-def test_every_job_of_a_sweep_has_the_faults(conf: Path) -> None:
+def test_sweep_jobs_have_the_faults(conf: Path) -> None:
     jobs = expand(["recipe=mine", "seed=1,2", "+inject=[kill(1, 2), stop(0, 1)]"], conf)
     assert [job.overrides[-1] for job in jobs] == ["+inject=[kill(1, 2), stop(0, 1)]"] * 2
     assert [job.varied for job in jobs] == [("seed=1",), ("seed=2",)]
 
 
-def test_a_fault_of_the_command_line_strikes(conf: Path, tmp_path: Path) -> None:
+def test_fault_from_command_line(conf: Path, tmp_path: Path) -> None:
     words = ["recipe=mine", "strategy=ddp", "devices=2", "accelerator=cpu", "monitor=none", "logger=csv", "run_dir=run"]
     done = run_command("fit", "--config-dir", str(conf), *words, "+inject=exit(rank=1, at_step=2, code=7)")
-    assert done.returncode == 7  # of the rank that ended by itself
+    assert done.returncode == 7  # the exit code of the faulty rank
     assert "rank 1 of 2" in done.stdout
     assert "injected on rank 1 at step 2: exit(rank=1, at_step=2, code=7)" in Path("run/logs/rank_1.log").read_text()
     assert [path.name for path in Path("run/faults").iterdir()] == ["rank_1.json"]
