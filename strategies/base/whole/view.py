@@ -290,7 +290,7 @@ class WholeView:
                 whole = self._parts.whole(name, share.part if share.is_here else None)
             parameter = nn.Parameter(whole, requires_grad=self.requires_grad(name))
             if parameter.requires_grad:
-                # Python's collector cannot see through such hooks: one that referred to this view would leak the module.
+                # Python's collector cannot see through such hooks: a reference to this view would leak the module.
                 graded = self._graded
                 parameter.register_post_accumulate_grad_hook(lambda _: graded.append(name))
             self._parameters[name] = parameter
