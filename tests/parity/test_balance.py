@@ -31,15 +31,15 @@ SLOW_FIRST, SLOW_LAST = [4.0, 1.0], [1.0, 4.0]  # seconds per sample of the data
 
 
 class Paced(pl.Callback):
-    """In place of the clock: a data rank takes so many seconds for each sample that it is given.
+    """A simulated clock: a data rank takes a fixed number of seconds per sample.
 
-    Keeps the sizes of its batches too.
+    Also records batch sizes.
     """
 
     def __init__(self, seconds: list[float]) -> None:
         self.seconds = seconds
         self.sizes: list[int] = []
-        self._told = 0
+        self._taken = 0
         self._mine = 0.0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -57,7 +57,7 @@ class Paced(pl.Callback):
 
     def take(self, wait_for_device: bool = False) -> list[float]:
         """Seconds of compute, data, hooks and waits since the last call."""
-        new, self._told = sum(self.sizes[self._told :]), len(self.sizes)
+        new, self._taken = sum(self.sizes[self._taken :]), len(self.sizes)
         return [new * self._mine, 0.0, 0.0, 0.0]
 
     def refresh(self) -> None:
@@ -68,7 +68,7 @@ class Paced(pl.Callback):
 
 
 def paced_trainer(strategy: str, options: dict[str, Any], seconds: list[float], *callbacks: Any, **more: Any) -> Any:
-    """A Trainer, and what stands in for the clock of its ranks."""
+    """Return a Trainer, and the simulated clock of this rank."""
     paced = Paced(seconds)
     return make_trainer(strategy, options, callbacks=[*callbacks, paced], **more), paced
 
@@ -121,7 +121,7 @@ FOUR: dict[str, tuple[Any, ...]] = {
 
 
 def all_held(cases: list[tuple[Any, ...]]) -> list[tuple[list[str], list[int]]]:
-    """Of each case, what differs from equal shares, and the sizes of this rank's batches."""
+    """Return for each case the differences from equal shares, and the batch sizes of this rank."""
     found = []
     for case, balance, seconds, micro, *workers in cases:
         equal, _ = run(case, "none", seconds, micro)
@@ -133,7 +133,7 @@ def all_held(cases: list[tuple[Any, ...]]) -> list[tuple[list[str], list[int]]]:
 
 
 def assert_equal(ranks: Any, world_size: int, cases: dict[str, tuple[Any, ...]]) -> dict[str, list[list[int]]]:
-    """No rank differs; returns the sizes of batches, by case and rank."""
+    """Assert that no rank differs; return batch sizes by case and rank."""
     results = ranks(all_held, world_size, list(cases.values()), timeout=120)
     found = [
         f"rank {rank}, {name}: {difference}"
@@ -167,7 +167,7 @@ def test_shares_move_between_the_replicas_of_a_layout(ranks: Any) -> None:
 
 
 class Logging(pl.LightningModule):
-    """Logs its loss in all ways, and steps by itself if told to."""
+    """Logs its loss in all ways; ``manual``: with manual optimization."""
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Logging(pl.LightningModule):
 
 
 def logged(manual: bool, balance: Any, **options: Any) -> tuple[list[float], list[float]]:
-    """What was logged, and the weights in the end."""
+    """Return logged values and final weights."""
     module = Logging(manual)
     trainer, _ = paced_trainer("ddp", {}, SLOW_LAST, max_epochs=2, balance=balance, **options)
     trainer.fit(module, DataLoader(Texts(27), batch_size=3))  # the last wave is of three samples
@@ -209,7 +209,7 @@ def all_logged(ways: list[tuple[bool, dict[str, Any]]]) -> list[Any]:
     return [(logged(manual, "none", **options), logged(manual, AUTO, **options)) for manual, options in ways]
 
 
-def test_what_is_logged_and_done_by_hand_is_that_of_equal_shares(ranks: Any) -> None:
+def test_logging_and_manual_optimization_equal_those_of_equal_shares(ranks: Any) -> None:
     ways: list[tuple[bool, dict[str, Any]]] = [
         (False, {}),
         (False, {"accumulate_grad_batches": 2}),
@@ -245,7 +245,7 @@ def normalised(synchronised: bool) -> tuple[list[str], list[list[float]]]:
     return said, weights
 
 
-def test_batch_norm_is_told_of(ranks: Any) -> None:
+def test_batch_norm_is_warned_about(ranks: Any) -> None:
     (said, (equal, auto)), *_ = ranks(normalised, 2, False)
     assert said == [text for text in said if "Normalising has BatchNorm" in text]
     assert len(said) == 1
@@ -299,17 +299,17 @@ def train(folder: Path, steps: int, resume: bool, balance: Any, workers: int = 0
     return recorder.record, reading.read, paced.sizes, shares
 
 
-def test_a_run_goes_on_exactly_with_its_shares_or_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_with_its_shares_or_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
     whole = ranks(train, 2, tmp_path / "whole", 5, False, "none")[0][0]
-    begun = ranks(train, 2, tmp_path, 3, False, AUTO, 1)
-    assert [shares for *_, shares in begun] == [[10, 2]] * 2
-    before = [index for _, read, *_ in begun for batch in read for index in batch]
+    first_part = ranks(train, 2, tmp_path, 3, False, AUTO, 1)
+    assert [shares for *_, shares in first_part] == [[10, 2]] * 2
+    before = [index for _, read, *_ in first_part for batch in read for index in batch]
     for world_size, first in ((2, [10, 2]), (3, [4, 4, 4])):
-        gone_on = ranks(train, world_size, tmp_path, 5, True, AUTO)
-        assert [sizes[0] for _, _, sizes, _ in gone_on] == first
-        after = [index for _, read, *_ in gone_on for batch in read for index in batch]
+        resumed = ranks(train, world_size, tmp_path, 5, True, AUTO)
+        assert [sizes[0] for _, _, sizes, _ in resumed] == first
+        after = [index for _, read, *_ in resumed for batch in read for index in batch]
         assert Counter(before + after) == Counter(range(SIXTY))
-        for record, *_ in gone_on:
+        for record, *_ in resumed:
             assert record.losses == pytest.approx(whole.losses[3:], rel=1e-5)
             assert record.parameters.keys() == whole.parameters.keys()
             for name, value in whole.parameters.items():

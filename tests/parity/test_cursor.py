@@ -1,4 +1,4 @@
-"""A run that goes on under other ranks, batches and workers reads each sample of the epoch once."""
+"""A run resumed with other ranks, batch sizes and workers reads each sample of the epoch once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OtherNumbers(Numbers):
 
 
 class OwnBatches(BatchSampler):
-    """One that is not dealt sample by sample."""
+    """A batch sampler whose samples cannot be distributed one by one."""
 
 
 class Noisy(Numbers):
@@ -59,7 +59,7 @@ class Noisy(Numbers):
 
 
 class Reader(pl.LightningModule):
-    """Writes down what it reads: (loader, epoch) -> indices, without padding."""
+    """Records what it reads: (loader, epoch) -> indices, without padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Reader(pl.LightningModule):
 
 @dataclass
 class Leg:
-    """One run of several that go on from each other.
+    """One run of several, each of which resumes the one before.
 
     Args:
         ranks: world size.
@@ -145,7 +145,7 @@ def build(leg: Leg, kind: str = "map", samples: int = SAMPLES, shuffle: bool = T
 
 
 class Lines:
-    """Iterates as often as you like."""
+    """A stream that can be read again."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -160,7 +160,7 @@ class Lines:
 
 
 class SkippingLines(Lines):
-    """Finds its way by itself, and does not like to be read from the beginning when it was to skip."""
+    """A stream with a ``skip`` of its own."""
 
     def skip(self, samples: int) -> list[dict[str, Tensor]]:
         assert samples > 0
@@ -168,7 +168,7 @@ class SkippingLines(Lines):
 
 
 class Shard(IterableDataset):
-    """Of rank r of n, every n-th number; worker w of m takes every m-th of those. Knows where it is."""
+    """Yields every n-th number on rank r of n, and every m-th of those in worker w of m; stateful."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -192,7 +192,7 @@ class Shard(IterableDataset):
 
 
 class SharedShard(Shard):
-    """Shares its states out anew: all had read equally far, so each goes on there."""
+    """Redistributes states over ranks that had all read equally far."""
 
     def load_state_dicts(self, states: list[dict[str, int]], rank: int, ranks: int) -> None:
         self.done = sum(state["done"] for state in states) // ranks
@@ -256,7 +256,7 @@ def on_rank(leg: Leg, resume: str | None, save: str | None) -> dict[str, Any]:
 
 
 def run_legs(ranks: Callable[..., list[Any]], folder: Path, legs: list[Leg]) -> list[list[dict[str, Any]]]:
-    """What each rank of each leg wrote down."""
+    """Run legs one after the other; return the records of each rank of each leg."""
     found, path = [], None
     for number, leg in enumerate(legs):
         save = str(folder / f"leg{number}.ckpt") if number < len(legs) - 1 else None
@@ -266,7 +266,7 @@ def run_legs(ranks: Callable[..., list[Any]], folder: Path, legs: list[Leg]) -> 
 
 
 def counts(found: list[list[dict[str, Any]]], name: Any = None) -> dict[int, Counter[int]]:
-    """Epoch -> how often each sample was read, over all legs and ranks."""
+    """Return by epoch how often each sample was read, over all legs and ranks."""
     read: dict[int, Counter[int]] = defaultdict(Counter)
     for records in found:
         for record in records:
@@ -320,7 +320,7 @@ def test_each_sample_is_read_once_by_changing_workers(ranks, tmp_path, kind):
 
 @pytest.mark.parametrize("save", ["after", "batch", "validation"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_end_of_an_epoch_is_followed_by_the_next(ranks, tmp_path, save, workers):
+def test_a_run_saved_at_the_end_of_an_epoch_continues_with_the_next(ranks, tmp_path, save, workers):
     legs = [Leg(2, 3, stop=4, save=save), Leg(1, 4, workers=workers, save=save)]
     found = run_legs(ranks, tmp_path, legs)
     assert counts(found) == once()
@@ -369,7 +369,7 @@ def test_seeded_samples_are_the_same_everywhere(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_several_loaders_go_on_together(ranks, tmp_path, mode):
+def test_several_loaders_resume_together(ranks, tmp_path, mode):
     # 48 and 24 samples, so no batch is padding.
     loaders = {"kind": mode, "samples": 48}
     legs = [
@@ -390,7 +390,7 @@ def test_several_loaders_go_on_together(ranks, tmp_path, mode):
     assert short == {epoch: Counter(dict.fromkeys(range(24), cycles)) for epoch in range(2)}
 
 
-def test_what_cannot_be_read_together_is_refused():
+def test_loaders_that_cannot_be_combined_are_refused():
     loaders = {"a": DataLoader(Numbers(24), batch_size=4), "b": DataLoader(Numbers(24), batch_size=6)}
     with pytest.raises(ValueError, match="needs 3 accumulated micro-batches for one training loader and 2 for another"):
         run(Leg(), None, None, loaders=loaders)
@@ -406,7 +406,7 @@ def test_what_cannot_be_read_together_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["stream", "skipping stream"])
-def test_a_stream_is_dealt_and_goes_on_under_any_ranks_and_workers(ranks, tmp_path, kind):
+def test_a_stream_resumes_under_any_ranks_and_workers(ranks, tmp_path, kind):
     loaders = {"kind": kind}
     legs = [
         Leg(2, 3, stop=2, workers=2, loaders=loaders),
@@ -454,7 +454,7 @@ def test_states_of_other_ranks_or_workers_are_refused(ranks, tmp_path):
     assert "saved with num_workers=0, now 1" in message
 
 
-def test_a_loader_may_share_states_out_anew(ranks, tmp_path):
+def test_a_loader_may_redistribute_states(ranks, tmp_path):
     loaders = {"kind": "stateful data", "samples": 48, "data": SharedShard}
     run_legs(ranks, tmp_path, [Leg(2, 3, stop=2, loaders=loaders), Leg(2, 3, epochs=1, loaders=loaders)])
     path = str(tmp_path / "leg0.ckpt")
@@ -529,7 +529,7 @@ def test_a_fingerprint_is_compared(tmp_path):
         {"data_partition": "hash", "global_batch_size": 3},
     ],
 )
-def test_changed_data_are_still_read_once_where_that_can_be(tmp_path, options):
+def test_allowed_changes_of_data_still_read_each_sample_once(tmp_path, options):
     path = str(tmp_path / "saved.ckpt")
     first = run(Leg(stop=2), None, path)
     micro = options.get("global_batch_size", 12)
@@ -579,7 +579,7 @@ def test_impossible_options_are_refused(options, told):
 
 @pytest.mark.parametrize("options", [{"data_partition": "hash"}, {"seed_samples": True}])
 @pytest.mark.parametrize("kind", ["stream", "stateful stream"])
-def test_what_a_stream_cannot_do_is_refused(options, kind):
+def test_options_that_a_stream_cannot_have_are_refused(options, kind):
     with pytest.raises(ValueError, match="is not supported with this training loader"):
         run(Leg(options=options, loaders={"kind": kind}), None, None)
 
@@ -620,7 +620,7 @@ def test_estimated_steps_do_not_lose_the_place(tmp_path):
     assert len(set(module.read[None, 0])) == SAMPLES - 24
 
 
-def test_a_checkpoint_of_model_checkpoint_goes_on(tmp_path):
+def test_a_checkpoint_of_model_checkpoint_is_resumed(tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     whole = run(Leg(options={"enable_checkpointing": True}), None, None, callbacks=(saver,))
     for step in (1, 3, 4, 5, 7):

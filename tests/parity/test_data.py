@@ -1,4 +1,4 @@
-"""Which rank reads which sample: the order depends on seed and epoch alone, and each sample counts once."""
+"""Samples read by each rank: their order depends on seed and epoch only, and each counts once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Numbers(Dataset):
 
 
 class Reader(pl.LightningModule):
-    """Learns nothing in particular and writes down what it reads."""
+    """Records the samples that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def loader_of(samples: int, batch_size: int, **options: Any) -> DataLoader:
 def read_in_training(
     strategy: str, samples: int, accumulation: int, epochs: int = 2, data_seed: int | None = 5, **options: Any
 ) -> dict[tuple[int, int], list[list[int]]]:
-    """(epoch, optimizer step) -> the micro-batches that this rank read for it."""
+    """Return the micro-batches of this rank by (epoch, optimizer step)."""
     module = Reader()
     ranks = dist.get_world_size()
     loader = loader_of(samples, GLOBAL_BATCH // (ranks * accumulation), **options)
@@ -97,7 +97,7 @@ def read_in_training(
 
 
 def in_order(by_rank: list[dict[tuple[int, int], list[list[int]]]]) -> dict[tuple[int, int], list[int]]:
-    """(epoch, optimizer step) -> samples of all ranks, wave by wave."""
+    """Return the samples of all ranks by (epoch, optimizer step), wave by wave."""
     return {
         step: [index for wave in zip(*(read[step] for read in by_rank), strict=True) for part in wave for index in part]
         for step in by_rank[0]
@@ -105,7 +105,7 @@ def in_order(by_rank: list[dict[tuple[int, int], list[list[int]]]]) -> dict[tupl
 
 
 def read_in_every_way(strategy: str) -> dict[tuple[int, bool], dict[tuple[int, int], list[list[int]]]]:
-    """(accumulation, shuffle) -> what this rank read."""
+    """Return what this rank read by (accumulation, shuffle)."""
     return {
         (accumulation, shuffle): read_in_training(strategy, 48, accumulation, shuffle=shuffle)
         for accumulation in (1, 3)
@@ -143,7 +143,7 @@ def test_epochs_are_shuffled_differently_and_seeds_too(ranks):
 @pytest.mark.parametrize("samples", [37, 43, 47])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_uneven_data_is_read_to_the_end(ranks, samples, world_size):
-    """Every sample is read; only in the last wave may a rank without a sample of its own repeat another's."""
+    """All samples are read; only in the last wave may a rank repeat one."""
     by_rank = ranks(read_in_training, world_size, "ddp", samples, 3, epochs=1)
     steps = in_order(by_rank)
     read = [index for indices in steps.values() for index in indices]
@@ -167,7 +167,7 @@ def mean_logged_in_training(strategy: str, samples: int, batch_size: int) -> flo
 
 
 @pytest.mark.parametrize("strategy", SEVERAL)
-def test_what_training_logs_of_an_epoch_counts_every_sample_once(ranks, strategy):
+def test_epoch_means_logged_in_training_count_every_sample_once(ranks, strategy):
     # 25 samples in waves of 8: three ranks of four have none of the last.
     assert ranks(mean_logged_in_training, 4, strategy, 25, 2) == pytest.approx([12.0] * 4)
 
@@ -185,7 +185,7 @@ def test_worker_processes_do_not_change_the_order(ranks):
 
 
 def trained_unevenly(strategy: str, samples: int) -> tuple[dict[tuple[int, int], list[list[int]]], list[Tensor]]:
-    """What this rank read in steps of 8 samples, 2 at a time; and the weights in the end."""
+    """Return what this rank read in steps of 8 samples, 2 at a time, and the final weights."""
     torch.manual_seed(0)
     module = Reader()
     trainer = make_trainer(strategy, global_batch_size=8, uneven_steps=True, data_seed=5, max_epochs=2)
@@ -215,7 +215,7 @@ def test_an_uneven_global_batch_must_be_asked_for_and_needs_samples_to_deal(rank
 
 
 class Fours(BatchSampler):
-    """Batches of the user's own making."""
+    """A user's batch sampler."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([i, i + 1, i + 2, i + 3] for i in range(0, 24, 4))
@@ -250,7 +250,7 @@ def test_a_sampler_of_the_users_own_is_dealt(ranks, kind):
 
 
 class UnevenStream(IterableDataset):
-    """Gives rank r of N ``3 + r`` batches of two; no rank knows how many the others have."""
+    """Yields ``3 + r`` batches of two on rank r."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

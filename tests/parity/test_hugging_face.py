@@ -28,7 +28,7 @@ LOGGED = {"train_loss", "lr", "val_loss", "val_accuracy", "epochs_done"}
 def fit(
     folder: str, kind: type[LightningTrainer], options: dict[str, Any], shuffled: bool = False
 ) -> tuple[dict[str, float], float]:
-    """What ``callback_metrics`` hold at the end on this rank, and the learning rate then.
+    """Train, and return this rank's ``callback_metrics`` and learning rate at the end.
 
     Args:
         folder: for metrics.csv.
@@ -64,7 +64,7 @@ def fit(
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """All that was logged, by step and name."""
+    """Return logged values by step and name."""
     found: dict[int, dict[str, float]] = {}
     with (folder / "metrics.csv").open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks on several ranks do what they do on one."""
+"""Lightning's callbacks behave on several ranks as on one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainwright.trainer.trainer import all_are_interrupted
 
 
 class Tuned(LanguageModel):
-    """Has what these callbacks look for."""
+    """Has the attributes that these callbacks use."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -89,7 +89,7 @@ def test_the_learning_rate_finder(ranks: Any, strategy: str) -> None:
 
 
 class Fails(Tuned):
-    """Raises on some ranks, and on the others when those have come to an end."""
+    """Raises on some ranks, and later on the others."""
 
     def __init__(self, failing: int) -> None:
         super().__init__()

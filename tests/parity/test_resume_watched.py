@@ -1,4 +1,4 @@
-"""What is watched or scheduled by logged values goes on over a resume as if the run had not been interrupted."""
+"""Schedulers, early stopping and logged means continue over a resume as in an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def fit(module: Net, callbacks: list[Any], resume: str | None = None, **options:
     return module
 
 
-def assert_goes_on(
+def assert_resumes(
     path: str, hook: str, after: int, kind: str, watchers: Callable[[], list[Any]] = list, **options: Any
 ) -> None:
     """A run that is resumed in another module computes, logs and schedules what the one that saved did."""
@@ -141,22 +141,22 @@ POINTS = [("batch", 4), ("batch", 6), ("validation", 6), ("epoch", 6), ("batch",
 
 @pytest.mark.parametrize(("hook", "after"), POINTS)
 def test_a_scheduler_on_a_plateau_and_early_stopping(tmp_path: Path, hook: str, after: int) -> None:
-    """Both stop or step by numbers that were logged before the run was saved."""
+    """Both depend on values logged before the run was saved."""
     watchers: Callable[[], list[Any]] = lambda: [  # noqa: E731
         EarlyStopping("val", patience=3),
         EarlyStopping("train_epoch", patience=5),
     ]
-    assert_goes_on(str(tmp_path / "state"), hook, after, "plateau epoch val", watchers)
+    assert_resumes(str(tmp_path / "state"), hook, after, "plateau epoch val", watchers)
 
 
 @pytest.mark.parametrize("after", [4, 6])
 def test_a_scheduler_that_steps_by_the_loss_of_a_step(tmp_path: Path, after: int) -> None:
-    assert_goes_on(str(tmp_path / "state"), "batch", after, "plateau step train_step", max_steps=9)
+    assert_resumes(str(tmp_path / "state"), "batch", after, "plateau step train_step", max_steps=9)
 
 
 @pytest.mark.parametrize(("hook", "after"), [("batch", 2), ("validation", 2), ("batch", 6)])
 def test_validation_within_an_epoch_comes_once(tmp_path: Path, hook: str, after: int) -> None:
-    assert_goes_on(str(tmp_path / "state"), hook, after, "plateau epoch val", val_check_interval=2, max_steps=9)
+    assert_resumes(str(tmp_path / "state"), hook, after, "plateau epoch val", val_check_interval=2, max_steps=9)
 
 
 @pytest.mark.parametrize(("hook", "after"), [("batch", 9), ("epoch", 12)])
@@ -164,15 +164,15 @@ def test_averaging_of_weights_within_an_epoch(tmp_path: Path, hook: str, after: 
     watchers: Callable[[], list[Any]] = lambda: [  # noqa: E731
         StochasticWeightAveraging(1e-3, swa_epoch_start=2, annealing_epochs=1)
     ]
-    assert_goes_on(str(tmp_path / "state"), hook, after, "adam", watchers, max_steps=-1, max_epochs=4)
+    assert_resumes(str(tmp_path / "state"), hook, after, "adam", watchers, max_steps=-1, max_epochs=4)
 
 
 def test_an_optimizer_that_keeps_lists(tmp_path: Path) -> None:
-    assert_goes_on(str(tmp_path / "state"), "batch", 4, "lbfgs", max_steps=8)
+    assert_resumes(str(tmp_path / "state"), "batch", 4, "lbfgs", max_steps=8)
 
 
 def test_parameters_of_64_bits(tmp_path: Path) -> None:
-    assert_goes_on(str(tmp_path / "state"), "batch", 4, "adam", precision="64-true", max_steps=8)
+    assert_resumes(str(tmp_path / "state"), "batch", 4, "adam", precision="64-true", max_steps=8)
 
 
 class MakesLoaders(pl.LightningDataModule):
@@ -189,7 +189,7 @@ class MakesLoaders(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize(("hook", "after"), [("epoch", 6), ("batch", 9)])
-def test_loaders_are_made_anew_in_the_same_epochs(tmp_path: Path, hook: str, after: int) -> None:
+def test_loaders_are_reloaded_in_the_same_epochs(tmp_path: Path, hook: str, after: int) -> None:
     path = str(tmp_path / "state")
     made = []
     for callbacks, resume in (([Saver(path, hook, after)], None), ([], path)):
@@ -224,7 +224,7 @@ def _record(state: Path) -> str:
 @pytest.mark.parametrize(
     ("before", "after", "most_logged"), [(1, 2, 256), (2, 1, 256), (2, 2, 256), (2, 1, 1), (2, 2, 1)]
 )
-def test_means_of_an_epoch_go_on_over_other_ranks(
+def test_means_of_an_epoch_continue_on_other_ranks(
     ranks: Callable[..., list[Any]], tmp_path: Path, before: int, after: int, most_logged: int
 ) -> None:
     whole = ranks(mean_of_epoch, before, str(tmp_path / "state"), True, most_logged, init_group=before > 1)
@@ -240,7 +240,7 @@ def test_means_of_an_epoch_go_on_over_other_ranks(
 
 
 @pytest.mark.parametrize("ranks_now", [1, 2, 3])
-def test_what_was_collected_is_shared_out_whole(ranks_now: int) -> None:
+def test_collected_logs_are_redistributed(ranks_now: int) -> None:
     def entry(reduce: str, value: float, count: float | None, **options: Any) -> dict[str, Any]:
         return {"fx": "f", "name": reduce, "metric": None, "rank_zero_only": False, "reduce": reduce, **options} | {
             "value": value,
@@ -300,7 +300,7 @@ class Frozen(Net):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def test_what_was_trained_and_is_frozen_now_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_parameters_frozen_since_are_warned_about(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     path = str(tmp_path / "state")
     fit(Net(), [Saver(path, "batch", 4)], max_steps=4)
     fit(Net(), [], path, max_steps=6)

@@ -1,4 +1,4 @@
-"""Streams and shared samples: each sample is read once, and ranks that share samples read the same ones."""
+"""Streams: each sample is read once, and ranks of one replica read the same samples."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class RandomStream(Stream):
 
 
 def sharded(splits: bool, samples: int) -> ShardedStream:
-    """The texts in shards of three, in order."""
+    """Return the texts in shards of three, in order."""
     texts = Texts(samples)
     sizes = [min(3, samples - first) for first in range(0, samples, 3)]
     return ShardedStream(IndexedShards(texts, sizes), shuffle=False)
 
 
 class Reads(LanguageModel):
-    """Writes down what it reads; its gradient is the mean over samples."""
+    """Records what it reads; its gradient is the mean over samples."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -153,7 +153,7 @@ def test_streams_under_a_hybrid(ranks: Any, splits: bool, workers: int) -> None:
     results = ranks(read, 4, "hybrid", ON_FOUR, Stream, splits, 2, workers)
     read_by = {result["data_rank"]: result["read"] for result in results}
     assert all(result["read"] == read_by[result["data_rank"]] for result in results)
-    # What came as padding was read too, and counts for nothing; what is split by rank ends with the shortest part.
+    # Padding is read too, with weight zero; a stream split by rank ends with the shortest part.
     everything = sorted(map(tuple, TEXTS if not splits else TEXTS[:24]))
     assert sorted({tuple(text) for texts in read_by.values() for text in texts}) == everything
     assert [result["counted"] for result in results] == [9] * 4
@@ -186,9 +186,7 @@ def split_by_rank() -> DataLoader:
         (None, "pipeline", split_by_rank, "share their samples, but their first training batches differ"),
     ],
 )
-def test_what_would_train_on_wrong_samples_is_refused(
-    ranks: Any, make: Any, strategy: str, loader: Any, message: str
-) -> None:
+def test_wrong_samples_are_refused(ranks: Any, make: Any, strategy: str, loader: Any, message: str) -> None:
     for error in ranks(said, 2, make, strategy, ON_TWO[strategy], loader):
         assert message in error
         assert "trainer.strategy.ranks.data_rank" in error

@@ -1,4 +1,4 @@
-"""Layers that are frozen at first and trained from a later epoch on, as finetuning callbacks do it."""
+"""Layers frozen at first and trained from a later epoch on, as with finetuning callbacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scale(nn.Module):
 
 
 class Thawing(pl.LightningModule):
-    """The first layers are frozen in the first epoch; ``adds``: the optimizer does not know them until then either."""
+    """The first layers are frozen in the first epoch; ``adds``: and then added to the optimizer."""
 
     def __init__(self, adds: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Thawing(pl.LightningModule):
 
 
 def trained(strategy: str, options: dict[str, Any], adds: bool = False) -> dict[str, Tensor]:
-    """Every parameter after three epochs; on every rank the same, or that is an error."""
+    """Train three epochs; return all parameters, after a check that ranks agree."""
     module = Thawing(adds)
     trainer = Trainer(
         max_epochs=3,
@@ -124,5 +124,5 @@ def test_thawed_layers_are_trained_as_on_one_process(ranks: Any, reference: Any,
 
 
 @pytest.mark.parametrize("case", ["ddp", "zero1", "zero2", "zero3"])
-def test_thawed_layers_may_come_to_the_optimizer_with_that(ranks: Any, reference: Any, case: str) -> None:
+def test_thawed_layers_may_be_added_to_the_optimizer(ranks: Any, reference: Any, case: str) -> None:
     check(ranks, reference, *CASES[case], adds=True)
