@@ -57,11 +57,13 @@ def document() -> str:
 
 def _group(loader: ConfigLoaderImpl, group: str) -> Iterator[str]:
     yield f"\n### {group}\n"
-    yield "| choice | what it is | sets |\n|---|---|---|"
+    yield "| choice | what it is |\n|---|---|"
     default = default_choice(loader, group)
     for choice in choices_of(loader, group):
         is_default = " (default)" if choice == default else ""
-        yield f"| `{choice}`{is_default} | {_cell(description_of(loader, group, choice))} | {_sets(group, choice)} |"
+        sets = _sets(group, choice)
+        text = _cell(description_of(loader, group, choice))
+        yield f"| `{choice}`{is_default} | {text}{f' Sets {sets}.' if sets else ''} |"
     schemas = _schemas(group)
     for schema in schemas:
         yield from _keys_of_schema(schema, group)
@@ -116,7 +118,7 @@ def _anchor(title: str) -> str:
 
 
 def _table(schema: type, items: list[Field[Any]], prefix: str = "") -> str:
-    rows = ["| key | default | takes | meaning |", "|---|---|---|---|", *_rows(schema, items, prefix)]
+    rows = ["| key | type, default | meaning |", "|---|---|---|", *_rows(schema, items, prefix)]
     return "\n".join(rows)
 
 
@@ -128,7 +130,7 @@ def _rows(schema: type, items: list[Field[Any]], prefix: str) -> Iterator[str]:
             yield from _rows(hint, list(fields(hint)), f"{prefix}{item.name}.")
             continue
         meaning = _cell(comments.get(item.name, ""))
-        yield f"| `{prefix}{item.name}` | {_default(item)} | {_takes(hint)} | {meaning} |"
+        yield f"| `{prefix}{item.name}` | {_takes(hint)}, {_default(item)} | {meaning} |"
 
 
 def _takes(hint: Any) -> str:
