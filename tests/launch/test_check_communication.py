@@ -49,7 +49,7 @@ def test_possible():
     (
         Layout(replicate=8),
         {"average_by": "hierarchical", "launch": {"min_devices": 2}},
-        ["launch.min_devices=2", "unequally many"],
+        ["launch.min_devices=2", "unequal numbers"],
     ),
     (Layout(shard=8), {"prefetch": 2}, ["stage 2 has no effect", "strategy.stage=3"]),
     (Layout(replicate=8), {"prefetch": 2, "stage": 3}, ["shard=1 has no effect", "strategy.shard=2"]),

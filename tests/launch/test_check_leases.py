@@ -27,7 +27,7 @@ def test_leases_can_be_had() -> None:
         (["strategy.leases=at_least_once"], "type strategy.consistency=async"),
         (
             ["strategy.leases=at_least_once", "strategy.consistency=ssp", "strategy.staleness=3", "monitor=none"],
-            "none could read more than strategy.staleness=3 chunks more than the slowest",
+            "no worker could read over strategy.staleness=3 chunks more than the slowest",
         ),
         ([*LEASING, "trainer.val_check_interval=5"], "type trainer.val_check_interval=1.0"),
         ([*LEASING, "trainer.limit_train_batches=0.5"], "type a whole number"),

@@ -35,7 +35,7 @@ def test_what_cannot_be_pushed_is_refused() -> None:
 def test_ranks_of_their_own_do_not_count_as_ranks_that_train() -> None:
     own = "strategy.server_ranks=own"
     [problem] = problems(own, "strategy.servers=2")
-    assert "strategy.servers=2 with strategy.server_ranks=own on 2 rank(s): no rank is left that trains" in problem
+    assert "strategy.servers=2 with strategy.server_ranks=own on 2 rank(s): no rank is left to train" in problem
     assert "type devices=3 or more, or strategy.server_ranks=beside" in problem
     words = ("devices=4", "micro_batch_size=16", "global_batch_size=64", "inject=[kill(rank=3,at_step=1)]")
     batch, fault = problems(own, *words)

@@ -24,7 +24,7 @@ def test_tables_can_be_on_servers() -> None:
         ["strategy.placement={embedding.*:server}"],
         "server: unknown; allowed are parameter_server, shard, replicate",
     ),
-    (["strategy.placement={*:shard}"], "names nothing for parameter_server"),
+    (["strategy.placement={*:shard}"], "assigns nothing to parameter_server"),
     (["strategy.placement={*:parameter_server}"], "type strategy=parameter_server"),
     (
         ["strategy.placement={embedding.*:parameter_server,*:replicate}"],
