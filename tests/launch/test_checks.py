@@ -45,7 +45,7 @@ def test_accepted(words: tuple[str, ...]) -> None:
     ((*SERVER, "strategy.leases=at_least_once"), "type strategy.consistency=async"),
     (
         (*SERVER, "strategy.leases=at_least_once", "strategy.consistency=ssp", "strategy.staleness=3", "monitor=none"),
-        "none could read more than strategy.staleness=3 chunks more than the slowest",
+        "no worker could read over strategy.staleness=3 chunks more than the slowest",
     ),
     ((*SERVER, *LEASING, "trainer.val_check_interval=5"), "type trainer.val_check_interval=1.0"),
     ((*SERVER, *LEASING, "trainer.limit_train_batches=0.5"), "type a whole number"),
@@ -64,7 +64,7 @@ def test_refused_once(words: tuple[str, ...], expected: str) -> None:
 
 @pytest.mark.parametrize(("words", "expected"), [
     (["strategy.placement={embedding.*:server}"], "server: unknown; allowed are parameter_server, shard, replicate"),
-    (["strategy.placement={*:shard}"], "names nothing for parameter_server"),
+    (["strategy.placement={*:shard}"], "assigns nothing to parameter_server"),
     (["strategy.placement={*:parameter_server}"], "type strategy=parameter_server"),
     ([REPLICATED], "type strategy.shard=1 strategy.replicate=-1"),
     (["strategy.placement={e*:parameter_server,d*:shard,*:replicate}"], "both shard and replicate"),
@@ -209,7 +209,7 @@ EIGHT = Layout(replicate=8)
     (EIGHT, {"average_by": "tree"}, ["strategy.average_by=tree", "all_reduce, reduce_scatter"]),
     (EIGHT, {"average_by": "hierarchical", "compression": "int8"}, ["compression=int8", "compression=none"]),
     (EIGHT, {"average_by": "reduce_scatter", "launch": {"recovery": "replicas"}}, ["launch.recovery=restart"]),
-    (EIGHT, {"average_by": "hierarchical", "launch": {"min_devices": 2}}, ["min_devices=2", "unequally many"]),
+    (EIGHT, {"average_by": "hierarchical", "launch": {"min_devices": 2}}, ["min_devices=2", "unequal numbers"]),
     (Layout(shard=8), {"prefetch": 2}, ["stage 2 has no effect", "strategy.stage=3"]),
     (EIGHT, {"prefetch": 2, "stage": 3}, ["shard=1 has no effect", "strategy.shard=2"]),
 ])  # fmt: skip

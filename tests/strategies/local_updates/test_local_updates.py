@@ -69,10 +69,9 @@ def test_plain_outer_steps_are_local_sgd(ranks: Any) -> None:
         assert max(map(difference, one.own, other.own)) < 1e-6
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_sync_every_1_is_ddp(ranks: Any, accumulation: int) -> None:
-    ddp = ranks(fit, 2, "ddp", {}, steps=4, accumulation=accumulation)
-    local = ranks(fit, 2, "local_sgd", {"sync_every": 1}, steps=4, accumulation=accumulation)
+def test_sync_every_1_is_ddp(ranks: Any) -> None:
+    ddp = ranks(fit, 2, "ddp", {}, steps=4, accumulation=2)
+    local = ranks(fit, 2, "local_sgd", {"sync_every": 1}, steps=4, accumulation=2)
     for one, other in zip(ddp, local, strict=True):
         assert one.losses == pytest.approx(other.losses, rel=TIGHT)
         assert max(map(difference, one.own, other.own)) < TIGHT
