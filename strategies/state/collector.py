@@ -21,6 +21,7 @@ from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import StateOwners
 from trainwright.strategies.state.placement import Placement, boxes_of
 from trainwright.strategies.state.run_state import CURRENT_WEIGHTS, OPTIMIZERS, WEIGHTS
+from trainwright.strategies.state.wrapped_tensors import flattened, is_wrapped
 
 # State of StochasticWeightAveraging: the state_dict of a copy of the module, sharded like the module.
 _CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "average_model_state"
@@ -161,6 +162,8 @@ class Collector:
             yield {**encode(options, self._put, f"optimizer/{index}/groups/{number}"), "params": own}
 
     def _optimizer_value(self, key: str, name: str, parameter: Tensor, value: Any) -> Any:
+        if is_wrapped(value):
+            value = flattened(value)
         if self._owners is not None and name in self._owners:
             return encode(value, self._put_whole, key)
         if not isinstance(value, Tensor) or value.dim() == 0:

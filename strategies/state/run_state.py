@@ -19,6 +19,7 @@ from trainwright.strategies.state.assemble import StateOwners, numbered
 from trainwright.strategies.state.placement import Placement
 from trainwright.strategies.state.shards import spread_like
 from trainwright.strategies.state.wholes import only_splits
+from trainwright.strategies.state.wrapped_tensors import rebuilt
 
 WEIGHTS, CURRENT_WEIGHTS, OPTIMIZERS = "state_dict", "current_model_state", "optimizer_states"
 # Maximum number of names in a message, per kind.
@@ -181,7 +182,7 @@ def optimizer_parts(
         if isinstance(value, Tensor) and parameter.dim() == 0 and key != "step":  # of a scalar; steps are never sharded
             return spread_like(parameter, value.to(parameter.device))
         if not isinstance(value, StoredTensor):
-            return materialised(value)  # LBFGS keeps lists of tensors
+            return rebuilt(materialised(value))  # LBFGS keeps lists of tensors
         if tuple(value.shape) != tuple(placement.boxes(name, parameter).shape):
             return value.whole()
         target = spread_like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=value.dtype))
@@ -196,7 +197,7 @@ def optimizer_parts(
         if values is not None and (owners is None or name not in owners):
             state[index] = {k: allocated(name, parameter, k, v) for k, v in values.items()}
         elif values is not None and owners is not None and owners.is_mine(name):
-            state[index] = materialised(values)
+            state[index] = {key: rebuilt(value) for key, value in materialised(values).items()}
     read_into(boxes, stored)
     rest = {k: materialised(v) for k, v in saved.items() if k not in ("by_name", "state", "param_groups")}
     sizes = (len(group["params"]) for group in optimizer.param_groups)
