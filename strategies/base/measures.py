@@ -14,6 +14,7 @@ from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Host, Part
 from trainwright.strategies.contract.waits.timeline import StageListener, StageTimeline, listen_to_stages
 from trainwright.strategies.contract.waits.waiting import Waits
+from trainwright.strategies.state.wrapped_tensors import plain_tensors
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ class Measures:
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {}
-    for tensor in tensors:
-        part = local_tensor(tensor)
+    for part in (each for tensor in tensors for each in plain_tensors(local_tensor(tensor))):
         storage = (part._values() if part.is_sparse else part).untyped_storage()
         storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())

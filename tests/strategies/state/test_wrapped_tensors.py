@@ -44,6 +44,9 @@ def train(strategy: str, devices: int, steps: int, resume: Path | None, save: Pa
     trainer.fit(module, loader, ckpt_path=resume, weights_only=resume is not None)
     held = [value for state in trainer.optimizers[0].state.values() for value in state.values() if is_wrapped(value)]
     assert held or strategy == "zero3"  # one rank of two may own both matrices
+    if strategy == "single":  # two moments of a byte a number, a scale per 256, and what maps bytes to numbers
+        numbers = 2 * 64 * 128
+        assert 2 * numbers < trainer.strategy.measures.held_bytes().optimizer < 2.5 * numbers
     if save is not None:
         trainer.save_checkpoint(save)
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
