@@ -174,7 +174,7 @@ def test_precision_choices(conf: Path, precision: str) -> None:
     (["+callbacks.stop.patience=3"], ["callbacks.stop", "_target_"]),
     (["name=a/b"], ["name='a/b'", "directory"]),
     (["+checks=[nowhere.checks:data]"], ["nowhere.checks:data", "package.module:function"]),
-    (["module.hidden=${hiden}"], ["hiden", "not there"]),
+    (["module.hidden=${hiden}"], ["hiden", "not found"]),
 ])  # fmt: skip
 def test_error_messages(conf: Path, overrides: list[str], parts: list[str]) -> None:
     recipe = () if overrides[0].startswith("recipe=") else ("recipe=mine",)

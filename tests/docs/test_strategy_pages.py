@@ -265,7 +265,7 @@ def test_bubbles_are_those_of_the_page():
     for schedule, per_rank in (("1f1b", 1), ("interleaved_1f1b", 2)):
         expected = value_of(formula[1], N=RANKS, f=0.2, b=0.4, v=per_rank)
         assert bubble_of(schedule, RANKS, per_rank, 0.2, 0.4) == pytest.approx(expected)
-    for schedules, rows in (("interleaved_zero_bubble", "2 or more"), ("zbv", "2, laid in a V")):
+    for schedules, rows in (("interleaved_zero_bubble", "2 or more"), ("zbv", "2, in a V")):
         line = next(each for each in text.splitlines() if f"`{schedules}`" in each and rows in each)
         zero = re.search(r"about `([^`]+)`", line)
         assert zero is not None

@@ -321,7 +321,7 @@ def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, met: M
             met.add(ended)
             check_training(folder, ended, continues=continues)
         call += 1 if ALL else 43
-    assert met.num(0) > 1
+    assert met.num(0)
     assert bool(met.num(REFUSED)) != continues
 
 

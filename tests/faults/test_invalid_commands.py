@@ -130,7 +130,7 @@ BY_A_RANK: dict[tuple[str, ...], str] = {
         "checkpoint.last.filename=../../x",
     ): "filename='../../x' (allowed",
     ("module._target_=os.getcwd",): "os.getcwd",
-    ("module._target_=builtins.dict",): "module._target_=builtins.dict: gives a dict",
+    ("module._target_=builtins.dict",): "module._target_=builtins.dict: is a dict",
     ("module.hidden=abc",): "module: my_module.MyModule cannot be built",
     ("ckpt_path=../other.ckpt",): "../other.ckpt holds a state that does not fit this run",
     ("ckpt_path=../other.ckpt", "strict=false"): "no tensor matches",

@@ -161,7 +161,7 @@ def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.Capture
         )
     text = str(error.value)
     assert "rank 1 of 2 failed with ValueError: this fails always" in text
-    assert "crash loop: the same failure (ValueError at step 5) came 3 times in a row" in text
+    assert "crash loop: the same failure (ValueError at step 5) occurred 3 times in a row" in text
     assert _log(conf.parent / "loop").count("this fails always") >= 3
     assert _restarts(conf.parent / "loop") == 2
     assert "restart 2" in capfd.readouterr().err
@@ -263,6 +263,6 @@ def test_a_number_in_a_file_says_how_many_devices_may_be_used(conf: Path, undist
     with _beside(limit):
         _train(conf, "limited", *SLOW, "launch=resilient", "launch.min_devices=1")
     log = _log(run_dir)
-    assert log.index("devices: 1 instead of 2") < log.index("devices: 2 in place of 1")
+    assert log.index("devices: 1 instead of 2") < log.index("devices: 2 instead of 1")
     assert "ended by" not in log
     _close(run_dir, undisturbed)

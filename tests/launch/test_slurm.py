@@ -218,7 +218,7 @@ def test_requeue_of_a_cancelled_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     here = {**os.environ, "SLURM_JOB_ID": "12"}
-    assert "is ending it already" in str(requeue({**here, "STATE": "COMPLETING"}))
+    assert "is already ending it" in str(requeue({**here, "STATE": "COMPLETING"}))
     assert not asked.exists()
     assert requeue({**here, "STATE": "RUNNING"}) is None
     assert asked.read_text() == "requeue 12\n"

@@ -262,7 +262,8 @@ class Reading(pl.Callback):
         self.read: list[list[int]] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        is_padding = trainer.fit_loop.epoch_loop._is_padding(batch_idx)
+        divisor = trainer.fit_loop.epoch_loop.automatic_optimization.loss_divisor
+        is_padding = divisor is not None and divisor.divisor(batch_idx) == float("inf")
         self.read.append([] if is_padding else batch["index"].tolist())
 
 

@@ -251,7 +251,10 @@ def test_a_run_resumes_with_other_workers_and_strategies(ranks: Callable[..., li
     [
         ({"guarantee": "twice"}, r"leases='twice' \(allowed: 'at_least_once', 'at_most_once'\)"),
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5: set a whole number"),
-        ({"val_check_interval": 3, "limit_val_batches": 1.0}, "val_check_interval=3: workers meet at the end"),
+        (
+            {"val_check_interval": 3, "limit_val_batches": 1.0},
+            "val_check_interval=3: workers synchronize only at the end",
+        ),
         ({"data_partition": "range"}, "data_partition='range'"),
         ({"uneven_steps": True}, "uneven_steps=True"),
     ],

@@ -181,7 +181,7 @@ def split_by_rank() -> DataLoader:
     ("make", "strategy", "loader", "message"),
     [
         (SizedStream, "ddp", None, "gives all 2 data ranks the same samples"),
-        (RandomStream, "ddp", None, "the same first batch, but other ones later"),
+        (RandomStream, "ddp", None, "the same first batch, but different ones later"),
         (None, "tensor", split_by_sampler, "share their samples, but their first training batches differ"),
         (None, "pipeline", split_by_rank, "share their samples, but their first training batches differ"),
     ],
