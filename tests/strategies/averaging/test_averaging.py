@@ -78,7 +78,7 @@ def test_hierarchical_needs_several_replicas_on_several_nodes():
         (Layout(shard=4), "there is only one"),
         (Layout(replicate=4), "one node holds all"),
         (Layout(replicate=2, shard=4), "averages within it already"),
-        (Layout(replicate=6), "unequally many"),
+        (Layout(replicate=6), "different numbers"),
     ):
         (problem,) = average_misfits(HIERARCHICAL, 4, layout)
         assert why in problem
