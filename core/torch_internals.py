@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
 from torch.utils import _pytree as _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch._C import _distributed_c10d as _distributed_c10d

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainwright.core.errors import CheckpointError
+from trainwright.core.torch_internals import is_traceable_wrapper_subclass
 
 _CLASS, _CONTEXT, _TENSORS = "wrapper_class", "context", "tensors"
 

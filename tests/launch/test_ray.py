@@ -23,7 +23,7 @@ from trainwright.core.run.interrupt import DeferredSignals, Interrupted
 from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.engines.ray import placement
 from trainwright.launch.engines.ray.actors import RankActors
-from trainwright.launch.engines.ray.placement import Placement
+from trainwright.launch.engines.ray.placement import RankPlaces
 from trainwright.launch.engines.ray.ray import problems
 from trainwright.launch.engines.ray.resources import Place, actor_options, bundles, rank_variables, resources_of, total
 from trainwright.launch.recovery.restarts import RestartLog
@@ -143,7 +143,7 @@ def test_placement_shrinks_and_grows(conf: Path, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(placement, "_SMALLER_SECONDS", 0.0)
     log = RestartLog(Path("run"))
-    room = Placement(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, DeferredSignals())
+    room = RankPlaces(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, DeferredSignals())
     assert room.size == 4
     there.cores = 3
     assert (room.size, room.look(16)) == (3, False)
@@ -155,7 +155,7 @@ def test_placement_shrinks_and_grows(conf: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RankError, match=r"no room for \{CPU: 4\}.*the machines of the cluster have \{CPU: 1\}"):
         room.size  # noqa: B018
     with pytest.raises(ConfigError, match="no room for"):
-        Placement(configured(conf, *words), "fit", log, DeferredSignals()).place()
+        RankPlaces(configured(conf, *words), "fit", log, DeferredSignals()).place()
 
 
 class _Method:

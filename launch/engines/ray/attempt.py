@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError, first_failure
 from trainwright.core.run.interrupt import DeferredSignals, Interrupted
 from trainwright.launch.engines.ray.actors import RankActors
-from trainwright.launch.engines.ray.placement import Placement
+from trainwright.launch.engines.ray.placement import RankPlaces
 from trainwright.launch.outcome.attempt import POLL_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
 from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
 from trainwright.launch.ranks.follow import Follower
@@ -36,7 +36,7 @@ class RayAttempts:
         signals: held during calls of Ray.
     """
 
-    def __init__(self, verb: str, room: Placement, signals: DeferredSignals) -> None:
+    def __init__(self, verb: str, room: RankPlaces, signals: DeferredSignals) -> None:
         self._verb = verb
         self._room = room
         self._signals = signals

@@ -20,7 +20,7 @@ _POLL_SECONDS = 1.0
 _SMALLER_SECONDS = 5.0
 
 
-class Placement:
+class RankPlaces:
     """The placement group of a run: as many ranks as there is room for, at least `launch.min_devices`.
 
     Args:

@@ -17,7 +17,7 @@ from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
 from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
-from trainwright.launch.engines.ray.placement import Placement
+from trainwright.launch.engines.ray.placement import RankPlaces
 from trainwright.launch.engines.ray.resources import total
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.outcome.interruption import handled_signals
@@ -97,7 +97,7 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
     """
     with DeferredSignals(handled_signals(cfg)) as signals, cluster(cfg, signals):
         log = RestartLog(Path(cfg.run_dir))
-        room = Placement(cfg, verb, log, signals)
+        room = RankPlaces(cfg, verb, log, signals)
         sizes = None if cfg.launch.min_devices is None else room
         return AttemptedRun(cfg, verb, RayAttempts(verb, room, signals), log, sizes).run()
 
