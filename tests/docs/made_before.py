@@ -42,7 +42,11 @@ def make_before(words: Sequence[str], folder: Path) -> list[str]:
     """
     keys = dict(word.split("=", 1) for word in words if "=" in word)
     recipe = keys.get("recipe", "")
-    if keys.get("ckpt_path") == "last" and not list((folder / "runs" / recipe).glob("*/checkpoints/*")):
+    saved = [
+        *(folder / "runs" / recipe).glob("*/checkpoints/*"),
+        *folder.glob(f"{keys.get('run_dir', '-')}/checkpoints/*"),
+    ]
+    if keys.get("ckpt_path") == "last" and not saved:
         _make_run(recipe, folder)
     if "list" in words and not (folder / words[-1]).exists():
         _make_run(Path(words[-1]).name, folder)
