@@ -256,7 +256,7 @@ class Measured(NamedTuple):
     wall: float
     """Seconds of the step."""
     idle: float
-    """Return idle time as a fraction of busy time, over all ranks."""
+    """Idle time as a fraction of busy time, over all ranks."""
     cpu: float
     """Seconds of CPU time, mean of the ranks."""
 

@@ -277,9 +277,9 @@ def replicas(layout: Layout) -> Cost:
     """Measure the comparison of replicas once the shards are known."""
     digests = {(box.key, box.offsets, box.sizes): bytes(16) for box in _boxes(layout, 0)}
     holders = _ReplicaMap()
-    holders._sets = [tuple(ranks) for ranks in layout.groups("replicate")]
+    holders.sets = [tuple(ranks) for ranks in layout.groups("replicate")]
     holders._boxes = sorted(digests)
-    holders._members = {holders._sets[0]: holders._boxes}
+    holders._members = {holders.sets[0]: holders._boxes}
     with world(layout.world_size), sent() as calls:
         begin = time.process_time()
         holders.differences(digests, torch.device("cpu"))

@@ -68,7 +68,7 @@ class Instants:
         self.phase = RECOVERY
         """Of the last change; steps have none."""
         self.recovers = True
-        """Return whether the run is still starting or resuming."""
+        """Whether the run is still starting or resuming."""
         self._run_dir = run_dir
         self._kill = kill
         self._act = act

@@ -231,7 +231,10 @@ class LossGuard(Callback):
         if jump is None or self.threshold is None or jump[0] <= self.threshold or jump[1] <= self.min_jump:
             return None
         z_score, part = jump
-        return f"the loss jumped to {seen['loss']:.6g}, {z_score:.1f} robust standard deviations (allowed: "
+        return (
+            f"the loss jumped to {seen['loss']:.6g}, {z_score:.1f} robust standard deviations (allowed: "
+            f"{self.threshold:g}) and {100 * part:.0f} % above the median"
+        )
 
     def _origin(self, trainer: Any, seen: Mapping[str, float]) -> str:
         """Return the source of NaN or infinity, if that is the fault. A collective then."""

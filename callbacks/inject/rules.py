@@ -12,9 +12,9 @@ from trainwright.core.config.option_rules import Rule, is_positive, or_none
 HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
 """Ways to hang."""
 PLACES = ("loss", "gradient")
-"""Where a NaN may appear."""
-SOAKED = ("kill", "stop", "exit", "partition")
 """Where a NaN can be injected."""
+SOAKED = ("kill", "stop", "exit", "partition")
+"""Kinds that a soak draws from."""
 STEP = "training_step"
 """The one hook of the module, besides those of callbacks, that can raise."""
 _STAGES = ("train", "validation", "test", "predict")

@@ -130,7 +130,7 @@ class RunStateCheckpoint(Checkpoint):
         )
         self._records = SaveRecords(self.keep_best, self.mode)
         self._pending: SaveRecord | None = None  # not yet published
-        self._saver: AsyncSaver | BlockingSaver | None = None
+        self._saver: BlockingSaver | None = None
         self._folder = ""
         self._step = 0  # last seen
         self._saved_step = -1  # of the last save

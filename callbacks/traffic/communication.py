@@ -64,8 +64,7 @@ class CommunicationReport(Measuring, Windowed):
         """Values logged last; empty before the end of the first window."""
         self.of_ranks: list[dict[str, Any]] = []
         """Of every rank at the end: ``steps`` (optimizer steps), ``within`` and ``besides`` (totals within and outside
-        of
-        steps: rows of axis, kind, calls, bytes, minimum bytes)."""
+        of steps: rows of axis, kind, calls, bytes, minimum bytes)."""
         self.of_servers: dict[int, tuple[int, int]] = {}
         """Messages and bytes of each server rank at the end; on rank 0."""
         self._meter: Any = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.format.directory import OF_RANK
 from trainwright.checkpoint.format.parts import Part, TensorParts
 from trainwright.checkpoint.format.tree import decode
 from trainwright.checkpoint.read.run_state import StoredTensor
@@ -234,7 +235,7 @@ class SnapshotReader:
     def parts(self) -> dict[str, TensorParts]:
         """Return copies of the tensors of this rank, without rank-local ones."""
         # Cloned, since sending a view sends its whole storage.
-        return {key: parts.map(Tensor.clone) for key, parts in self._tensors.items() if not key.startswith("rank/")}
+        return {key: parts.map(Tensor.clone) for key, parts in self._tensors.items() if not key.startswith(OF_RANK)}
 
     def joined(self, of_ranks: Sequence[Mapping[str, TensorParts]]) -> SnapshotReader:
         """Return a reader that also has the parts of other ranks.

@@ -48,9 +48,9 @@ class MetadataSplit:
         """Name of each box file, and the rank that writes it."""
         return [(boxes_file(number), first) for number, first in enumerate(self.firsts[:: self.groups])]
 
-    def boxes_of(self, replicas: int) -> int:
+    def boxes_of(self, number: int) -> int:
         """Return the number of the box file of a group."""
-        return replicas // self.groups
+        return number // self.groups
 
     def list_of(self, rank: int) -> range:
         """Return the ranks in the same list of files as ``rank``."""

@@ -70,8 +70,9 @@ _PATH_WITH_EQUALS = re.compile(
     r"(?P<key>\+{0,2}(?:ckpt_path|init_from|run_dir))=(?P<path>[^'\"\[\]{}(),$]*=[^'\"\[\]{}(),$]*)"
 )
 # Keys that other checks depend on; with a guess for one of them, other problems would be misleading.
-_DECISIVE = {"recipe", "strategy", "devices", "nodes", "global_batch_size", "micro_batch_size", "accumulation"}
-_DECISIVE |= {"module", "data"}
+_DECISIVE = {
+    "recipe", "module", "data", "strategy", "devices", "nodes", "global_batch_size", "micro_batch_size", "accumulation",
+}  # fmt: skip
 
 
 @dataclass

@@ -143,7 +143,7 @@ class ReplicaAttempt(RankAttempt):
             RankError: if a member failed and the policy gives up.
         """
         self._grace = grace_after_failure
-        self._enough = should_stop
+        self._should_stop = should_stop
         self._members = Members(self.cfg, self.verb, self.records, self.environment, self.monitor)
         with self._members:
             self._generations = Generations(self.cfg, self._layout, self.records, self._members)
@@ -190,7 +190,7 @@ class ReplicaAttempt(RankAttempt):
             self._decide(error)
         if lost or errors or len(reports) == len(self._generations.now.members):
             return self._regroup(lost, error)
-        if self._enough is not None and self._enough():
+        if self._should_stop is not None and self._should_stop():
             self._members.end_all(exit_timeout(self.cfg, self.verb))
             return Outcome()
         self._start_missing()

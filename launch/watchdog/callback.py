@@ -129,8 +129,7 @@ class Watchdog(Callback):
         if self._box is not None:
             self._box.begin(phase)
 
-    # ---- the monitoring process
-    # -----------------------------------------------------------------------------------------
+    # ---- the monitoring process --------------------------------------------------------------------------------------
 
     def _start_guardian(self, trainer: Trainer) -> dict[str, Any]:
         from trainwright.launch.watchdog.guardian_client import Guardian, agree

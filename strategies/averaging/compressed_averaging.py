@@ -34,7 +34,7 @@ from trainwright.strategies.state.rank_state import (
     COMPRESSION,
     OF_REPLICA,
     KeptBack,
-    is_handed_over,
+    is_transferred,
     of_rank,
     rank_of,
 )
@@ -189,7 +189,7 @@ class CompressedAverage:
         layout = self._strategy.layout
         as_it_was = "each rank resumes with its residual."
         if isinstance(state, SnapshotReader):
-            if is_handed_over(state):
+            if is_transferred(state):
                 return "a replica that joins starts without a residual."
             rank = rank_of(state)
             own = was.coordinates(rank)["replicate"]

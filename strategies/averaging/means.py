@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.averaging.background import Background
-from trainwright.strategies.averaging.compression.buckets import BUCKET_BYTES, ReplicaPart, bucketed
+from trainwright.strategies.averaging.compression.buckets import BUCKET_BYTES, ReplicaPart
+from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.collectives.flat import all_gather, reduce_scatter
 from trainwright.strategies.contract.communication.options import ALL_REDUCE, HIERARCHICAL, IN_PARTS
 from trainwright.strategies.contract.groups import new_subgroup

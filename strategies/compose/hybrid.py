@@ -162,7 +162,7 @@ class HybridStrategy(ZeroStrategy):
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if not self._engines.is_cut:
             super()._broadcast_from_first(module)
-        # # else it was broadcast before partitioning
+        # Otherwise it was broadcast before partitioning.
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         return self._engines.owned_blocks if self._engines.is_cut else super()._find_blocks()
@@ -184,7 +184,7 @@ class HybridStrategy(ZeroStrategy):
         self._shared = SharedGradients(self._engines.shared_parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start a step; at the start of an epoch, account for frozen or thawed pipeline stages."""
+        """Start a step; at the start of an epoch, account for frozen or unfrozen pipeline stages."""
         if "training" not in self.ranks.compared:
             self.ranks.compare_first("training", batch)
         super().on_train_batch_start(batch, batch_idx)
@@ -281,7 +281,7 @@ class HybridStrategy(ZeroStrategy):
         super().post_backward(closure_loss)
         if not self.averaging.after_backward:
             self._sum_shared_gradients()
-        # # else they were summed before averaging
+        # Otherwise they were summed before averaging.
 
     def _complete_gradients(self) -> None:
         super()._complete_gradients()
@@ -350,8 +350,7 @@ class HybridStrategy(ZeroStrategy):
         self._engines.detach()
         super().teardown()
 
-    # ---- user-facing collectives, over the data-parallel ranks
-    # --------------------------------------------------------
+    # ---- user-facing collectives, over the data-parallel ranks -------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks in place, unless ``group`` is not all ranks."""

@@ -98,9 +98,9 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         super().configure_ddp()
 
-    def _include(self, thawed: Sequence[nn.Parameter]) -> None:
+    def _include(self, unfrozen: Sequence[nn.Parameter]) -> None:
         """Wrap the module anew, since torch's reducer knows only parameters that were trainable when it was created."""
-        super()._include(thawed)
+        super()._include(unfrozen)
         if self.averaging.compression is not None or not isinstance(self.model, DistributedDataParallel):
             return  # averaged without the reducer
         self._end_means()

@@ -264,9 +264,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Create reducers and publishers of the trainable parameters."""
         self._exchanges.make(averages=not self.averaging.after_backward)
 
-    def _include(self, thawed: Sequence[nn.Parameter]) -> None:
-        super()._include(thawed)
-        self._exchanges.thaw(thawed)
+    def _include(self, unfrozen: Sequence[nn.Parameter]) -> None:
+        super()._include(unfrozen)
+        self._exchanges.unfreeze(unfrozen)
         self._sharing.exchange()
         self._make_exchanges()
         self._sharing.divide_anew()

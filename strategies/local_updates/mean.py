@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values
-from trainwright.strategies.averaging.compression.buckets import bucketed
+from trainwright.strategies.contract.collectives.bucketing import bucketed
 
 TagOf = Callable[[str], str]
 """Returns the tag of a name; tensors with different tags do not share a bucket.

@@ -161,8 +161,7 @@ class OuterParameters:
         for name, common in self._common.items():
             common.copy_(parts[name])
 
-    # ---- state
-    # --------------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def common(self) -> dict[str, Tensor]:
         """Return this rank's common parameters by name; no copies."""
@@ -202,8 +201,7 @@ class OuterParameters:
         tensors = (*self._common.values(), *self.momentum().values(), *self.compression().values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    # ---- internals
-    # ----------------------------------------------------------------------------------------------------
+    # ---- internals ---------------------------------------------------------------------------------------------------
 
     def _add(self, parts: Mapping[str, Tensor]) -> None:
         by_fragment: dict[int, dict[str, Tensor]] = {}

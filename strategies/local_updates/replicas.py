@@ -17,7 +17,6 @@ from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.memory.snapshots import SnapshotReader
-from trainwright.checkpoint.memory.transfer import TRANSFERRED
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
@@ -44,6 +43,7 @@ from trainwright.strategies.local_updates.state import (
     with_means,
 )
 from trainwright.strategies.state.checkpointing import OF_RUN
+from trainwright.strategies.state.rank_state import is_transferred
 from trainwright.strategies.state.run_state import OPTIMIZERS
 
 # Key of local updates in run states.
@@ -214,8 +214,7 @@ class LocalReplicas(Replicas):
     def _average_buffers(self) -> None:
         self._means.average(float_buffers(self._strategy.lightning_module))
 
-    # ---- evaluation
-    # ---------------------------------------------------------------------------------------------------
+    # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def show(self) -> None:
         """Switch to the means over replicas, saving this replica's own state. A collective."""
@@ -336,7 +335,7 @@ class LocalReplicas(Replicas):
         lost = self._restore_common(source, saved)
         lost += self._restore_own(source, Layout(**of_run["layout"]))
         if isinstance(source, SnapshotReader):
-            if source.about.get(TRANSFERRED):
+            if is_transferred(source):
                 self._start_from_common()
         elif lost:
             rank_zero_warn(f"{source.path} was written with strategy={saved['strategy']}: {'; '.join(lost)}.")
@@ -355,7 +354,7 @@ class LocalReplicas(Replicas):
     def _restore_own(self, source: RunState | SnapshotReader, saved: Layout) -> list[str]:
         """Restore this rank's own state; returns what was dropped."""
         if isinstance(source, SnapshotReader):
-            if not source.about.get(TRANSFERRED):
+            if not is_transferred(source):
                 read_inner(source, inner_keys(source, None), self._remembered())
             return []
         strategy = self._strategy

@@ -26,7 +26,8 @@ from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.outer import OuterParameters
 from trainwright.strategies.state.placement import Placement
-from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS, spread_like
+from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS
+from trainwright.strategies.state.shards import spread_like
 
 # Prefixes of keys.
 INNER, OUTER = "inner/", "outer/"

@@ -252,8 +252,9 @@ def learning_rate_warning(consistency: str, workers: int, groups: Sequence[Mappi
     lower = f", and lower momentum={momentum:g}, which every worker feeds" if momentum else ""
     return (
         f"consistency={consistency}: {workers} workers make {workers} steps, each from a smaller batch, where "
-        f"synchronous workers make one, so their learning rate may diverge. Divide lr={rate:g} by about {workers} "
-        f"(optimizer.lr={rate / workers:.2g}) unless you did{lower}; or type strategy.consistency=sync."
+        f"synchronous workers make one, so training with a learning rate chosen for those may diverge. Divide "
+        f"lr={rate:g} by about {workers} (optimizer.lr={rate / workers:.2g}) unless you did{lower}; or type "
+        "strategy.consistency=sync."
     )
 
 

@@ -58,7 +58,7 @@ def parse_style(style: str) -> tuple[str, tuple[int, ...]]:
     if name not in STYLES or (numbers and name != "packed_colwise"):
         raise ValueError(f"tensor style {style!r} is unknown; allowed: {', '.join(STYLES[:-1])}, packed_colwise:3")
     if not re.fullmatch(r"(\d+(,\d+)*)?", numbers):
-        raise ValueError(f"tensor style {style!r}: the colon takes a count (3) or section lengths (64,32,32)")
+        raise ValueError(f"tensor style {style!r}: after the colon, type a count (3) or section lengths (64,32,32)")
     return name, tuple(int(number) for number in numbers.split(",") if number)
 
 

@@ -14,6 +14,7 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.torch_internals import compute_local_shape_and_global_offset
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import Assembly, StateOwners
+from trainwright.strategies.state.wrapped_tensors import is_wrapped, plain_tensors
 
 
 def boxes_of(tensor: Tensor) -> TensorParts:
@@ -98,9 +99,11 @@ def trained_boxes(
 
 
 def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """Yield parameter, name and tensor of each entry of the optimizer's state."""
+    """Yield parameter, name and tensor of each entry of the optimizer's state; wrapped tensors one by one."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
+                if is_wrapped(value):
+                    yield from ((parameter, f"{name}/{index}", each) for index, each in enumerate(plain_tensors(value)))
+                elif isinstance(value, Tensor):
                     yield parameter, name, value

@@ -74,7 +74,7 @@ def saved_rank_state(
         layout, rank, data_rank, device: of this rank.
     """
     if isinstance(state, SnapshotReader):
-        source, is_new = rank_of(state), is_handed_over(state)
+        source, is_new = rank_of(state), is_transferred(state)
         is_own = not is_new
     else:
         saved = Layout(**of_run["layout"])
@@ -98,7 +98,7 @@ def rank_of(state: SnapshotReader) -> int:
     return next(int(key.split("/")[1]) for key in state.keys_under(OF_RANK))
 
 
-def is_handed_over(state: SnapshotReader) -> bool:
+def is_transferred(state: SnapshotReader) -> bool:
     """Return whether another rank sent the state to this one, which joins."""
     return bool(state.about.get(TRANSFERRED))
 

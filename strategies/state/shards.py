@@ -7,7 +7,6 @@ extra memory. The rows are those of FSDP2, so optimizer state has the same forma
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.gradients import local_tensor
 
 
@@ -232,15 +232,10 @@ def make_buckets(
 
     ``dtype`` is that of communication, see :class:`ShardBucket`.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[ParameterShard]] = defaultdict(list)
-    filled: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-    buckets = []
-    for shard in shards:
-        parameter = shard.parameter
-        kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
-        if open_buckets[kind] and filled[kind] + size > bucket_bytes:
-            buckets.append(ShardBucket(open_buckets.pop(kind), dtype))
-            filled[kind] = 0
-        open_buckets[kind].append(shard)
-        filled[kind] += size
-    return buckets + [ShardBucket(rest, dtype) for rest in open_buckets.values() if rest]
+    groups = bucketed(
+        shards,
+        lambda shard: (shard.parameter.dtype, shard.parameter.device),
+        lambda shard: shard.parameter.numel() * shard.parameter.element_size(),
+        bucket_bytes,
+    )
+    return [ShardBucket(group, dtype) for group in groups]

@@ -35,7 +35,10 @@ def _losses(file: Path) -> list[float]:
     ("words", "said"),
     [
         (["My-x"], "must be a Python identifier in lower case"),
+        (["x_"], "ends with a letter or digit"),
         (["json"], "type trainwright new my_json"),
+        (["torch"], "type trainwright new my_torch"),
+        (["digits"], "a recipe of this name"),
         (["a", "b"], "type trainwright new a"),
         (["there"], "choose another name"),
     ],

@@ -326,7 +326,7 @@ def _temporary_files(pid: int) -> list[Path]:
 
 def test_layouts_equal_one_process(tmp_path: Path) -> None:
     words = ("--json", "verify", "-m", "recipe=digits", "strategy=zero3,ddp", "devices=2", "module.blocks=2")
-    words += ("--report", str(tmp_path / "page.html"))
+    words += ("--config-dir", str(tmp_path), "--report", str(tmp_path / "page.html"))
     process = WarmPopen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -335,6 +335,7 @@ def test_layouts_equal_one_process(tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text()
     assert page.count("<td>equal</td>") == 2
     assert "strategy=ddp</th>" in page
+    assert f"devices=2 module.blocks=2 --config-dir {tmp_path} --report" in page
     assert report["passed"]
     assert report["start"] is None
     assert report["layout"] == {"shard": 2}

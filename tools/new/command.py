@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import keyword
+import re
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainwright.tools.new.templates import FILES
@@ -15,7 +18,7 @@ HELP = """trainwright new: create a project with a module, data, a recipe, a tes
 
 usage: trainwright new NAME
 
-  NAME    folder to create, and the name of its package: a Python identifier in lower case
+  NAME    folder to create, and the name of its package: letters in lower case, digits and _
 
 example:
   trainwright new my_project
@@ -59,10 +62,15 @@ def _problem(words: Sequence[str]) -> str | None:
     if len(words) > 1:
         return f"new takes one name, and was given {len(words)}: {' '.join(words)}; type trainwright new {words[0]}"
     name = words[0]
-    if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name) or not name.strip("_"):
-        return f"new {name}: the name must be a Python identifier in lower case; type trainwright new my_project"
-    if name in sys.stdlib_module_names or name in ("trainwright", "tests", "conf"):
-        return f"new {name}: a package of this name exists already; type trainwright new my_{name}"
+    if not re.fullmatch(r"[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
+        return (
+            f"new {name}: the name must be a Python identifier in lower case that begins with a letter and ends with a "
+            "letter or digit; type trainwright new my_project"
+        )
     if Path(name).exists():
         return f"new {name}: {name} exists in this folder; choose another name"
+    if name in ("tests", "conf") or find_spec(name) is not None:
+        return f"new {name}: a package of this name exists already; type trainwright new my_{name}"
+    if (files("trainwright.conf") / "recipe" / f"{name}.yaml").is_file():
+        return f"new {name}: trainwright has a recipe of this name; type trainwright new my_{name}"
     return None

@@ -30,6 +30,7 @@ _SHOWN = 4
 # Largest size of an axis.
 _MOST_RANKS = 2**24
 _RESTART_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?) (.*)")
+_RECOVERED = re.compile(r"(^|; )(go(es|ing) on|the others (go on|continue)|resuming)|takes the place|recovered|joined")
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 
 
@@ -412,7 +413,9 @@ def _what_of(line: str) -> str:
     """Return the kind of a line of restarts.log."""
     if re.match(r"restart \d", line):
         return "restarted"
-    return "recovered" if re.search(r"go(es|ing)? on|continu|resum|takes the place|recovered|joined", line) else "fault"
+    if line.startswith("given up"):
+        return "fault"
+    return "recovered" if _RECOVERED.search(line) else "fault"
 
 
 def _notes_of_metrics(metrics: MetricsFile) -> Iterator[str]:

@@ -21,8 +21,10 @@ from trainwright.command.schema.compose import compose_checked
 from trainwright.command.schema.expansion import report_import
 from trainwright.command.sweep import Job, expand
 from trainwright.command.verify_options import VerifyOptions, take_options
+from trainwright.core.config.masking import masked_words
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
+from trainwright.core.run.run_directory import command_words
 from trainwright.launch.ranks.output import ranks_to_stderr
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, options_of, world_size_of
 from trainwright.tools.verify.page import page
@@ -210,6 +212,8 @@ def run_verify_command(arguments: argparse.Namespace) -> int:
         ConfigError: if the configuration is invalid.
     """
     options, overrides, problems = take_options(arguments.overrides)
+    if arguments.report is not None and not Path(arguments.report).parent.is_dir():
+        problems.append(f"--report {arguments.report}: its folder does not exist; create it, or type another path")
     jobs = expand(overrides, arguments.config_dir) if arguments.multirun else [Job(0, tuple(overrides), ())]
     compositions = [compose_checked(job.overrides, arguments.config_dir) for job in jobs]
     for composition in compositions:
@@ -228,7 +232,7 @@ def run_verify_command(arguments: argparse.Namespace) -> int:
         report_import(composition.import_report, sys.stderr)
         with ranks_to_stderr():
             report = verify(composition.cfg, options, on_progress=say)
-        reports.append((" ".join(job.varied), report))
+        reports.append((" ".join(masked_words(job.varied)), report))
         if not arguments.json:
             print(report.to_text().rstrip() + ("\n" if len(jobs) > 1 else ""), flush=True)
     if arguments.json:
@@ -241,9 +245,9 @@ def run_verify_command(arguments: argparse.Namespace) -> int:
 
 def _write_page(arguments: argparse.Namespace, reports: Sequence[tuple[str, VerifyReport]]) -> None:
     multirun = ["-m"] if arguments.multirun else []
-    words = ["verify", *multirun, *arguments.overrides, "--report", arguments.report]
+    words = masked_words(command_words("verify", [*multirun, *arguments.overrides], arguments.config_dir))
     try:
-        Path(arguments.report).write_text(page(reports, words), encoding="utf-8")
+        Path(arguments.report).write_text(page(reports, [*words, "--report", arguments.report]), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             [f"--report {arguments.report}: {error.strerror}; type the path of a writable file"]

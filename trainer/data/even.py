@@ -117,9 +117,7 @@ class EvenLoader(WrappedLoader):
         self._first = self._reader.position() if self._reader.training else 0
         batches = self._read()
         batch, has = self._fetch(batches)
-        work, flags = self._exchange(int(has), batch_digest(batch) if has else 0)
-        work.wait()
-        self.is_dealt = self._reader.deals and _agree(flags) and bool(flags[0])
+        self.is_dealt = self._reader.deals and self._is_same(batch, has)
         if not self.is_dealt:
             yield from self._read_own(batches, batch, has)
             return
@@ -180,6 +178,12 @@ class EvenLoader(WrappedLoader):
         return dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._group, async_op=True), flags
 
     # ---- streams that are equal on all ranks ----------------------------------------------------------------------
+
+    def _is_same(self, batch: Any, has: bool) -> bool:
+        """Return whether all ranks read an equal first batch; a collective."""
+        work, flags = self._exchange(int(has), batch_digest(batch) if has else 0)
+        work.wait()
+        return _agree(flags) and bool(flags[0])
 
     def _check_dealt(self) -> None:
         reader, dataset = self._reader, type(getattr(innermost(self.loader), "dataset", self.loader)).__name__

@@ -11,7 +11,7 @@ from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.trainer.loop.remembered_logs import reduce_entries
 
 MOST_LOGGED = 256
-"""Maximum data ranks whose logged values a checkpoint holds one by one; beyond it holds the sum, maximum or minimum."""
+"""Most data ranks whose logged values a checkpoint holds one by one; with more, it holds sum, maximum or minimum."""
 
 
 class DataRanks:

@@ -127,8 +127,7 @@ class RayAttempt(RankAttempt):
     def _end(self, number: signal.Signals, grace: float) -> None:
         self.actors.end(number, grace, self._logs.poll)
 
-    # ---- outcome
-    # ------------------------------------------------------------------------------------------------------
+    # ---- outcome -----------------------------------------------------------------------------------------------------
 
     def _after_failure(self) -> Outcome:
         failure = self._failure()

@@ -23,9 +23,8 @@ from trainwright.launch.ranks.follow import Follower
 
 # Final states of a job.
 _ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    "TIMEOUT",
-)
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+)  # fmt: skip
 _GONE = "gone"
 # Seconds between two reads of the logs.
 _POLL_SECONDS = 0.5

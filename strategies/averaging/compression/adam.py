@@ -14,8 +14,8 @@ from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.compression.replica_average import ReplicaAverage
 from trainwright.strategies.contract.gradients import local_tensor
 
-# Least warm-up for a usable variance estimate: of ten squares one in 1e8 is a hundredth of what it should be, of one
-# eight in a hundred, and so small a variance makes huge steps.
+# Least warm-up for a usable variance estimate: the mean of ten squares is below a hundredth of its expectation once in
+# 1e8 cases, a single square in eight of a hundred, and too small a variance makes huge steps.
 LEAST_WARMUP = 10
 # Largest step of one weight, in learning rates. Without the bound, delayed updates overshoot again and again: gpt
 # diverged in a run of 900 steps.

@@ -6,20 +6,19 @@ backward. So residuals keep their position, and resuming is bit-exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.averaging.compression.compressor import GradientCompressor
+from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.gradients import local_tensor
 
-T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20
 # Residual of each element of the bucket, and of each element of this rank's chunk.
 RESIDUAL, CHUNK_RESIDUAL = "residual", "chunk_residual"
@@ -190,19 +189,6 @@ class CompressedBucket:
         yield
         for view, value in kept:
             view.copy_(value)
-
-
-def bucketed(
-    items: Iterable[T], tag_of: Callable[[T], Hashable], bytes_of: Callable[[T], int], limit: int
-) -> Iterator[list[T]]:
-    """Group items, in order, into buckets of one tag and at most ``limit`` bytes (at least one item)."""
-    filling: dict[Hashable, list[T]] = {}
-    for item in items:
-        tag = tag_of(item)
-        if tag in filling and sum(map(bytes_of, (*filling[tag], item))) > limit:
-            yield filling.pop(tag)
-        filling.setdefault(tag, []).append(item)
-    yield from filling.values()
 
 
 def make_buckets(

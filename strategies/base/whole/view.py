@@ -291,7 +291,7 @@ class WholeView:
                 whole = self._parts.whole(name, share.part if share.is_held else None)
             parameter = nn.Parameter(whole, requires_grad=self.requires_grad(name))
             if parameter.requires_grad:
-                # The collector cannot see through such hooks: a refers to this view would leak the module.
+                # The collector cannot see through such hooks: a reference to this view would leak the module.
                 graded = self._graded
                 parameter.register_post_accumulate_grad_hook(lambda _: graded.append(name))
             self._parameters[name] = parameter

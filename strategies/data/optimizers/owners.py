@@ -19,6 +19,7 @@ from torch import Tensor
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.state.shards import spread_like
 
 # First and last index (exclusive) along each dim.
 _Box = tuple[tuple[int, int], ...]
@@ -191,8 +192,6 @@ def _copy_through(buffer: Tensor, views: Sequence[Sequence[Tensor]], is_packing:
 
 def _stencil(parameter: Tensor) -> Tensor:
     """Return a meta tensor distributed as a parameter is, with a contiguous part."""
-    from trainwright.strategies.state.shards import spread_like
-
     return spread_like(parameter, torch.empty(local_tensor(parameter).shape, dtype=parameter.dtype, device="meta"))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.exchange.distinct import all_gather_values
+from trainwright.checkpoint.exchange.distinct import all_gather_values, any_of_ranks
 from trainwright.core.config.options import refuse
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.finetuning import show_parameters_to
@@ -21,8 +21,7 @@ from trainwright.strategies.data.optimizers.optimizer_probe import Behaviour, st
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
 from trainwright.strategies.data.sharding.exchanges import Exchanges
-from trainwright.strategies.state.run_state import spread_like
-from trainwright.strategies.state.shards import ParameterShard
+from trainwright.strategies.state.shards import ParameterShard, spread_like
 from trainwright.strategies.state.wholes import part_like
 
 _REMEDY = "Type strategy=ddp, or use an optimizer that steps each parameter by itself (AdamW, SGD, Muon, Adafactor)"
@@ -146,15 +145,15 @@ class SharedOptimizers:
             for p in group["params"]
             if (name := names.get(id(p))) and not behaviour.is_elementwise(index, shape_of(p))
         }
-        if self.owners is None and self._any_rank(bool(whole)):
+        if self.owners is None and any_of_ranks(bool(whole), dist.group.WORLD, self._strategy.root_device):
             self.owners = self._make_owners()
         if self.owners is not None:
             self.owners.take({name: each for name, each in whole.items() if name not in self.owners})
 
     def _refuse(self, behaviours: Iterable[Behaviour]) -> None:
         problems = list(dict.fromkeys(self._problems(behaviours)))
-        if self._any_rank(bool(problems)):
-            device = self._strategy.root_device
+        device = self._strategy.root_device
+        if any_of_ranks(bool(problems), dist.group.WORLD, device):
             found = all_gather_values(problems, device=device) if dist.is_initialized() else [problems]
             refuse(dict.fromkeys(problem for each in found for problem in each))
 
@@ -164,14 +163,6 @@ class SharedOptimizers:
                 yield f"{behaviour.problem}, but under {self.typed_layout} {_CLOSURE}"
             elif behaviour.joint is not None and self.divides:
                 yield f"{behaviour.joint}, but under {self.typed_layout} no rank has them all. {_REMEDY}"
-
-    def _any_rank(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank; a collective."""
-        if not dist.is_initialized():
-            return flag
-        found = torch.tensor(int(flag), device=self._strategy.root_device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found.item())
 
     def _update_steps(self) -> None:
         exchanges = self._exchanges

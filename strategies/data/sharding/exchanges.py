@@ -76,7 +76,7 @@ class Exchanges:
             self.reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, find_unused, averages, dtype))
             self.publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
 
-    def thaw(self, parameters: Iterable[nn.Parameter]) -> None:
+    def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make the shards of unfrozen parameters trainable."""
         for parameter in parameters:
             self.optimized(parameter).requires_grad_()

@@ -70,8 +70,7 @@ class ShardServices:
         self._ended: str | None = None
         self._coming: dict[Link, _PartialGradient] = {}  # gradients received in parts
 
-    # ---- workers
-    # ------------------------------------------------------------------------------------------------------
+    # ---- workers -----------------------------------------------------------------------------------------------------
 
     def expect(self, worker: int, number: int) -> None:
         """Assign a link to a worker."""
@@ -206,8 +205,7 @@ class ShardServices:
             )
         return offer is not None and (waits or offer.clock >= self._clocks.clock(worker))
 
-    # ---- requests
-    # -----------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     def serve(self, operation: Operation, link: Link, worker: int, request: Tensor) -> None:
         """Handle a worker's request.

@@ -96,7 +96,7 @@ def _target_problems(placement: Mapping[str, str], layout: Layout) -> Iterator[s
     elif dense == {REPLICATE} and layout.shard != 1:
         yield (
             f"strategy.placement gives {REPLICATE} with strategy.shard={layout.shard}, which shards the state; type "
-            f"strategy.shard=1 strategy.replicate=-1, or {SHARD}"
+            f"strategy.shard=1 strategy.replicate=-1, or give {SHARD}"
         )
 
 

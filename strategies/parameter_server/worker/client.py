@@ -379,8 +379,7 @@ class Client:
             bodies = (flat, PAYLOAD), (data, BYTES)
             self._receive({server: self._send(server, Operation.LOAD, *bodies, bytes=data.numel(), text=text)})
 
-    # ---- messages
-    # -----------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
         self.settle()  # pending pulls must come first

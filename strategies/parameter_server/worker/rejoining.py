@@ -47,8 +47,7 @@ def incarnation() -> int | None:
     return None if given is None else int(given)
 
 
-# ---- state for rejoining workers
-# --------------------------------------------------------------------------------------
+# ---- state for rejoining workers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,7 @@ def keep_offering(trainer: Any, keeper: Any, state: Callable[[], Content]) -> Ca
     return hear
 
 
-# ---- lost workers
-# -----------------------------------------------------------------------------------------------------
+# ---- lost workers ----------------------------------------------------------------------------------------------------
 
 
 class LostWorkers:
@@ -196,8 +194,7 @@ class LostWorkers:
         self._without_state.discard(worker)
 
 
-# ---- process group
-# ------------------------------------------------------------------------------------------------------
+# ---- process group ---------------------------------------------------------------------------------------------------
 
 
 def init_single_process_group() -> None:

@@ -340,7 +340,8 @@ def test_flat_loss_has_no_jump():
     guard._history.restore([(1, 2.0), (2, 2.0), (3, 2.0)])
     seen = {"bad_loss": 0.0, "bad_gradient": 0.0, "has_loss": 1.0}
     assert guard._fault({**seen, "loss": 2.1}) is None
-    assert "the loss jumped" in guard._fault({**seen, "loss": 2.3})
+    said = guard._fault({**seen, "loss": 2.3})
+    assert said == "the loss jumped to 2.3, inf robust standard deviations (allowed: 6) and 15 % above the median"
     assert guard._fault({**seen, "loss": 0.1}) is None
 
 

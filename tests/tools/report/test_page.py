@@ -15,7 +15,7 @@ from tests.tools.report.runs import small_run, whole_run, write_records
 from trainwright.core.charts.drawing import amount, curve_chart, downsampled, ticks
 from trainwright.tools.report.command import run_report_command, write_report
 from trainwright.tools.report.page import build_page, labels_of
-from trainwright.tools.report.records import without_repeated_steps
+from trainwright.tools.report.records import _what_of, without_repeated_steps
 
 
 def test_curves_have_the_numbers_of_the_file(tmp_path):
@@ -72,6 +72,21 @@ def test_measurements_are_shown(tmp_path):
     assert settings["seed"] == ["7", "yes"]
     assert settings["strategy.pipeline"] == ["2", "yes"]  # the group was chosen
     assert settings["optimizer.lr"] == ["0.004", ""]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("restart 1 in 2 s; restarts.log has details", "restarted"),
+        ("resuming from step 4 with 2 rank(s)", "recovered"),
+        ("connections broke; 1 replica(s) joined; resuming from step 4 with 2 replicas", "recovered"),
+        ("the others continue; rank 1 is restarted and rejoins them", "recovered"),
+        ("given up: the loss guard ended it (guard=rollback would continue)", "fault"),
+        ("rank 1 failed: training cannot be resumed (before training)", "fault"),
+    ],
+)
+def test_line_of_the_launcher_has_a_kind(line, kind):
+    assert _what_of(line) == kind
 
 
 def test_missing_data_is_named(tmp_path):
