@@ -22,7 +22,7 @@ from trainwright.recipes.finetune.preference import PreferenceModule
 
 # Two conversations fill a row, or one pair.
 LENGTHS = {"chat": 64, "preference": 96}
-ADAM = partial(AdamW, lr=1e-3, eps=1e-4, weight_decay=0.01)
+ADAM = partial(AdamW, lr=1e-3, eps=1e-3, weight_decay=0.01)
 
 
 class Ordered(FineTuneData):
@@ -68,7 +68,7 @@ def adapter(kind: str, **options: Any) -> partial[FineTuneModule]:
 
 
 def row(name: str, make: Callable[[], FineTuneModule], make_data: Callable[[int], Any]) -> Row:
-    return Row(name, make, make_data, either=", ".join(set(LAYOUTS) - {"expert"}))
+    return Row(name, make, make_data, either=", ".join(layout for layout in LAYOUTS if layout != "expert"))
 
 
 chats, pairs = partial(data, "chat"), partial(data, "preference")
