@@ -30,6 +30,7 @@ from trainwright.callbacks.traffic.stragglers import Stragglers
     (Stragglers, {"every_n_steps": 0}, "every_n_steps=0"),
     (Stragglers, {"threshold": 0}, "between 0 and 1"),
     (Stragglers, {"threshold": 1}, "between 0 and 1"),
+    (Stragglers, {"threshold": 1.5}, "between 0 and 1"),
     (MonitorFile, {"run_dir": "there", "most_ranks": 0}, r"most_ranks=0\) \(allowed: 1 or more, or None"),
     (Profile, {"run_dir": "there", "most_ranks": 0}, r"most_ranks=0\) \(allowed: 1 or more, or None"),
     *(

@@ -37,7 +37,9 @@ TWO: dict[str, LayoutCase] = {
     "context, qwen2, gather": LayoutCase("qwen2", {"context": 2, "shard": 1, "attention": "gather"}, **EVEN),
     "context, stage 1": LayoutCase("gpt-small", {"context": 2, "shard": 1, "stage": 1, "balance": False}),
     "expert, mixtral": LayoutCase("mixtral", {"expert": 2}, clip=0.2),
-    "expert, stage 2": LayoutCase("mixtral", {"expert": 2, "stage": 2}, accumulation=2, clip=0.3),
+    "expert, stage 2": LayoutCase(
+        "mixtral", {"expert": 2, "stage": 2, "activation_checkpointing": "full"}, accumulation=2, clip=0.3
+    ),
     "pipeline, odd module": LayoutCase("odd", {"pipeline": 2, "micro_batches": 4}, clip=0.2),
     "pipeline, uneven blocks": LayoutCase("odd", {"pipeline": 2, "split": [1, 4]}),
     "pipeline, encoder": LayoutCase("encoder", {"pipeline": 2}, accumulation=2),
@@ -71,6 +73,7 @@ FOUR: dict[str, LayoutCase] = {
         "gpt-small", {"pipeline": 2, "shard": 2, "offload": "parameters"}, clip=0.2
     ),
     "pipeline x tensor": LayoutCase("llama", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, **EVEN),
+    "pipeline x tensor, encoder": LayoutCase("encoder", {"pipeline": 2, "tensor": 2}, clip=0.2),
     "pipeline x context": LayoutCase("gpt", {"pipeline": 2, "context": 2, "shard": 1}, clip=0.2),
     "pipeline x expert": LayoutCase("mixtral", {"pipeline": 2, "shard": 2, "expert": 2}, clip=0.2),
     "pipeline x shard, by tokens": LayoutCase(
@@ -117,7 +120,7 @@ def run_at(precision: str, case: LayoutCase) -> Record:
     [
         (*layout, precision)
         for precisions, *layout in [
-            (("bf16-mixed", "16-mixed"), "llama", 2, {"pipeline": 2, "shard": 1}),
+            (("bf16-mixed", "bf16-true"), "llama", 2, {"pipeline": 2, "shard": 1}),
             (("bf16-true", "16-mixed"), "gpt-untied", 4, {"tensor": 2, "shard": 2, "sequence_parallel": True}),
             (("bf16-mixed", "16-mixed"), "gpt-untied", 4, {"pipeline": 2, "shard": 2, "stage": 1}),
             (("bf16-true", "16-mixed"), "gpt-untied", 2, {"context": 2, "shard": 1}),

@@ -74,6 +74,17 @@ def test_experts_compute_their_tokens(how: str) -> None:
         assert not parameter.grad[2].any()
 
 
+def test_attention_is_causal() -> None:
+    torch.manual_seed(0)
+    model = MoEGPT(MoEConfig(layers=2, dim=32, heads=4, init_std=0.2))
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(tokens)[0], model(changed)[0]
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)).min() > 1e-5
+
+
 def routes(logits: Tensor) -> Routes:
     chosen = logits.topk(2)
     return Routes(logits.softmax(-1), chosen.indices, chosen.values.softmax(-1))
@@ -126,7 +137,7 @@ def test_loss_falls_and_experts_stay_busy(text: Path) -> None:
     assert 0.9 < logged["balance_loss"] < 2
 
 
-def fitted(strategy: str, folder: str, micro: int) -> float:
+def fitted(strategy: str, folder: str, micro: int, meta: bool = False) -> float:
     seed_everything(0)
     trainer = Trainer(
         strategy=strategy,
@@ -135,7 +146,7 @@ def fitted(strategy: str, folder: str, micro: int) -> float:
         global_batch_size=16,
         **QUIET,
     )
-    module = MoEModule(SMALL, partial(SGD, lr=0.5), warmup_steps=0, final_lr_factor=1.0)
+    module = MoEModule(SMALL, partial(SGD, lr=0.5), warmup_steps=0, final_lr_factor=1.0, meta=meta)
     data = TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=micro)
     trainer.fit(module, data)
     return float(torch.cat(trainer.predict(module, data)).mean())
@@ -145,6 +156,11 @@ def fitted(strategy: str, folder: str, micro: int) -> float:
 def test_every_strategy_trains_as_one_process(text, ranks, strategy, micro):
     (alone,) = ranks(fitted, 1, "single", str(text.parent), 16, init_group=False)
     assert ranks(fitted, 2, strategy, str(text.parent), micro) == [pytest.approx(alone, rel=1e-5)] * 2
+
+
+def test_deferred_build_trains(text, ranks):
+    ordinary, deferred = (ranks(fitted, 2, "zero3", str(text.parent), 8, meta)[0] for meta in (False, True))
+    assert deferred == pytest.approx(ordinary, rel=0.1)
 
 
 def test_reset_parameters_initializes_every_weight() -> None:

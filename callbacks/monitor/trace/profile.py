@@ -65,7 +65,7 @@ class Profile(Callback):
     ) -> None:
         problem = None if steps is None else profile_problem(steps)
         if problem is not None:
-            raise ValueError(f"Profile: steps={problem}")
+            raise ValueError(f"Profile: steps={problem}; None = only when a running job is asked)")
         self.steps = None if steps is None else (int(steps[0]), int(steps[1]))
         if most_ranks is not None and most_ranks < 1:
             raise ValueError(f"Profile(most_ranks={most_ranks}) (allowed: 1 or more, or None for all ranks)")

@@ -30,6 +30,8 @@ def check_cleaned(folder, step):
     clean_up(folder)
     assert small.hidden(folder) == []
     assert check(folder, step) == step
+    for path in folder.iterdir():
+        small.read(path)
 
 
 def replace_forever(target, swap, report):
@@ -138,8 +140,10 @@ def leave():
 
 @pytest.mark.parametrize("swap", [True, False])
 @pytest.mark.parametrize(("act", "status"), [(kill_self, signal.SIGKILL), (leave, 7 << 8)])
-def test_save_interrupted_before_each_change_of_the_disk(tmp_path, act, status, swap):
-    steps = []
+def test_save_interrupted_before_each_change_of_the_disk(tmp_path, monkeypatch, act, status, swap):
+    temporary, steps = tmp_path / "temporary", []
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     for folder, reported, ended in interrupted_saves(tmp_path, act, swap):
         assert ended in (0, status)
         steps.append(check(folder, reported[-1] if reported else 1))
@@ -148,6 +152,7 @@ def test_save_interrupted_before_each_change_of_the_disk(tmp_path, act, status, 
         check_cleaned(folder, steps[-1])
         assert set(os.listdir(folder)) <= {"last.ckpt", "old.ckpt"}
     assert os.listdir(folder) == ["last.ckpt"]
+    assert os.listdir(temporary) == []
     assert len(steps) > 20
     assert steps == sorted(steps), "published checkpoints stay"
     assert set(steps) == {1, 2}

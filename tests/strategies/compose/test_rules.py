@@ -49,6 +49,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"balance": False}, ["balance=false with context=1"]),
     ({"pipeline": 2}, {"schedule": "1f1b", "stages_per_rank": 2}, ["stages_per_rank=2", "exactly 1", "looped_bfs"]),
     ({"pipeline": 4}, {"micro_batches": 2}, ["micro_batches=2", "allowed are 4, 5"]),
+    ({"pipeline": 2}, {"schedule": "zbv", "stages_per_rank": 3}, ["stages_per_rank=3", "exactly 2"]),
     ({"pipeline": 2}, {"schedule": "zbv", "compile": True}, ["schedule=zbv with compile=true"]),
     ({"tensor": 2}, {"find_unused_parameters": True}, ["find_unused_parameters=true with stage 3", "stage=2"]),
     ({"tensor": 2, "shard": 1}, {"offload": "parameters"}, ["offload=parameters with shard=1", "offload=optimizer"]),

@@ -95,7 +95,10 @@ class Manual(pl.LightningModule):
 
 
 @pytest.mark.parametrize(("make", "part"), [
+    (lambda: LocalSGDStrategy(sync_every=0), "sync_every=0"),
     (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
+    (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
+    (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
     (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
     (lambda: DiLoCoStrategy(compression={"name": "topk", "warmup_steps": 2}), "has no effect"),
 ])  # fmt: skip

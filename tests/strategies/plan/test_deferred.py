@@ -70,10 +70,10 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def initial_weights(strategy: str) -> dict[str, torch.Tensor]:
+def initial_weights(strategy: str, make: type[Module] = Module) -> dict[str, torch.Tensor]:
     """Return the initial weights of a run; seeds of ranks differ, and rank 0's is used."""
     torch.manual_seed(5 + torch.distributed.get_rank())
-    module = Module()
+    module = make()
     trainer = Trainer(
         strategy=make_strategy(strategy), devices=torch.distributed.get_world_size(), max_steps=1, **QUIET
     )

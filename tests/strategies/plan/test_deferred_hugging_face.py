@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.strategies.plan.test_deferred import Module, initial_weights
 from trainwright.strategies.plan.deferred import deferred_pieces
 
 transformers = pytest.importorskip("transformers")
@@ -37,6 +38,22 @@ MODELS = {
         transformers.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     ),
 }
+
+
+class Llama(Module):
+    def make(self) -> nn.Module:
+        return MODELS["llama"]()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        tokens = (batch["tokens"] if isinstance(batch, dict) else batch) % 96
+        return self.net(input_ids=tokens, labels=tokens).loss
+
+
+def test_same_weights_on_one_and_two_ranks(ranks):
+    (want,) = ranks(initial_weights, 1, "single", Llama)
+    for got in ranks(initial_weights, 2, "zero3", Llama, timeout=60):
+        assert got.keys() == want.keys()
+        assert [name for name, value in want.items() if not torch.equal(got[name], value)] == []
 
 
 def values_of(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ def play(book: LeaseBook, workers: int, seed: int, deaths: int = 0) -> tuple[Cou
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize(("samples", "chunk"), [(0, 4), (1, 4), (63, 8), (64, 8)])
 def test_each_sample_once(workers: int, samples: int, chunk: int) -> None:
-    for seed in range(3):
+    for seed in range(5):
         book = LeaseBook(samples, chunk)
         trained, _ = play(book, workers, seed)
         assert trained == Counter(range(samples))
@@ -51,7 +51,7 @@ def test_each_sample_once(workers: int, samples: int, chunk: int) -> None:
         assert book.used() == ([(0, samples)] if samples else [])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(20))
 def test_deaths_at_least_once(seed: int) -> None:
     book = LeaseBook(101, 4, "at_least_once")
     trained, unreported = play(book, 4, seed, deaths=3)
@@ -61,7 +61,7 @@ def test_deaths_at_least_once(seed: int) -> None:
     assert book.used() == [(0, 101)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(20))
 def test_deaths_at_most_once(seed: int) -> None:
     book = LeaseBook(101, 4, "at_most_once")
     trained, _ = play(book, 4, seed, deaths=3)
@@ -110,7 +110,7 @@ def test_limit() -> None:
     assert book.used() == [(0, 12)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 def test_resume_with_other_workers_and_chunks(seed: int) -> None:
     order = list(range(100, 197))
     random.Random(seed).shuffle(order)

@@ -18,6 +18,7 @@ from tests.strategies.contract.communication.kernel import written_bytes
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.communication.calls import listen, unknown_operators
 from trainwright.strategies.contract.communication.meter import CommunicationMeter, Sent, count_sent
+from trainwright.strategies.parameter_server.messages.wire import PAYLOAD, Device, Link
 
 ELEMENTS = 60_000  # large, so that headers are not seen; divides by every number of ranks here
 
@@ -184,6 +185,33 @@ def test_meter_without_process_groups():
     with CommunicationMeter() as meter:
         count_sent("server", "push", 7)
     assert meter.take() == {("server", "push"): Sent(1, 7, 7)}
+
+
+def push_and_pull() -> tuple[dict[Any, Any], int]:
+    """Push from a worker and answer from a server; return what this rank's meter and its kernel counted."""
+    rank, x = dist.get_rank(), torch.ones(ELEMENTS)
+    link = Link(dist.distributed_c10d._get_default_store(), "link", serves=rank == 1, device=Device())
+    dist.barrier()
+    with CommunicationMeter(Layout(replicate=2)) as meter:
+        before = written_bytes()
+        if rank == 0:
+            link.send(x, PAYLOAD).wait()
+            link.receive(x[: ELEMENTS // 2], PAYLOAD).wait()
+        else:
+            link.receive(x, PAYLOAD).wait()
+            link.send(x[: ELEMENTS // 2].contiguous(), PAYLOAD).wait()
+        written = written_bytes() - before
+    dist.barrier()
+    return meter.take(), written
+
+
+def test_links_of_parameter_servers(ranks):
+    size = 4 * ELEMENTS
+    (worker, sent_by_worker), (server, sent_by_server) = ranks(push_and_pull, 2)
+    assert worker == {("server", "push"): Sent(1, size, size)}
+    assert server == {("server", "pull"): Sent(1, size / 2, size / 2)}
+    assert size == pytest.approx(sent_by_worker, rel=0.02)
+    assert size / 2 == pytest.approx(sent_by_server, rel=0.02)
 
 
 def failing_listener() -> bool:
