@@ -43,7 +43,7 @@ def problems_of_contents(path: str, manifest: Manifest) -> list[str]:
             state = parse_json(read_whole(folder, manifest.files[STATE]))
             if not isinstance(state, dict):
                 raise ContentError("it is not a mapping")
-            unknown = sorted({key for key in _references(state) if key not in tensors})
+            unknown = sorted({key for key in references(state) if key not in tensors})
         return problems + [f"{STATE}: refers to the tensor {key!r}, which {TENSORS} does not list" for key in unknown]
     except CheckpointError as error:
         return [str(error)]
@@ -88,7 +88,7 @@ def _all_boxes(folder: Folder, manifest: Manifest, keys: Collection[str]) -> dic
     return found
 
 
-def _references(state: dict[str, Any]) -> Iterator[str]:
+def references(state: dict[str, Any]) -> Iterator[str]:
     """Yield the keys of tensors that a state refers to."""
     values: list[Any] = [state]
     while values:

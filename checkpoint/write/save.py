@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import broadcast_value, problems_of_ranks
 from trainwright.checkpoint.format.boxes import problem_of_boxes
+from trainwright.checkpoint.format.contents import references
 from trainwright.checkpoint.format.dcp import to_json
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import (
@@ -196,6 +197,8 @@ def _publish(
             problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
             if problem is not None:
                 raise CheckpointError(f"{key} of shape {tensor.shape}, as sharded over the ranks, {problem}.")
+        if absent := sorted(set(references(content.tree)) - stored.keys()):
+            raise CheckpointError(f"The state refers to the tensor {absent[0]!r}, which no rank holds.")
         tensors = to_json(stored)
     else:
         if TENSORS not in assignment.composed:

@@ -7,6 +7,7 @@ which depends on the layout, and each rank contributes its boxes of every tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -85,6 +86,13 @@ class Collector:
         """Add a tensor that is no weight: the first rank's, unless it is sharded."""
         key = f"tree/{path}"
         if isinstance(tensor, DTensor) or self._complete or self._placement.is_first:
+            self.tensors[key] = boxes_of(tensor)
+        return key
+
+    def _put_nested(self, name: str, path: str, tensor: Tensor) -> str:
+        """Add a tensor within an optimizer value of the parameter ``name``, from a rank of its stage."""
+        key = f"tree/{path}"
+        if self._writes(name, is_parameter=isinstance(tensor, DTensor)):
             self.tensors[key] = boxes_of(tensor)
         return key
 
@@ -168,7 +176,7 @@ class Collector:
             return encode(value, self._put_whole, key)
         if not isinstance(value, Tensor) or value.dim() == 0:
             value = local_tensor(value) if isinstance(value, Tensor) else value
-            return encode(value, self._put, key)
+            return encode(value, partial(self._put_nested, name), key)
         is_alike = value.shape == parameter.shape
         if self._writes(name, is_parameter=is_alike or isinstance(value, DTensor)):
             self.tensors[key] = self._placement.boxes(name, value) if is_alike else boxes_of(value)
