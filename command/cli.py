@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:
+        _make_cwd_importable()
+        tool("complete")()
     end_with_agent()
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:

@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.command.arguments import Parser
 from trainwright.command.auto import choice_lines
+from trainwright.command.pages import links
 from trainwright.command.run import RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import Composition, compose_checked
 from trainwright.command.schema.expansion import report_import
@@ -25,12 +27,13 @@ from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import command_words
 from trainwright.core.tools import tool
 from trainwright.launch.engines.torchrun.agreement import agree
+from trainwright.launch.schema import RunConfig
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, PLAN = "verify", "layout", "plan"
 # Verbs that must be the first word, with what follows them.
-_FIRST_WORD_VERBS = {
+FIRST_WORD_VERBS = {
     "checkpoint": "<verb> PATH [options]",
     "import-deepspeed": "ds_config.json [options]",
     "new": "NAME",
@@ -40,7 +43,7 @@ _FIRST_WORD_VERBS = {
     "doctor": "[key=value ...] [--json]",
     "profile": "[key=value ...] [--out FILE]",
 }
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *_FIRST_WORD_VERBS)
+ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, *FIRST_WORD_VERBS)
 _OPTIONS = (
     "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html", "--report"
 )  # fmt: skip
@@ -61,7 +64,8 @@ def run_command(words: Sequence[str]) -> int:
     try:
         return _run(_parse(words))
     except ConfigError as error:
-        print(f"trainwright: {error}", file=sys.stderr)
+        found = links(error.problems, [field.name for field in fields(RunConfig)])
+        print("\n".join((f"trainwright: {error}", *(f"see {link}" for link in found))), file=sys.stderr)
         return REFUSED
     except RankError as error:
         print(f"trainwright: {error}", file=sys.stderr)
@@ -218,7 +222,8 @@ def _show_help(arguments: argparse.Namespace) -> int:
     return OK if asked else REFUSED
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
+    """Return the parser of the options of all verbs that run a configuration."""
     parser = Parser()
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")
@@ -229,14 +234,18 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--html")
     parser.add_argument("--report")
     parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # removed; answered with what to type
-    arguments, plain, problems = parser.parse_among_words(words, _OPTIONS)
+    return parser
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    arguments, plain, problems = make_parser().parse_among_words(words, _OPTIONS)
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
     arguments.overrides = plain
-    if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
-        problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
-    elif arguments.verb in _FIRST_WORD_VERBS:
+    if arguments.verb is not None and arguments.verb not in ALL_VERBS:
+        problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, ALL_VERBS, 'verbs')}")
+    elif arguments.verb in FIRST_WORD_VERBS:
         problems.append(
-            f"{arguments.verb} comes first: type trainwright {arguments.verb} {_FIRST_WORD_VERBS[arguments.verb]}"
+            f"{arguments.verb} comes first: type trainwright {arguments.verb} {FIRST_WORD_VERBS[arguments.verb]}"
         )
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")

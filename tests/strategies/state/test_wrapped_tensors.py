@@ -40,8 +40,9 @@ def train(strategy: str, devices: int, steps: int, resume: Path | None, save: Pa
     loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=4)
     callbacks = [ReplicaCheck(every_n_steps=1)] if strategy == "ddp" else []
     trainer = Trainer(
-        strategy=strategy, devices=devices, callbacks=callbacks, accelerator="cpu", global_batch_size=8, max_steps=steps, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, devices=devices, callbacks=callbacks, accelerator="cpu", global_batch_size=8,
+        max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, loader, ckpt_path=resume, weights_only=resume is not None)
     held = [value for state in trainer.optimizers[0].state.values() for value in state.values() if is_wrapped(value)]

@@ -1,0 +1,78 @@
+"""Shell completion of the command line, through argcomplete.
+
+On TAB, the shell runs the command with ``_ARGCOMPLETE`` set and the line in ``COMP_LINE``; argcomplete sends back what
+fits. Without candidates, the shell completes file names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.command.schema.compose import choices_of, compose_checked, config_loader, group_names
+from trainwright.command.verbs import ALL_VERBS, FIRST_WORD_VERBS, make_parser
+from trainwright.core.problems import ConfigError
+from trainwright.launch.schema import RunConfig
+
+_OF_CONFIG_DIR = ("--config-dir", "-cd")
+
+
+def complete() -> None:
+    """Send the completions of the line in the environment to the shell, and exit.
+
+    Raises:
+        ConfigError: if argcomplete is missing.
+    """
+    try:
+        import argcomplete
+    except ImportError as error:
+        raise ConfigError(["shell completion needs argcomplete; pip install 'trainwright[completion]'"]) from error
+
+    def of_line(prefix: str, **_: Any) -> list[str]:
+        _, _, _, words, _ = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+        return list(candidates(words[1:], prefix))
+
+    parser = make_parser()
+    words: Any = parser.add_argument("words", nargs="*")
+    words.completer = of_line
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def candidates(words: Sequence[str], begun: str) -> Iterator[str]:
+    """Yield what may follow on the command line: verbs, groups, their choices, and keys.
+
+    Args:
+        words: complete words after `trainwright`.
+        begun: the word to complete; may be empty. Candidates need not start with it.
+    """
+    if not words:
+        yield from ALL_VERBS
+        return
+    if words[0] in FIRST_WORD_VERBS:
+        return
+    config_dir = next((after for word, after in zip(words, words[1:], strict=False) if word in _OF_CONFIG_DIR), None)
+    loader = config_loader(config_dir)
+    key, is_value, _ = begun.partition("=")
+    if is_value:
+        yield from (f"{key}={choice}" for choice in choices_of(loader, key))
+    elif "." in key:
+        overrides = [word for word in words[1:] if "=" in word]
+        yield from (f"{name}=" for name in _keys(compose_checked(overrides, config_dir).cfg))
+    else:
+        yield from (f"{group}=" for group in group_names(loader))
+        yield from (f"{field.name}=" for field in fields(RunConfig))
+
+
+def _keys(cfg: DictConfig | None) -> Iterator[str]:
+    """Yield the path of every value in a configuration."""
+    found = [] if cfg is None else [("", OmegaConf.to_container(cfg, resolve=False))]
+    while found:
+        path, value = found.pop()
+        if isinstance(value, dict):
+            found.extend((f"{path}.{key}".lstrip("."), item) for key, item in value.items())
+        if path:
+            yield path
