@@ -7,7 +7,7 @@ from urllib.parse import urljoin
 
 # First part of a key -> page of the documentation; other keys of a configuration are on `configuration`.
 PAGES = {
-    **dict.fromkeys(("strategy", "devices", "nodes"), "layouts"),
+    **dict.fromkeys(("devices", "nodes"), "layouts"),
     **dict.fromkeys(("checkpoint", "ckpt_path", "resume", "init_from", "strict", "trust"), "checkpoints"),
     **dict.fromkeys(("global_batch_size", "micro_batch_size", "accumulation", "data"), "data_order"),
     **dict.fromkeys(("monitor", "logger", "callbacks"), "monitoring"),
@@ -22,6 +22,7 @@ PAGES = {
     "preemption": "preemption",
     "report": "report",
     "resume_folders": "recovery",
+    "strategy": "strategies",
     "verify": "verify",
 }
 _KEY = re.compile(r"(?<![\w.])([a-z_]+)(?:\.[\w.]+)?[=:]")

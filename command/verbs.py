@@ -281,11 +281,11 @@ def _prints(launcher: Launcher | None) -> bool:
 
 def _print_run_dir(result: RunResult, verb: str) -> None:
     run_dir = _relative(result.run_dir)
-    lines = [f"run directory: {run_dir}"]
+    lines = [f"Run directory: {run_dir}"]
     if verb == "predict":
-        lines.append(f"predictions:   torch.load('{run_dir}/predictions.pt')")
+        lines.append(f"Predictions:   torch.load('{run_dir}/predictions.pt')")
     elif any(result.run_dir.glob("events.out.tfevents.*")):
-        lines.append(f"view it:       tensorboard --logdir {run_dir}")
+        lines.append(f"TensorBoard:   tensorboard --logdir {run_dir}")
     print("\n".join(lines), flush=True)
 
 

@@ -54,7 +54,7 @@ class StartSummary(Callback):
             directory = os.path.abspath(directory)
         lines = [f"Run directory: {directory}"]
         if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            lines.append(f"Look at it:    tensorboard --logdir {directory}")
+            lines.append(f"TensorBoard:   tensorboard --logdir {directory}")
         for line in lines:
             # Plain and unwrapped, so that it can be copied.
             self.console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -13,7 +13,7 @@ KEYS = [field.name for field in fields(RunConfig)]
 
 
 @pytest.mark.parametrize(("problems", "pages"), [
-    (["strategy.shard=3: it must divide devices=2"], ["layouts"]),
+    (["strategy.shard=3: it must divide devices=2"], ["strategies"]),
     (["the layout needs 3 ranks; type devices=3"], ["layouts"]),
     (["max_steps=0: at least 1", "seed=-1: at least 0"], ["configuration"]),
     (["checkpoint.every=0", "compression=topp", "launch=x", "guard=x"], ["checkpoints", "compression", "launching"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainwright.tools.report.plain import text_of
 from trainwright.tools.report.records import RunRecord, read_run
 
 PAGE_FILE = "report.html"
+_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # of a run directory
 # Charts of a section; the rest is only named.
 _MOST_CHARTS = 24
 _RATES = ("_per_second", "step_seconds", "mfu", "goodput")
@@ -98,9 +100,12 @@ def write_page(run_dirs: Sequence[Path], out: Path) -> None:
 
 
 def labels_of(run_dirs: Sequence[Path]) -> list[str]:
-    """Return unique short labels of run directories: distinct path suffixes; equal paths are numbered."""
+    """Return unique short labels of run directories: distinct path suffixes; equal paths are numbered.
+
+    A run directory that is named by its time has the name of its recipe, too.
+    """
     parts = [path.absolute().parts for path in run_dirs]
-    length = 1
+    length = 1 + any(_TIME.match(part[-1]) is not None for part in parts)
     while length < max(map(len, parts)) and len({part[-length:] for part in parts}) < len({*parts}):
         length += 1
     names = ["/".join(part[-length:]) for part in parts]

@@ -50,7 +50,7 @@ def test_final_lines(tmp_path: Path) -> None:
         callbacks=[StartSummary(console)], max_steps=1, devices=1, default_root_dir=tmp_path / "runs" / "one", **kwargs
     ).fit(Regression(), loader())
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().endswith("Run directory: runs/one\nLook at it:    tensorboard --logdir runs/one\n")
+    assert console.file.getvalue().endswith("Run directory: runs/one\nTensorBoard:   tensorboard --logdir runs/one\n")
 
 
 def of_ranks(strategy: str) -> str:

@@ -211,6 +211,7 @@ def test_runs_are_side_by_side(tmp_path):
     assert first == ["0", "5", "5"]
     assert labels_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert labels_of([tmp_path / "a", tmp_path / "a"]) == ["a (1)", "a (2)"]
+    assert labels_of([tmp_path / "gpt" / "2026-01-31_14-05-09"]) == ["gpt/2026-01-31_14-05-09"]
 
 
 def test_size_of_a_long_run_is_bounded(tmp_path):
