@@ -317,6 +317,9 @@ def lbfgs(module: nn.Module) -> Optimizer:
     return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2, history_size=3)
 
 
+# torch's Muon iterates in bfloat16, which magnifies the rounding of averages: 1.4e-4 under ddp as well.
+IN_BF16 = 3e-4
+
 ROWS = [
     Row("SGD", own(torch.optim.SGD, lr=0.1), vectors, equal="ddp, zero1, zero2, zero3, tensor, pipeline"),
     Row(
@@ -337,8 +340,8 @@ ROWS = [
     Row("ASGD", own(torch.optim.ASGD, lr=0.05), vectors, equal="zero2, zero3"),
     Row("Rprop", own(torch.optim.Rprop, lr=0.01), vectors, equal="zero2, zero3"),
     Row("Adafactor", own(torch.optim.Adafactor, lr=0.05), vectors, equal="zero2, tensor"),
-    Row("Muon", lambda: Classifier(optimizer=muon), vectors, equal="zero2, tensor"),
-    Row("Muon and AdamW", MuonAndAdam, vectors, equal="zero2, zero3"),
+    Row("Muon", lambda: Classifier(optimizer=muon), vectors, equal="zero2, tensor", tolerance=IN_BF16),
+    Row("Muon and AdamW", MuonAndAdam, vectors, equal="zero2, zero3", tolerance=IN_BF16),
     Row("Muon by hand", own(NewtonSchulz), vectors, equal="zero2, tensor"),
     Row("LARS", own(Lars), vectors, equal="zero2, tensor"),
     Row("LARS by numbers", own(LarsByItem), vectors, equal="zero2, tensor"),
