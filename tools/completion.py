@@ -32,7 +32,7 @@ def complete() -> None:
     except ImportError as error:
         raise ConfigError(["shell completion needs argcomplete; pip install 'trainwright[completion]'"]) from error
 
-    def of_line(prefix: str, **_: Any) -> list[str]:
+    def of_line(prefix: str, **rest: Any) -> list[str]:
         _, _, _, words, _ = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
         return list(candidates(words[1:], prefix))
 
@@ -69,7 +69,7 @@ def candidates(words: Sequence[str], begun: str) -> Iterator[str]:
 
 def _keys(cfg: DictConfig | None) -> Iterator[str]:
     """Yield the path of every value in a configuration."""
-    found = [] if cfg is None else [("", OmegaConf.to_container(cfg, resolve=False))]
+    found: list[tuple[str, Any]] = [] if cfg is None else [("", OmegaConf.to_container(cfg, resolve=False))]
     while found:
         path, value = found.pop()
         if isinstance(value, dict):

@@ -10,12 +10,14 @@ import base64
 import hashlib
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from trainwright.core.charts.drawing import amount, exact
+from trainwright.core.problems import ConfigError
 from trainwright.core.text.printable import printable
 
 
@@ -29,6 +31,18 @@ def render(template: str, **values: Any) -> str:
     style = files("trainwright.core.charts").joinpath("templates", "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return _environment().get_template(template).render(style=Markup(style), style_hash=digest, **values)  # noqa: S704
+
+
+def write_page(page: str, file: str, option: str) -> None:
+    """Write a page to the file that an option of a command names.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    try:
+        Path(file).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"{option} {file}: {error.strerror}; type the path of a writable file"]) from error
 
 
 def _printable(value: object) -> object:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from trainwright.core.charts.drawing import BarTable, amount, stacked
 from trainwright.core.charts.grid import grid
-from trainwright.core.charts.html import render
-from trainwright.core.problems import ConfigError
+from trainwright.core.charts.html import render, write_page
 from trainwright.planning.memory.peak import KINDS
 from trainwright.planning.report.table import SHOWN, as_dict, cells_of, command_of, grouped, headline, print_plan
 from trainwright.planning.search.plan import USABLE, Plan
@@ -42,10 +40,7 @@ def run_plan(cfg: DictConfig, *, as_json: bool = False, html: str | None = None)
     """
     found = plan(cfg)
     if html is not None:
-        try:
-            Path(html).write_text(as_page(found), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError([f"--html {html}: {error.strerror}; type the path of a writable file"]) from error
+        write_page(as_page(found), html, "--html")
     if as_json:
         print(json.dumps(as_dict(found), allow_nan=False), flush=True)
         return found.best is not None

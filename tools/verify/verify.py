@@ -21,6 +21,7 @@ from trainwright.command.schema.compose import compose_checked
 from trainwright.command.schema.expansion import report_import
 from trainwright.command.sweep import Job, expand
 from trainwright.command.verify_options import VerifyOptions, take_options
+from trainwright.core.charts.html import write_page
 from trainwright.core.config.masking import masked_words
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
@@ -246,10 +247,5 @@ def run_verify_command(arguments: argparse.Namespace) -> int:
 def _write_page(arguments: argparse.Namespace, reports: Sequence[tuple[str, VerifyReport]]) -> None:
     multirun = ["-m"] if arguments.multirun else []
     words = masked_words(command_words("verify", [*multirun, *arguments.overrides], arguments.config_dir))
-    try:
-        Path(arguments.report).write_text(page(reports, [*words, "--report", arguments.report]), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            [f"--report {arguments.report}: {error.strerror}; type the path of a writable file"]
-        ) from error
+    write_page(page(reports, [*words, "--report", arguments.report]), arguments.report, "--report")
     print(f"page: {arguments.report}", file=sys.stderr, flush=True)
