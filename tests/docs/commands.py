@@ -91,7 +91,7 @@ def trainwright(words: Sequence[str], launcher: Launcher | None = None) -> list[
     """
     first = next((word for word in words if word not in ("-h", "--help")), None)
     if "-h" in words or "--help" in words:
-        return [] if first is None or first in command._ALL_VERBS else [f"{first}: there is no such verb"]
+        return [] if first is None or first in command.ALL_VERBS else [f"{first}: there is no such verb"]
     if first == "checkpoint":
         checkpoint_command._parse([word for word in words if word != "checkpoint"])
         return []

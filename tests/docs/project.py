@@ -80,6 +80,7 @@ def write_project(folder: Path, files: dict[str, str]) -> None:
         "chats.jsonl": '{"prompt": "Who?", "completion": "I."}\n' * 40,
         "pairs.jsonl": '{"prompt": "Who?", "chosen": "I.", "rejected": "You."}\n' * 40,
         "my_texts/one.txt": "Some text of a reader's own.\n" * 4000,
+        **{f"my_texts/part_{number}.txt": "Some more of it.\n" * 100 for number in range(40)},
     }
     for name, text in {**own, **files}.items():
         path = folder / name
