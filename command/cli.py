@@ -45,8 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:
+        from trainwright.command.completion import complete
+
         _make_cwd_importable()
-        tool("complete")()
+        complete()
     end_with_agent()
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:

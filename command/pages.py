@@ -1,9 +1,12 @@
 """Documentation pages that explain a refused configuration."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields
 from importlib.metadata import metadata
 from urllib.parse import urljoin
+
+from trainwright.launch.schema import RunConfig
 
 # First part of a key -> page of the documentation; other keys of a configuration are on `configuration`.
 PAGES = {
@@ -29,19 +32,18 @@ _KEY = re.compile(r"(?<![\w.])([a-z_]+)(?:\.[\w.]+)?[=:]")
 _MOST = 3
 
 
-def links(problems: Sequence[str], keys: Sequence[str]) -> list[str]:
+def links(problems: Sequence[str]) -> list[str]:
     """Return the addresses of the pages that explain problems, the first ones of many.
 
     Args:
         problems: texts that name a key as `key=value` or `key: ...`.
-        keys: first parts of all keys.
     """
-    base = _address()
+    base, keys = _address(), {field.name for field in fields(RunConfig)}
     pages = dict.fromkeys(page for text in problems for page in _pages(text, keys))
     return [urljoin(base, f"{page}.md") for page in list(pages)[:_MOST]] if base else []
 
 
-def _pages(text: str, keys: Sequence[str]) -> Iterator[str]:
+def _pages(text: str, keys: Collection[str]) -> Iterator[str]:
     """Yield the page of the first key that a problem names."""
     found = (match[1] for match in _KEY.finditer(text))
     key = next((each for each in found if each in PAGES or each in keys), None)

@@ -5,7 +5,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import command_words
 from trainwright.core.tools import tool
 from trainwright.launch.engines.torchrun.agreement import agree
-from trainwright.launch.schema import RunConfig
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
@@ -64,8 +62,7 @@ def run_command(words: Sequence[str]) -> int:
     try:
         return _run(_parse(words))
     except ConfigError as error:
-        found = links(error.problems, [field.name for field in fields(RunConfig)])
-        print("\n".join((f"trainwright: {error}", *(f"see {link}" for link in found))), file=sys.stderr)
+        print(f"trainwright: {error}", *(f"see {link}" for link in links(error.problems)), sep="\n", file=sys.stderr)
         return REFUSED
     except RankError as error:
         print(f"trainwright: {error}", file=sys.stderr)

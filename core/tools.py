@@ -15,7 +15,6 @@ _TOOLS = {
     "generate": "trainwright.tools.generate.command:run_generate_command",
     "new": "trainwright.tools.new.command:run_new_command",
     "verify": "trainwright.tools.verify.verify:run_verify_command",
-    "complete": "trainwright.tools.completion:complete",
     "expand": "trainwright.tools.deepspeed.expand:expand",
     "write_report": "trainwright.tools.report.command:write_report",
 }
@@ -25,8 +24,7 @@ def tool(name: str) -> Any:
     """Return the function behind a verb, or one that several packages call.
 
     Args:
-        name: a verb with its own folder, ``"complete"`` (a command line), ``"expand"`` (of a DeepSpeed JSON) or
-            ``"write_report"``.
+        name: a verb with its own folder, ``"expand"`` (of a DeepSpeed JSON) or ``"write_report"``.
     """
     module, _, function = _TOOLS[name].partition(":")
     return getattr(importlib.import_module(module), function)

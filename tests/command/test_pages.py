@@ -1,15 +1,11 @@
 """Links from refused configurations to the pages of the documentation."""
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from trainwright.command.cli import main
 from trainwright.command.pages import PAGES, links
-from trainwright.launch.schema import RunConfig
-
-KEYS = [field.name for field in fields(RunConfig)]
 
 
 @pytest.mark.parametrize(("problems", "pages"), [
@@ -20,7 +16,7 @@ KEYS = [field.name for field in fields(RunConfig)]
     (["foo: there is no such verb; verbs: fit"], []),
 ])  # fmt: skip
 def test_links(problems: list[str], pages: list[str]) -> None:
-    assert [link.rpartition("/docs/")[2] for link in links(problems, KEYS)] == [f"{page}.md" for page in pages]
+    assert [link.rpartition("/docs/")[2] for link in links(problems)] == [f"{page}.md" for page in pages]
 
 
 def test_pages_exist() -> None:

@@ -63,9 +63,9 @@ class Profile(Callback):
     def __init__(
         self, steps: Sequence[int] | None = None, run_dir: str | None = None, most_ranks: int | None = 64
     ) -> None:
-        problem = None if steps is None else profile_problem(steps)
+        problem = None if steps is None else profile_problem(steps, "None = only when a running job is asked")
         if problem is not None:
-            raise ValueError(f"Profile: steps={problem}; None = only when a running job is asked)")
+            raise ValueError(f"Profile: steps={problem}")
         self.steps = None if steps is None else (int(steps[0]), int(steps[1]))
         if most_ranks is not None and most_ranks < 1:
             raise ValueError(f"Profile(most_ranks={most_ranks}) (allowed: 1 or more, or None for all ranks)")

@@ -9,15 +9,15 @@ _KEY = "monitor.profile"
 _TARGET = "trainwright.callbacks.monitor.trace.profile.Profile"
 
 
-def profile_problem(steps: Any) -> str | None:
-    """Return what is wrong with the steps of a trace, an open bracket in it; ``None`` if nothing is."""
+def profile_problem(steps: Any, otherwise: str) -> str | None:
+    """Return what is wrong with the steps of a trace, ``None`` if nothing is; ``otherwise`` names other values."""
     if isinstance(steps, Sequence) and not isinstance(steps, str) and len(steps) == 2:
         whole = all(isinstance(each, int) and not isinstance(each, bool) for each in steps)
         if whole and 0 <= steps[0] < steps[1]:
             return None
     return (
         f"{steps} (allowed: two whole numbers, the first optimizer step of the trace and the one after its last, like "
-        "[10,20]"
+        f"[10,20]; {otherwise})"
     )
 
 
@@ -36,7 +36,5 @@ def expand_profile(cfg: DictConfig) -> list[str]:
     steps = list(given)
     node = {"_target_": _TARGET, "steps": steps or None, "run_dir": "${run_dir}"}
     OmegaConf.update(cfg, _KEY, node, merge=False, force_add=True)
-    problem = profile_problem(steps) if steps else None
-    if problem is None:
-        return []
-    return [f"{_KEY}={problem}; [] = only when a running job is asked; null = off)"]
+    problem = profile_problem(steps, "[] = only when a running job is asked; null = off") if steps else None
+    return [] if problem is None else [f"{_KEY}={problem}"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.tools.completion import candidates
+from trainwright.command.completion import candidates
 
 # Types a line into bash as TAB does; prints what it offers.
 SHELL = """
@@ -22,6 +22,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.mark.parametrize(("words", "begun", "some"), [
     ([], "", {"fit", "verify", "checkpoint"}),
+    (["-m"], "", {"fit", "verify"}),
     (["fit"], "", {"recipe=", "strategy=", "devices=", "max_steps="}),
     (["fit", "recipe=gpt"], "strategy=ze", {"strategy=zero1", "strategy=zero3", "strategy=ddp"}),
     (["plan", "recipe=gpt", "strategy=pipeline"], "strategy.sch", {"strategy.schedule=", "strategy.pipeline="}),

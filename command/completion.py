@@ -18,8 +18,6 @@ from trainwright.command.verbs import ALL_VERBS, FIRST_WORD_VERBS, make_parser
 from trainwright.core.problems import ConfigError
 from trainwright.launch.schema import RunConfig
 
-_OF_CONFIG_DIR = ("--config-dir", "-cd")
-
 
 def complete() -> None:
     """Send the completions of the line in the environment to the shell, and exit.
@@ -49,19 +47,18 @@ def candidates(words: Sequence[str], begun: str) -> Iterator[str]:
         words: complete words after `trainwright`.
         begun: the word to complete; may be empty. Candidates need not start with it.
     """
-    if not words:
+    arguments, plain, _ = make_parser().parse_among_words(words, ())
+    if not plain:
         yield from ALL_VERBS
         return
-    if words[0] in FIRST_WORD_VERBS:
+    if plain[0] in FIRST_WORD_VERBS:
         return
-    config_dir = next((after for word, after in zip(words, words[1:], strict=False) if word in _OF_CONFIG_DIR), None)
-    loader = config_loader(config_dir)
+    loader = config_loader(arguments.config_dir)
     key, is_value, _ = begun.partition("=")
     if is_value:
         yield from (f"{key}={choice}" for choice in choices_of(loader, key))
     elif "." in key:
-        overrides = [word for word in words[1:] if "=" in word]
-        yield from (f"{name}=" for name in _keys(compose_checked(overrides, config_dir).cfg))
+        yield from (f"{name}=" for name in _keys(compose_checked(plain[1:], arguments.config_dir).cfg))
     else:
         yield from (f"{group}=" for group in group_names(loader))
         yield from (f"{field.name}=" for field in fields(RunConfig))
