@@ -1,0 +1,1 @@
+"""What has run on a GPU: ``python -m benchmarks.gpu``, or ``make gpu``."""

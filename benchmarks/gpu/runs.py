@@ -1,0 +1,196 @@
+"""Commands of one rank that reach the code for GPUs, each with its outcome: ``python -m benchmarks.gpu.runs``.
+
+One rank with NCCL, the same small model and samples everywhere. Runs that compute the same in fp32 must end with the
+loss of the first one, which trains on the CPU. ``--device cpu`` tries them out without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.peers.race import last_error
+
+REFERENCE = "single on the CPU"
+# Relative distance of a loss in fp32 from the reference; in 16 bit, of what rounding makes of eight steps.
+EXACT, ROUNDED = 1e-4, 2e-2
+_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command.
+
+    Args:
+        name: of the run; also of its folder.
+        words: after ``trainwright``; those of ``fit`` come after :data:`_FIT`.
+        verb: of the command.
+        within: relative distance of the loss from that of :data:`REFERENCE`; ``None``: it has another loss, or none.
+        on_cpu: whether it trains there in any case.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    verb: str = "fit"
+    within: float | None = EXACT
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a run: its last error if it failed, its last loss if it has one, its seconds."""
+
+    name: str
+    error: str | None
+    loss: float | None
+    seconds: float
+
+
+_FIT = (
+    *("recipe=gpt", "size=nano", "max_steps=8", "micro_batch_size=4", "global_batch_size=8", "callbacks.sample=null"),
+    *("trainer.limit_val_batches=2", "trainer.val_check_interval=8", "trainer.log_every_n_steps=1"),
+    *("monitor.progress_bar=null", "monitor.start_summary=null"),
+)
+_FP16 = ("precision=16-mixed",)
+_BF16 = ("precision=bf16-mixed",)
+_SMALL_BLOCK = "128"
+
+
+def fit(name: str, *words: str, within: float | None = EXACT) -> Run:
+    """Return a run of `fit`."""
+    return Run(name, words, within=within)
+
+
+RUNS = (
+    Run(REFERENCE, ("strategy=single",), on_cpu=True),
+    fit("single", "strategy=single"),
+    fit("ddp", "strategy=ddp"),
+    fit("ddp, reduce_scatter", "strategy=ddp", "strategy.average_by=reduce_scatter"),
+    fit("ddp, communication=auto", "strategy=ddp", "strategy.communication=auto"),
+    fit("zero1", "strategy=zero1"),
+    fit("zero1, offload", "strategy=zero1", "strategy.offload=optimizer"),
+    fit("zero2", "strategy=zero2"),
+    fit("zero2, offload", "strategy=zero2", "strategy.offload=optimizer"),
+    fit("zero3", "strategy=zero3"),
+    fit("zero3, offloaded optimizer", "strategy=zero3", "strategy.offload=optimizer"),
+    fit("zero3, offloaded parameters", "strategy=zero3", "strategy.offload=parameters"),
+    fit("zero3, meta, prefetch 0", "strategy=zero3", "module.meta=true", "strategy.prefetch=0", within=None),
+    fit("zero3, recomputed", "strategy=zero3", "strategy.activation_checkpointing=full"),
+    fit("zero3, compiled", "strategy=zero3", "strategy.compile=true"),
+    fit("zero3, bf16", "strategy=zero3", *_BF16, within=ROUNDED),
+    fit("zero2, bf16, compiled", "strategy=zero2", *_BF16, "strategy.compile=true", within=ROUNDED),
+    fit("zero1, bf16", "strategy=zero1", *_BF16, within=ROUNDED),
+    fit("ddp, bf16", "strategy=ddp", *_BF16, within=ROUNDED),
+    fit("single, bf16, compiled", "strategy=single", *_BF16, "strategy.compile=true", within=ROUNDED),
+    fit("single, bf16-true", "strategy=single", "precision=bf16-true", within=None),
+    fit("zero3, fp16", "strategy=zero3", *_FP16, within=None),
+    fit("ddp, fp16", "strategy=ddp", *_FP16, within=None),
+    fit("hybrid", "strategy=hybrid"),
+    fit("parameter server", "strategy=parameter_server"),
+    fit("parameter server, async", "strategy=parameter_server", "strategy.consistency=async", within=None),
+    fit("local_sgd", "strategy=local_sgd", "strategy.sync_every=2"),
+    fit("diloco", "strategy=diloco", "strategy.sync_every=2", "strategy.overlap_steps=1", within=None),
+    fit("diloco, offload", "strategy=diloco", "strategy.sync_every=2", "strategy.offload_outer=true", within=None),
+    fit("auto", "strategy=auto", within=None),
+    fit("zero2, all monitors", "strategy=zero2", "monitor=thorough", "monitor.profile=[3,4]"),
+    fit("zero3, replica check", "strategy=zero3", "monitor=replica_check", "monitor.replica_check.every_n_steps=2"),
+    fit(
+        "zero3, asynchronous checkpoints",
+        *("strategy=zero3", "checkpoint=async", "checkpoint.last.every=null", "checkpoint.last.every_n_steps=2"),
+    ),
+    fit("ddp, snapshots", "strategy=ddp", "guard=rollback", "guard.loss.snapshot_every_n_steps=2"),
+    fit("moe", "recipe=moe", "max_steps=4", within=None),
+    Run("doctor", ("accelerator=gpu",), verb="doctor", within=None),
+    Run("profile", ("out=mine.yaml",), verb="profile", within=None),
+)
+
+
+def main() -> None:
+    """Run the commands, several at a time, and print the outcomes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.runs", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at a time")
+    parser.add_argument("--only", nargs="+", help="names of runs, besides the reference (default: all)")
+    parser.add_argument("--out", type=Path, help="file of the outcomes")
+    options = parser.parse_args()
+    chosen = [run for run in RUNS if run.name == REFERENCE or not options.only or run.name in options.only]
+    with tempfile.TemporaryDirectory(prefix="trainwright-gpu-") as folder:
+        outcomes = tried(chosen, options.device, options.at_once, Path(folder))
+    for each in outcomes:
+        loss = "" if each.loss is None else f"loss {each.loss:.6f}"
+        print(f"{each.name:32} {each.seconds:5.0f} s  {loss:16}{each.error or ''}")
+    if options.out:
+        options.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+
+
+def tried(runs: Sequence[Run], device: str, at_once: int, folder: Path) -> list[Outcome]:
+    """Try runs; those that lost against the reference have an error."""
+    with ThreadPoolExecutor(at_once) as executor:
+        found = list(executor.map(lambda run: _tried(run, device, folder), runs))
+    reference = next((each.loss for each in found if each.name == REFERENCE), None)
+    return [_compared(run, each, reference) for run, each in zip(runs, found, strict=True)]
+
+
+def _tried(run: Run, device: str, folder: Path) -> Outcome:
+    place = folder / run.name.replace(" ", "_").replace(",", "")
+    place.mkdir()
+    words = list(run.words)
+    if run.verb == "fit":
+        where = "cpu" if run.on_cpu or device == "cpu" else "gpu"
+        words = [*_FIT, *words, f"accelerator={where}", f"run_dir={place / 'run'}"]
+    elif device == "cpu":
+        words = [word.replace("=gpu", "=cpu") for word in words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    started, printed = time.monotonic(), place / "printed.txt"
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainwright", run.verb, *words],
+            cwd=place,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds, text = time.monotonic() - started, printed.read_text(errors="replace")
+    if code != 0:
+        return Outcome(run.name, f"hung: {text[-300:]}" if code is None else last_error(text), None, seconds)
+    return Outcome(run.name, None, _last_loss(place / "run" / "metrics.csv"), seconds)
+
+
+def _last_loss(file: Path) -> float | None:
+    if not file.exists():
+        return None
+    with file.open(newline="") as lines:
+        losses = [row["train_loss"] for row in csv.DictReader(lines) if row.get("train_loss")]
+    return float(losses[-1]) if losses else None
+
+
+def _compared(run: Run, outcome: Outcome, reference: float | None) -> Outcome:
+    if outcome.error is not None or run.within is None or reference is None:
+        return outcome
+    if outcome.loss is None:
+        return Outcome(run.name, "it has no loss", None, outcome.seconds)
+    distance = abs(outcome.loss - reference) / abs(reference)
+    wrong = None if distance <= run.within else f"loss differs from the reference by {distance:.1e}"
+    return Outcome(run.name, wrong, outcome.loss, outcome.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Ranks that share one device, so that every layout trains on a machine with a single GPU.
+
+NCCL refuses two ranks of a GPU. Here gloo carries their tensors, and as under NCCL a group takes no tensors of the CPU
+and names itself ``nccl``: code that would fail there fails here. As a plugin it has all cases of the rank pool run so:
+
+    SHARED_DEVICE=cuda python -m pytest -p tests.shared_device tests/parity/test_strategies.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
+from torch import Tensor
+
+from tests.parity.harness import QUIET
+from tests.pool import RankPool
+
+_get_backend = dist.get_backend
+
+
+def join(device: str) -> None:
+    """Make the default process group of ranks that share ``device``, from the variables of torchrun."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+        torch.backends.cudnn.allow_tf32 = False
+        c10d.get_backend = dist.get_backend = _backend
+    for name, staged in {"isend": _isend, "irecv": _irecv, "send": _send, "recv": _recv}.items():
+        setattr(c10d, name, staged)
+        setattr(dist, name, staged)
+    dist.init_process_group(f"{device}:gloo")
+
+
+def accelerator(device: str) -> Accelerator | str:
+    """Return an accelerator that gives every rank the same ``device``."""
+    return _SharedGpu() if device == "cuda" else device
+
+
+class _SharedGpu(CUDAAccelerator):
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(int(devices)))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", 0)] * len(devices)
+
+
+def _backend(group: dist.ProcessGroup | None = None) -> str:
+    name = str(_get_backend(group))
+    return "nccl" if name == "cuda:gloo" else name
+
+
+def pytest_configure() -> None:
+    """Let cases of the rank pool share the device that the variable names."""
+    device, run = os.environ["SHARED_DEVICE"], RankPool.run
+
+    def shared(self: RankPool, function: Any, world_size: int, *args: Any, init_group: bool = True, **kw: Any) -> Any:
+        case = (device if init_group else None, function.__module__, function.__qualname__)
+        return run(self, on_device, world_size, device, case, *args, init_group=False, **kw)
+
+    RankPool.run = shared  # type: ignore[method-assign]
+
+
+def on_device(device: str, case: tuple[str | None, str, str], *args: Any, **kwargs: Any) -> Any:
+    """Call the function of a case in a rank of the pool."""
+    group, module, name = case
+    if group is not None:
+        join(group)
+    QUIET["accelerator"] = accelerator(device)
+    return getattr(import_module(module), name)(*args, **kwargs)
+
+
+# Sends of gloo know only the memory of the CPU.
+
+
+class _Arriving:
+    """What ``irecv`` returns: a wait fills the tensor."""
+
+    def __init__(self, work: Any, staged: Tensor, target: Tensor) -> None:
+        self._work, self._staged, self._target = work, staged, target
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._work.wait()
+        self._target.copy_(self._staged)
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _isend(
+    tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+) -> Any:
+    return _start("send", _checked(tensor.detach(), group).cpu().contiguous().clone(), dst, group_dst, group, tag)
+
+
+def _irecv(
+    tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+) -> Any:
+    staged = torch.empty_like(_checked(tensor.detach(), group), device="cpu", memory_format=torch.contiguous_format)
+    return _Arriving(_start("recv", staged, src, group_src, group, tag), staged, tensor.detach())
+
+
+def _send(*args: Any, **kwargs: Any) -> None:
+    _isend(*args, **kwargs).wait()
+
+
+def _recv(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    _irecv(tensor, *args, **kwargs).wait()
+
+
+def _checked(tensor: Tensor, group: Any) -> Tensor:
+    """Raise what torch does of a tensor whose device the group has no backend for."""
+    (group or dist.group.WORLD)._get_backend(tensor.device)
+    return tensor
+
+
+def _start(operation: str, staged: Tensor, peer: int | None, group_peer: int | None, group: Any, tag: int) -> Any:
+    group = group or dist.group.WORLD
+    if group_peer is None:
+        assert peer is not None
+        group_peer = dist.get_group_rank(group, peer)
+    name = "cpu" if _get_backend(group) in ("gloo", "cpu:gloo") else "cuda"
+    start: Callable[..., Any] = getattr(group._get_backend(torch.device(name)), operation)
+    return start([staged], group_peer, tag)
