@@ -16,6 +16,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
 import torch.optim.swa_utils
+import torch.utils._triton
 
 import trainwright
 
@@ -35,6 +36,9 @@ importlib.metadata.entry_points = _entry_points  # type: ignore[assignment]
 torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name = (  # type: ignore[assignment]
     lambda depth=2: sys._getframe(depth).f_code.co_name
 )
+
+# Some modules ask for Triton, and thereby initialize CUDA, which a forked process could not use then.
+_is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
 
 LOADED = (
     "trainwright.launch.worker",
@@ -71,6 +75,11 @@ for name in (*LOADED, *(name for name in own if not name.endswith(("__main__", "
     # The test that needs a module reports that it cannot be imported.
     with suppress(Exception):
         importlib.import_module(name)
+
+torch.cuda.is_available = _is_available
+for function in vars(torch.utils._triton).values():
+    if hasattr(function, "cache_clear"):
+        function.cache_clear()
 
 # Commands find the files of conf/ read, and the lazy parts of Hydra imported.
 with suppress(Exception):

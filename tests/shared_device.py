@@ -1,7 +1,8 @@
 """Ranks that share one device, so that every layout trains on a machine with a single GPU.
 
-NCCL refuses two ranks of a GPU. Here gloo carries their tensors, and as under NCCL a group takes no tensors of the CPU
-and names itself ``nccl``: code that would fail there fails here. As a plugin it has all cases of the rank pool run so:
+NCCL refuses two ranks of a GPU. Here gloo carries their tensors, and as under NCCL a group names itself ``nccl`` and
+takes no tensors of the CPU, unless it was made with ``backend="gloo"``: code that would fail there fails here. As a
+plugin it has all cases of the rank pool run so:
 
     SHARED_DEVICE=cuda python -m pytest -p tests.shared_device tests/parity/test_strategies.py
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from tests.parity.harness import QUIET
 from tests.pool import RankPool
+from trainwright.strategies.contract.communication.calls import listen
 
 _get_backend = dist.get_backend
 
@@ -30,7 +33,7 @@ def join(device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)
         torch.backends.cudnn.allow_tf32 = False
-        c10d.get_backend = dist.get_backend = _backend
+        _act_as_nccl()
     for name, staged in {"isend": _isend, "irecv": _irecv, "send": _send, "recv": _recv}.items():
         setattr(c10d, name, staged)
         setattr(dist, name, staged)
@@ -52,9 +55,26 @@ class _SharedGpu(CUDAAccelerator):
         return [torch.device("cuda", 0)] * len(devices)
 
 
+@cache
+def _act_as_nccl() -> None:
+    c10d.get_backend = dist.get_backend = _backend  # type: ignore[assignment]
+    objects_on, tensors_on = c10d._get_object_coll_device, c10d._get_pg_default_device
+    c10d._get_object_coll_device = lambda group=None: "cuda" if _is_nccl(group) else objects_on(group)
+    c10d._get_pg_default_device = lambda group=None: torch.device("cuda") if _is_nccl(group) else tensors_on(group)
+    listen(lambda call: call.kind == "barrier" or _check(call.group, call.device))
+
+
 def _backend(group: dist.ProcessGroup | None = None) -> str:
-    name = str(_get_backend(group))
-    return "nccl" if name == "cuda:gloo" else name
+    return "nccl" if _is_nccl(group) else str(_get_backend(group))
+
+
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    return str(_get_backend(group)) == "cuda:gloo"
+
+
+def _check(group: dist.ProcessGroup | None, device: str) -> None:
+    if device == "cpu" and _is_nccl(group):
+        raise RuntimeError("No backend type associated with device type cpu")
 
 
 def pytest_configure() -> None:
@@ -117,8 +137,7 @@ def _recv(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _checked(tensor: Tensor, group: Any) -> Tensor:
-    """Raise what torch does of a tensor whose device the group has no backend for."""
-    (group or dist.group.WORLD)._get_backend(tensor.device)
+    _check(group, tensor.device.type)
     return tensor
 
 
@@ -127,6 +146,6 @@ def _start(operation: str, staged: Tensor, peer: int | None, group_peer: int | N
     if group_peer is None:
         assert peer is not None
         group_peer = dist.get_group_rank(group, peer)
-    name = "cpu" if _get_backend(group) in ("gloo", "cpu:gloo") else "cuda"
-    start: Callable[..., Any] = getattr(group._get_backend(torch.device(name)), operation)
+    device = torch.device("cuda" if _is_nccl(group) else "cpu")
+    start: Callable[..., Any] = getattr(group._get_backend(device), operation)
     return start([staged], group_peer, tag)
