@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as _PipelineScheduleRuntime
     from torch.distributed.pipelining.stage import _PipelineStageBase as _PipelineStageBase
     from torch.distributed.tensor import _redistribute as _redistribute
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+    from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
     from torch.distributed.tensor._utils import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     )
@@ -54,6 +56,8 @@ _LAZY = {
     "_PipelineScheduleRuntime": "torch.distributed.pipelining.schedules",
     "_PipelineStageBase": "torch.distributed.pipelining.stage",
     "_redistribute": "torch.distributed.tensor",
+    "DTensorSpec": "torch.distributed.tensor._dtensor_spec",
+    "TensorMeta": "torch.distributed.tensor._dtensor_spec",
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
     "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
     "FakeStore": "torch.testing._internal.distributed.fake_pg",

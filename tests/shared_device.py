@@ -32,7 +32,6 @@ def join(device: str) -> None:
     """Make the default process group of ranks that share ``device``, from the variables of torchrun."""
     if device == "cuda":
         torch.cuda.set_device(0)
-        torch.backends.cudnn.allow_tf32 = False
         _act_as_nccl()
     for name, staged in {"isend": _isend, "irecv": _irecv, "send": _send, "recv": _recv}.items():
         setattr(c10d, name, staged)
@@ -94,6 +93,7 @@ def on_device(device: str, case: tuple[str | None, str, str], *args: Any, **kwar
     if group is not None:
         join(group)
     QUIET["accelerator"] = accelerator(device)
+    torch.backends.cudnn.allow_tf32 = False
     return getattr(import_module(module), name)(*args, **kwargs)
 
 

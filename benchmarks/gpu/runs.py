@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.peers.race import last_error
@@ -51,12 +51,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run: the error and output of one that failed, the last loss of one that has losses, seconds."""
+    """Outcome of a run.
+
+    Args:
+        name: of the run.
+        error: of a run that failed; ``None``: it did not.
+        loss: the last one; ``None``: there is none.
+        seconds: from start to end.
+        state: bytes of tensors on the device between steps; ``None``: not on a GPU.
+        said: what a failed run said, from its end.
+    """
 
     name: str
     error: str | None
     loss: float | None
     seconds: float
+    state: float | None = None
     said: str = ""
 
 
@@ -127,7 +137,8 @@ def main() -> None:
         outcomes = tried(chosen, options.device, options.at_once, Path(folder))
     for each in outcomes:
         loss = "" if each.loss is None else f"loss {each.loss:.6f}"
-        print(f"{each.name:32} {each.seconds:5.0f} s  {loss:16}{each.error or ''}")
+        state = "" if each.state is None else f"{each.state / 2**20:.1f} MiB"
+        print(f"{each.name:32} {each.seconds:5.0f} s  {loss:16}{state:>10}  {each.error or ''}")
     if options.out:
         options.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
 
@@ -169,26 +180,27 @@ def _tried(run: Run, device: str, folder: Path) -> Outcome:
     seconds, text = time.monotonic() - started, printed.read_text(errors="replace")
     if code != 0:
         said = "\n".join([text, *(file.read_text(errors="replace") for file in place.glob("run/logs/*.log"))])
-        return Outcome(run.name, "hung" if code is None else last_error(said), None, seconds, said[-_KEPT:])
-    return Outcome(run.name, None, _last_loss(place / "run" / "metrics.csv"), seconds)
+        return Outcome(run.name, "hung" if code is None else last_error(said), None, seconds, said=said[-_KEPT:])
+    metrics = place / "run" / "metrics.csv"
+    return Outcome(run.name, None, _last(metrics, "train_loss"), seconds, _last(metrics, "memory/allocated"))
 
 
-def _last_loss(file: Path) -> float | None:
+def _last(file: Path, metric: str) -> float | None:
     if not file.exists():
         return None
     with file.open(newline="") as lines:
-        losses = [row["train_loss"] for row in csv.DictReader(lines) if row.get("train_loss")]
-    return float(losses[-1]) if losses else None
+        values = [row[metric] for row in csv.DictReader(lines) if row.get(metric)]
+    return float(values[-1]) if values else None
 
 
 def _compared(run: Run, outcome: Outcome, reference: float | None) -> Outcome:
     if outcome.error is not None or run.within is None or reference is None:
         return outcome
     if outcome.loss is None:
-        return Outcome(run.name, "it has no loss", None, outcome.seconds)
+        return replace(outcome, error="it has no loss")
     distance = abs(outcome.loss - reference) / abs(reference)
     wrong = None if distance <= run.within else f"loss differs from the reference by {distance:.1e}"
-    return Outcome(run.name, wrong, outcome.loss, outcome.seconds)
+    return replace(outcome, error=wrong)
 
 
 if __name__ == "__main__":

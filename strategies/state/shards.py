@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from trainwright.core.torch_internals import DTensorSpec, TensorMeta
 from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.gradients import local_tensor
 
@@ -64,14 +65,7 @@ class ParameterShard:
 
     def distributed(self, part: Tensor) -> DTensor:
         """Return ``part`` (this rank's rows) as a DTensor of the parameter's global shape."""
-        return DTensor.from_local(
-            part,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.parameter.shape,
-            stride=self.parameter.stride(),
-        )
+        return _dtensor(part, self.mesh, self.placements, self.parameter)
 
     def publish(self) -> None:
         """Copy offloaded rows back into the parameter."""
@@ -107,9 +101,16 @@ class ParameterShard:
 
 def dtensor_like(like: DTensor, part: Tensor) -> DTensor:
     """Return ``part`` as a DTensor sharded like ``like``."""
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return _dtensor(part, like.device_mesh, like.placements, like)
+
+
+def _dtensor(part: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], whole: Tensor) -> DTensor:
+    """Return ``part`` as the local tensor of a DTensor with the shape of ``whole``.
+
+    It stays on its device; ``DTensor.from_local`` would move an offloaded part to the device of the mesh.
+    """
+    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
+    return DTensor(part.detach(), DTensorSpec(mesh, placements, meta), requires_grad=False)
 
 
 def spread_like(parameter: Tensor, part: Tensor) -> Tensor:

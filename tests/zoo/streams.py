@@ -143,7 +143,7 @@ class WithWords(Classifier):
 
     def loss(self, batch: Any) -> Tensor:
         x, y, words = batch
-        scale = torch.tensor([1.0 + len(word) / 10 for word in words])
+        scale = torch.tensor([1.0 + len(word) / 10 for word in words], device=x.device)
         return (F.cross_entropy(self(x), y, reduction="none") * scale).mean()
 
 

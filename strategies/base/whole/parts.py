@@ -82,7 +82,7 @@ class ModuleParts:
                 dtype = share.part.dtype if part is None else part.dtype
                 joined = torch.empty(share.shape, dtype=dtype, device=self.device)
             assert joined is not None
-            joined = joined.contiguous()
+            joined = joined.to(self.device).contiguous()  # after fit, modules are in host memory
             dist.broadcast(joined, group=self._pipeline, group_src=owner)
         assert joined is not None
         return joined.to(share.part.device)
