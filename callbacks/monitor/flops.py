@@ -9,13 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trainwright.core.torch_internals import TorchDispatchMode
+from trainwright.strategies.contract.eager import EagerMode
 
 # Torch's table has only the kernels of GPUs.
 _ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-class CountedOperations(TorchDispatchMode):
+class CountedOperations(EagerMode):
     """Counts FLOPs of matrix products, convolutions and attention on this rank, by torch's table.
 
     A multiply-add is two. Recomputation by activation checkpointing is left out. Attention counts in full even if a

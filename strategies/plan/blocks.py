@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.plan.names import joined, matched, parent_of, within
@@ -146,3 +147,28 @@ def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool
     kwargs = dict(options) if isinstance(options, dict) else {}
     for block in list(blocks) or [module]:
         block.compile(**kwargs)
+        block._compiled_call_impl = _WithoutShards(block)
+
+
+class _WithoutShards:
+    """A compiled call that does not see gradients which are sharded while their parameter is not.
+
+    ZeRO-1 and 2 show such gradients from one step to the next, and Dynamo cannot trace with them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._call: Any = module._compiled_call_impl
+        self._parameters: tuple[nn.Parameter, ...] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._parameters is None:  # a strategy may replace parameters until the first call
+            self._parameters = tuple(p for p in self._module.parameters() if not isinstance(p, DTensor))
+        sharded = [(p, p.grad) for p in self._parameters if isinstance(p.grad, DTensor)]
+        for parameter, _ in sharded:
+            parameter.grad = None
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            for parameter, gradient in sharded:
+                parameter.grad = gradient

@@ -92,10 +92,10 @@ class Alibi(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads, length = q.shape[1], q.shape[2]
-        slopes = 2.0 ** -(8.0 / heads * torch.arange(1, heads + 1))
-        where = torch.arange(length)
+        slopes = 2.0 ** -(8.0 / heads * torch.arange(1, heads + 1, device=q.device))
+        where = torch.arange(length, device=q.device)
         bias = slopes[:, None, None] * (where[None] - where[:, None]).clamp_max(0)
-        causal = torch.full((length, length), float("-inf")).triu(1)
+        causal = torch.full((length, length), float("-inf"), device=q.device).triu(1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias + causal)
 
 
@@ -107,7 +107,7 @@ class AlibiBuffer(Attention):
         self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, HEADS + 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        where = torch.arange(q.shape[2])
+        where = torch.arange(q.shape[2], device=q.device)
         bias = self.slopes[:, None, None] * (where[None] - where[:, None])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
@@ -188,13 +188,14 @@ class Torch(nn.Module):
         self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
         return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
 
 
 class Rotary(Attention):
     def turn(self, x: Tensor) -> Tensor:
-        angle = torch.outer(torch.arange(float(x.shape[2])), 100.0 ** -torch.arange(0, 1, 2 / SIZE))
+        rates = 100.0 ** -torch.arange(0, 1, 2 / SIZE, device=x.device)
+        angle = torch.outer(torch.arange(float(x.shape[2]), device=x.device), rates)
         cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
         a, b = x.chunk(2, -1)
         return x * cos + torch.cat((-b, a), -1) * sin
@@ -211,7 +212,7 @@ class RelativeBias(Attention):
         self.bias = nn.Embedding(2 * LENGTH, HEADS)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        where = torch.arange(q.shape[2])
+        where = torch.arange(q.shape[2], device=q.device)
         bias = self.bias(where[None] - where[:, None] + LENGTH).permute(2, 0, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 

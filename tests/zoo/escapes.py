@@ -326,7 +326,7 @@ class TupleBlock(Block):
 
 class TupleStack(Stack):
     def forward(self, x: Tensor) -> Any:
-        state: Any = (self.stem(x), torch.zeros(()))
+        state: Any = (self.stem(x), torch.zeros((), device=x.device))
         for block in self.blocks:
             state = block(state)
         return self.head(state[0]), state[1]

@@ -90,7 +90,7 @@ class ByPosition(Mixes):
     """A weight for each position, counted within the block."""
 
     def mix(self, x: Tensor) -> Tensor:
-        return x * (1 + torch.arange(x.shape[1])[:, None] / LENGTH)
+        return x * (1 + torch.arange(x.shape[1], device=x.device)[:, None] / LENGTH)
 
 
 class ByLength(Mixes):
@@ -190,7 +190,7 @@ class TimeFirst(Attention):
 
 class TimeFirstGpt(Gpt):
     def embed(self, ids: Tensor) -> Tensor:
-        return self.wte(ids) + self.wpe(torch.arange(ids.shape[0]))[:, None]
+        return self.wte(ids) + self.wpe(torch.arange(ids.shape[0], device=ids.device))[:, None]
 
 
 class TimeFirstModel(LanguageModel):

@@ -256,7 +256,7 @@ class Flows(Classifier):
     network = staticmethod(lambda: nn.ModuleList(Flow() for _ in range(4)))
 
     def loss(self, batch: Any) -> Tensor:
-        x, log_det = batch[0], torch.zeros(len(batch[0]))
+        x, log_det = batch[0], torch.zeros(len(batch[0]), device=batch[0].device)
         for flow in self.net:
             x, log_det = flow(x, log_det)
         return (0.5 * x.square().sum(-1) - log_det).mean()
@@ -270,7 +270,8 @@ class Graph(nn.Module):
         self.own, self.others = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        ring = (torch.eye(LENGTH).roll(1, 0) + torch.eye(LENGTH).roll(-1, 0)) / 2
+        nodes = torch.eye(LENGTH, device=x.device)
+        ring = (nodes.roll(1, 0) + nodes.roll(-1, 0)) / 2
         return x + F.relu(self.own(x) + self.others(ring @ x))
 
 
@@ -327,7 +328,7 @@ class MaskedLanguage(LanguageModel):
 
     def loss(self, batch: Tensor) -> Tensor:
         ids = batch[:, :-1]
-        hidden = torch.arange(ids.shape[1]) % 3 == 0
+        hidden = torch.arange(ids.shape[1], device=ids.device) % 3 == 0
         logits = self(ids.masked_fill(hidden, 0))
         return F.cross_entropy(logits[:, hidden].flatten(0, 1), ids[:, hidden].flatten())
 

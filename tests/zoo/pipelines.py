@@ -350,9 +350,10 @@ class Masked(Gpt):
         super().__init__(MaskedLayer)
 
     def run(self, x: Tensor) -> Tensor:
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
+        positions = torch.arange(x.shape[1], device=x.device)
         for block in self.blocks:
-            x = block(x, attention_mask=mask, positions=torch.arange(x.shape[1]))
+            x = block(x, attention_mask=mask, positions=positions)
         return x
 
 

@@ -169,7 +169,7 @@ class OfLists(Classifier):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        return super().loss((torch.stack(x), torch.tensor(y)))
+        return super().loss((torch.stack(x), torch.tensor(y, device=x[0].device)))
 
 
 class OfRagged(Classifier):
@@ -177,7 +177,7 @@ class OfRagged(Classifier):
 
     def loss(self, batch: Any) -> Tensor:
         points, sample, y = batch
-        pooled = torch.zeros(len(y), DIM).index_add(0, sample, self.net.run(self.net.stem(points)))
+        pooled = torch.zeros(len(y), DIM, device=y.device).index_add(0, sample, self.net.run(self.net.stem(points)))
         return F.cross_entropy(self.net.head(pooled), y)
 
 

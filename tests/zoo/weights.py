@@ -48,7 +48,7 @@ class NormPenalty(Penalised):
 class Orthogonal(Penalised):
     def penalty(self) -> Tensor:
         def distance(w: Tensor) -> Tensor:
-            return (w.mT @ w - torch.eye(w.shape[1])).square().mean()
+            return (w.mT @ w - torch.eye(w.shape[1], device=w.device)).square().mean()
 
         return 1e-2 * total(distance(block.fc1.weight) for block in self.net.blocks)
 
@@ -203,7 +203,7 @@ class HooksMask(Classifier):
         super().__init__()
         mask = torch.ones(CLASSES, 1)
         mask[:2] = 0
-        self.net.head.weight.register_hook(lambda grad: grad * mask)
+        self.net.head.weight.register_hook(lambda grad: grad * mask.to(grad.device))
 
 
 class HooksAfter(Classifier):
@@ -362,7 +362,7 @@ class GradientNoise(Classifier):
     def on_after_backward(self) -> None:
         for p in self.parameters():
             if p.grad is not None:
-                p.grad.add_(1e-2 * torch.arange(p.numel()).view_as(p).cos())
+                p.grad.add_(1e-2 * torch.arange(p.numel(), device=p.device).view_as(p).cos())
 
 
 class GradientPenalty(Classifier):

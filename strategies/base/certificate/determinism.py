@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.core.torch_internals import TorchDispatchMode
+from trainwright.strategies.contract.eager import EagerMode
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 
 _SEED = 20_260_101
@@ -21,7 +21,7 @@ _IDENTITY = {torch.ops.aten.native_dropout, torch.ops.aten._fused_dropout}
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
 
-class Deterministic(TorchDispatchMode):
+class Deterministic(EagerMode):
     """Dispatch mode that disables dropout and draws the same random numbers for every sample.
 
     A pipeline draws per micro-batch, and ranks that split activations draw their own masks, so compared runs cannot use

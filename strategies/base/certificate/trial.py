@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from trainwright.core.layout import Layout
 from trainwright.core.run.traits import Traits
-from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.certificate.changes import Changes
 from trainwright.strategies.base.certificate.state import written_by
 from trainwright.strategies.contract.collectives.ranks import Ranks
+from trainwright.strategies.contract.eager import EagerMode
 
 
 class Compared(Protocol):
@@ -88,7 +88,7 @@ class _Stepped(BaseException):
         self.optimizer = optimizer
 
 
-class WatchedTensors(TorchDispatchMode):
+class WatchedTensors(EagerMode):
     """Dispatch mode that passes an operator's tensor arguments, and those it writes to, to ``look`` before it runs."""
 
     def __init__(self, look: Callable[[Iterable[Tensor], Iterable[Tensor]], None]) -> None:

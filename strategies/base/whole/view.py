@@ -407,7 +407,7 @@ class WholeView:
             self._is_shown = False
         found = [(f"{name}", whole) for name, whole in parameters.items()]
         found += [(f"{name} (gradient)", gradient) for name, gradient in gradients.items()]
-        differing = differ_between_ranks(found, found[0][1].device) if found and self._agrees else []
+        differing = differ_between_ranks(found, self._parts.device) if found and self._agrees else []
         own = self._own_gradients() if gradients else {}
         wrote = False
         for name, whole in parameters.items():

@@ -1,0 +1,64 @@
+"""Blocks stay compiled after passes that watch every operation: FLOP counting, the certificate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.parity.layout_modules import make_module
+from tests.parity.layouts import Texts
+from tests.zoo.cells import LAYOUTS
+
+STEPS = 3
+
+
+class Counted:
+    """Compiler that counts the calls of what it compiled."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph(*args)
+
+        return run
+
+
+def compiled_calls(layout: str) -> list[int]:
+    """Return the calls of compiled code in each step, with the monitors that a command has."""
+    import lightning.pytorch as pl
+
+    from tests.parity.harness import make_trainer
+    from trainwright.callbacks.progress.throughput import Throughput
+
+    compiler, calls = Counted(), []
+
+    class Steps(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            calls.append(compiler.calls)
+            compiler.calls = 0
+
+    strategy, options, _ = LAYOUTS[layout]
+    trainer = make_trainer(
+        strategy,
+        {**options, "compile": {"backend": compiler}},
+        max_steps=STEPS,
+        callbacks=[Throughput(every_n_steps=1), Steps()],
+    )
+    module = make_module("mixtral" if layout == "expert" else "gpt-untied")
+    trainer.fit(module, DataLoader(Texts(32), batch_size=4))
+    return calls
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_blocks_stay_compiled(ranks: Any, layout: str) -> None:
+    world_size = LAYOUTS[layout][2]
+    for calls in ranks(compiled_calls, world_size, layout, timeout=120):
+        assert len(calls) == STEPS
+        # The first micro-batch is counted, and therefore runs uncompiled.
+        assert min(calls[1:]) >= 2
