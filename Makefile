@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint types docs check zoo snippets dist clean
+.PHONY: help install train test lint types docs check zoo gpu snippets dist clean
 
 # The first interpreter that answers and is a supported version: a name can exist and still not run
 # (version managers leave such stubs), so each is asked rather than looked up.
@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 # Processes that `make check` runs tests in.
 WORKERS ?= 2
+# That `make gpu` tries.
+DEVICE ?= cuda
 
 help:  ## Say what each target does
 	@grep -E '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*  ## (.*)/  make \1\t\2/'
@@ -72,6 +74,11 @@ check: install  ## Run the whole test suite
 
 zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes a sample
 	ZOO=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo
+
+gpu: install  ## Try every layout on the GPUs of this machine and write docs/gpu.md (half an hour; DEVICE=cpu: without one)
+	@test "$(DEVICE)" = cpu || $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+		$(BIN)/python -m pip install --constraint constraints.txt --force-reinstall torch
+	$(BIN)/python -m benchmarks.gpu --device=$(DEVICE)
 
 snippets: install  ## Really run the commands of the documentation, small (minutes; not part of make test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.snippets

@@ -354,6 +354,7 @@ def _restore_torch() -> None:
     torch.autograd.set_detect_anomaly(False)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+        torch.compiler.set_stance("default")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Commands of one rank that reach the code for GPUs, each with its outcome: ``python -m benchmarks.gpu.runs``.
+"""Commands that reach the code for GPUs, each with its outcome: ``python -m benchmarks.gpu.runs``.
 
-One rank with NCCL, the same small model and samples everywhere. Runs that compute the same in fp32 must end with the
+NCCL, the same small model and samples everywhere. Runs that compute the same in fp32 must end with the
 loss of the first one, which trains on the CPU. ``--device cpu`` tries them out without a GPU.
 """
 
@@ -118,23 +118,43 @@ RUNS = (
         *("strategy=zero3", "checkpoint=async", "checkpoint.last.every=null", "checkpoint.last.every_n_steps=2"),
     ),
     fit("ddp, snapshots", "strategy=ddp", "guard=rollback", "guard.loss.snapshot_every_n_steps=2"),
-    fit("moe", "recipe=moe", "max_steps=4", within=None),
+    fit("moe", "recipe=moe", "strategy=single", within=None),
     Run("doctor", ("accelerator=gpu",), verb="doctor", within=None),
     Run("profile", ("accelerator=gpu",), verb="profile", within=None),
 )
+
+
+RUNS_OF_SEVERAL = (
+    fit("ddp, reduce_scatter", "strategy=ddp", "strategy.average_by=reduce_scatter"),
+    fit("ddp, PowerSGD", "strategy=ddp", "strategy.compression=powersgd", within=None),
+    fit("tensor", "strategy=tensor"),
+    fit("tensor, sequence parallel", "strategy=tensor", "strategy.sequence_parallel=true"),
+    fit("pipeline", "strategy=pipeline"),
+    fit("pipeline, bf16", "strategy=pipeline", *_BF16, within=ROUNDED),
+    fit("context", "strategy=context"),
+    fit("moe, experts", "recipe=moe", "strategy=expert", within=None),
+    fit("context, ulysses", "strategy=context", "strategy.attention=ulysses"),
+    fit("local_sgd", "strategy=local_sgd", "strategy.sync_every=2", within=None),
+    fit("diloco", "strategy=diloco", "strategy.sync_every=2", "strategy.overlap_steps=1", within=None),
+    fit("diloco, offload", "strategy=diloco", "strategy.sync_every=2", "strategy.offload_outer=true", within=None),
+)
+"""Runs that need several ranks."""
 
 
 def main() -> None:
     """Run the commands, several at a time, and print the outcomes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.runs", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=1, help="of each run; with several, layouts that need them too")
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at a time")
     parser.add_argument("--only", nargs="+", help="names of runs, besides the reference (default: all)")
     parser.add_argument("--out", type=Path, help="file of the outcomes")
     options = parser.parse_args()
-    chosen = [run for run in RUNS if run.name == REFERENCE or not options.only or run.name in options.only]
+    several = options.ranks > 1
+    runs = [*(run for run in RUNS if not several or run.verb == "fit"), *(RUNS_OF_SEVERAL if several else ())]
+    chosen = [run for run in runs if run.name == REFERENCE or not options.only or run.name in options.only]
     with tempfile.TemporaryDirectory(prefix="trainwright-gpu-") as folder:
-        outcomes = tried(chosen, options.device, options.at_once, Path(folder))
+        outcomes = tried(chosen, options.device, options.ranks, options.at_once, Path(folder))
     for each in outcomes:
         loss = "" if each.loss is None else f"loss {each.loss:.6f}"
         state = "" if each.state is None else f"{each.state / 2**20:.1f} MiB"
@@ -143,21 +163,22 @@ def main() -> None:
         options.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
 
 
-def tried(runs: Sequence[Run], device: str, at_once: int, folder: Path) -> list[Outcome]:
-    """Try runs; those that lost against the reference have an error."""
+def tried(runs: Sequence[Run], device: str, ranks: int, at_once: int, folder: Path) -> list[Outcome]:
+    """Try runs; one that ended with another loss than the reference has an error."""
     with ThreadPoolExecutor(at_once) as executor:
-        found = list(executor.map(lambda run: _tried(run, device, folder), runs))
+        found = list(executor.map(lambda run: _tried(run, device, ranks, folder), runs))
     reference = next((each.loss for each in found if each.name == REFERENCE), None)
     return [_compared(run, each, reference) for run, each in zip(runs, found, strict=True)]
 
 
-def _tried(run: Run, device: str, folder: Path) -> Outcome:
+def _tried(run: Run, device: str, ranks: int, folder: Path) -> Outcome:
     place = folder / run.name.replace(" ", "_").replace(",", "")
     place.mkdir()
     words = list(run.words)
     if run.verb == "fit":
         where = "cpu" if run.on_cpu or device == "cpu" else "gpu"
-        words = [*_FIT, *words, f"accelerator={where}", f"run_dir={place / 'run'}"]
+        count = 1 if "strategy=single" in words else ranks
+        words = [*_FIT, *words, f"devices={count}", f"accelerator={where}", f"run_dir={place / 'run'}"]
     elif device == "cpu":
         words = [word.replace("=gpu", "=cpu") for word in words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
@@ -182,7 +203,7 @@ def _tried(run: Run, device: str, folder: Path) -> Outcome:
         said = "\n".join([text, *(file.read_text(errors="replace") for file in place.glob("run/logs/*.log"))])
         return Outcome(run.name, "hung" if code is None else last_error(said), None, seconds, said=said[-_KEPT:])
     metrics = place / "run" / "metrics.csv"
-    return Outcome(run.name, None, _last(metrics, "train_loss"), seconds, _last(metrics, "memory/allocated"))
+    return Outcome(run.name, None, _last(metrics, "loss"), seconds, _last(metrics, "memory/allocated"))
 
 
 def _last(file: Path, metric: str) -> float | None:

@@ -170,5 +170,6 @@ def last_error(printed: str) -> str:
     lines = [re.sub(r"^\s*(\[rank\d+\]:\s*)?", "", line).strip() for line in printed.splitlines()]
     errors = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt): \S", line)]
     own = [line for line in errors if not any(name in line.partition(":")[0] for name in _LAUNCHERS)]
-    words = [*own, *errors[-1:], *[line for line in lines if line][-1:], "it ended without a word"]
+    said = [line for line in lines if line and not line.startswith("see https://")]
+    words = [*own, *errors[-1:], *said[-1:], "it ended without a word"]
     return words[0]

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trainwright.strategies.contract.eager import EagerMode
+from trainwright.core.run.eager_mode import EagerMode
 
 # Torch's table has only the kernels of GPUs.
 _ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"

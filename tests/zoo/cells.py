@@ -298,7 +298,7 @@ def _outcome(
     except RankTimeout:
         return "wrong: hung"
     except RankError as error:
-        return f"wrong: died: {' '.join(str(error).split())[-300:]}"
+        return f"wrong: died: {' '.join(str(error).split())[:300]}"
     runs: list[Run] = [run for run in answers if run is not None]
     failed = sorted((run for run in runs if run.error), key=lambda run: run.when)
     if failed:

@@ -351,9 +351,8 @@ class Masked(Gpt):
 
     def run(self, x: Tensor) -> Tensor:
         mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
-        positions = torch.arange(x.shape[1], device=x.device)
         for block in self.blocks:
-            x = block(x, attention_mask=mask, positions=positions)
+            x = block(x, attention_mask=mask, positions=torch.arange(x.shape[1], device=x.device))
         return x
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from tests.zoo.cells import LAYOUTS
+from trainwright.callbacks.progress.throughput import Throughput
 
 STEPS = 3
 
@@ -31,11 +34,6 @@ class Counted:
 
 def compiled_calls(layout: str) -> list[int]:
     """Return the calls of compiled code in each step, with the monitors that a command has."""
-    import lightning.pytorch as pl
-
-    from tests.parity.harness import make_trainer
-    from trainwright.callbacks.progress.throughput import Throughput
-
     compiler, calls = Counted(), []
 
     class Steps(pl.Callback):

@@ -1,0 +1,138 @@
+"""Everything that one GPU can show, and several GPUs if there are: ``python -m benchmarks.gpu``, or ``make gpu``.
+
+1. Commands of one rank with NCCL, and of all GPUs if there are several (:mod:`benchmarks.gpu.runs`).
+2. The zoo and tests of ranks, on ranks that share one GPU (:mod:`tests.zoo.on_device`).
+3. Tokens per second, MFU and memory beside torch by hand and Lightning (:mod:`benchmarks.peers.gpu`).
+
+The outcomes are recorded in ``benchmarks/results``, and docs/gpu.md is written from the last record (half an hour on
+one GPU). ``--device cpu`` tries it out without a GPU; ``--page`` writes the page alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.gpu.page import PAGE, newest, page
+from benchmarks.report import machine, say
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# Tests whose ranks can share a GPU. Of others, some compare its numbers with the CPU's bit by bit.
+TESTS = (
+    "tests/parity/test_strategies.py",
+    "tests/parity/test_layouts.py",
+    "tests/parity/test_optimizers.py",
+    "tests/parity/test_resume.py",
+    "tests/strategies/local_updates/test_local_updates.py",
+)
+_ON_GPU = {"tests": list(TESTS), "sizes": ["125m", "350m", "1b"], "out": RESULTS}
+_ON_CPU = {"rows": 12, "tests": list(TESTS[:1]), "sizes": ["nano"], "out": ROOT / "build" / "gpu"}
+
+
+def main() -> None:
+    """Run the parts, record their outcomes and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries it out (default: %(default)s)")
+    add("--page", action="store_true", help="only write the page from the last record")
+    add("--rows", type=int, help="modules of the zoo (default: those of make test, few without a GPU)")
+    add("--tests", nargs="*", help="tests of ranks (default: of parity and local updates, few without a GPU)")
+    add("--sizes", nargs="*", help="of the language model (default: 125m 350m 1b, nano without a GPU)")
+    add("--only", nargs="+", help="names of commands (default: all)")
+    add("--out", type=Path, help="folder of the record (default: benchmarks/results, build/gpu without a GPU)")
+    options = parser.parse_args()
+    for name, value in (_ON_GPU if options.device == "cuda" else _ON_CPU).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if not options.page:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            parser.error("there is no GPU here; --device cpu tries it out without one")
+        record(options)
+    if options.out == RESULTS:
+        PAGE.write_text(page(newest(RESULTS)), encoding="utf-8")
+
+
+def record(options: argparse.Namespace) -> None:
+    """Run the parts and write ``gpu_DEVICE_DATE.json``."""
+    on_gpu = options.device == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else "CPU"
+    ranks = max(1, torch.cuda.device_count())
+    with tempfile.TemporaryDirectory(prefix="trainwright-gpu-") as name:
+        folder, where = Path(name), ("--device", options.device)
+        only = ("--only", *options.only) if options.only else ()
+        runs = _json("runs", folder, ["benchmarks.gpu.runs", *where, *only])
+        if ranks > 1:
+            runs += _json("runs", folder, ["benchmarks.gpu.runs", *where, *only, f"--ranks={ranks}"])
+        rows = () if options.rows is None else (f"--limit={options.rows}",)
+        zoo = _json("zoo", folder, ["tests.zoo.on_device", *where, *rows]) or {"counts": {}, "cells": {}}
+        result = {
+            "device": device,
+            "date": time.strftime("%Y-%m-%d"),
+            "versions": {name: version(name) for name in ("torch", "lightning", "transformers")},
+            "cuda": torch.version.cuda if on_gpu else None,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+            "machine": machine(),
+            "runs": runs,
+            "zoo": zoo,
+            "tests": _tests(options, folder),
+            "peers": _peers(options, folder),
+            "notes": [],
+        }
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = "_".join(["gpu", *device.lower().split(), result["date"].replace("-", "_")])
+    file = options.out / f"{stem}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    say(f"recorded in {file}")
+
+
+def _json(name: str, folder: Path, command: Sequence[str]) -> Any:
+    """Return what a module wrote; an empty list if it failed, as its output then says."""
+    out = folder / f"{name}.json"
+    out.unlink(missing_ok=True)
+    _run([*command, f"--out={out}"])
+    return json.loads(out.read_text()) if out.exists() else []
+
+
+def _tests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run the tests of ranks; return their number and the names of those that failed."""
+    if not options.tests:
+        return {"ran": 0, "failed": []}
+    out = folder / "tests.xml"
+    at_once = max(1, (os.cpu_count() or 1) // 2)
+    words = ["pytest", "-p", "tests.shared_device", "-q", f"-n={at_once}", "--timeout=120", f"--junitxml={out}"]
+    _run([*words, *options.tests], SHARED_DEVICE=options.device, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    cases = list(ElementTree.parse(out).getroot().iter("testcase")) if out.exists() else []
+    failed = [f"{case.get('classname')}.{case.get('name')}" for case in cases if case.find("failure") is not None]
+    return {"ran": len(cases), "failed": failed}
+
+
+def _peers(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    if not options.sizes:
+        return []
+    where = ["--device", options.device, "--out", str(folder / "peers")]
+    _run(["benchmarks.peers.gpu", *where, "--sizes", *options.sizes, "--sides", "Lightning", "trainwright"])
+    found = [json.loads(file.read_text()) for file in (folder / "peers").glob("*.json")]
+    return [row for each in found for row in each["rows"]]
+
+
+def _run(words: Sequence[str], **variables: str) -> None:
+    say(" ".join(words))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environment, check=False)
+
+
+if __name__ == "__main__":
+    main()
