@@ -9,17 +9,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trainwright.core.run.eager_mode import EagerMode
+from trainwright.core.torch_internals import TorchDispatchMode
 
 # Torch's table has only the kernels of GPUs.
 _ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-class CountedOperations(EagerMode):
+class CountedOperations(TorchDispatchMode):
     """Counts FLOPs of matrix products, convolutions and attention on this rank, by torch's table.
 
     A multiply-add is two. Recomputation by activation checkpointing is left out. Attention counts in full even if a
-    mask hides half of it.
+    mask hides half of it. In compiled code, products count that call torch's kernels: all, but with
+    ``mode="max-autotune"``.
 
     Attributes:
         total: FLOPs so far.
@@ -28,6 +29,11 @@ class CountedOperations(EagerMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let modules compile meanwhile; otherwise Dynamo skips code that it meets here to the end of the run."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -27,9 +27,8 @@ class Throughput(Windowed):
 
     FLOPs of forward and backward are counted during the first micro-batch
     (:class:`~trainwright.callbacks.monitor.flops.CountedOperations`) and logged as ``flops_per_second``, the mean per
-    device; ``mfu`` is its fraction of ``peak_flops``. That micro-batch runs uncompiled. Every rank emits a ``rate``
-    record with its own FLOPs. The balance of tokens over experts (``strategy.measures.routing_balance()``) is logged
-    too.
+    device; ``mfu`` is its fraction of ``peak_flops``. Every rank emits a ``rate`` record with its own FLOPs. The
+    balance of tokens over experts (``strategy.measures.routing_balance()``) is logged too.
 
     The clock starts after the first step (compilation, warm-up) and pauses during validation; saving a checkpoint and
     reading data count. The device is synchronized only at the end of a window.

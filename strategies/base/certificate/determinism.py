@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.core.run.eager_mode import EagerMode
+from trainwright.strategies.base.certificate.eager_mode import EagerMode
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 
 _SEED = 20_260_101

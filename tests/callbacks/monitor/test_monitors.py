@@ -284,11 +284,13 @@ def test_norms_equal_single_process(ranks, strategy, options, network):
             assert record[what] == pytest.approx(step[what], rel=1e-5), what
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_counted_operations(again: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "recomputed", "compiled"])
+def test_counted_operations(how: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(3, 4, requires_grad=True)
+    if how == "compiled":
+        model.compile(backend="aot_eager")
     with CountedOperations() as counted:
-        out: Any = checkpoint(model, x, use_reentrant=False) if again else model(x)
+        out: Any = checkpoint(model, x, use_reentrant=False) if how == "recomputed" else model(x)
         assert counted.total == 2 * 3 * (4 * 8 + 8 * 8)
         out.sum().backward()
     assert counted.total == 3 * 2 * 3 * (4 * 8 + 8 * 8)

@@ -1,4 +1,4 @@
-"""Dispatch modes beside ``torch.compile``."""
+"""Base class of the dispatch modes of a trial."""
 
 from __future__ import annotations
 
