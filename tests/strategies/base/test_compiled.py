@@ -58,4 +58,5 @@ def test_blocks_stay_compiled(ranks: Any, layout: str) -> None:
     world_size = LAYOUTS[layout][2]
     for calls in ranks(compiled_calls, world_size, layout, timeout=120):
         assert len(calls) == STEPS
-        assert min(calls) >= 2
+        # Layouts that split the sequence watch the first step.
+        assert min(calls[1:] if "context" in LAYOUTS[layout][1] else calls) >= 2
