@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.plan.names import joined, matched, parent_of, within
+
+# The first calls may run uncompiled: of a certificate, of a step that a layout watches.
+_ENOUGH_CALLS = 32
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -145,23 +150,32 @@ def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool
     if options is False:
         return
     kwargs = dict(options) if isinstance(options, dict) else {}
-    for block in list(blocks) or [module]:
+    compiled = list(blocks) or [module]
+    if any(isinstance(sub.forward, _Recomputed) for block in compiled for sub in block.modules()):
+        # Layouts keep what modules share in attributes during a call; a recomputation would have to set them again.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for block in compiled:
         block.compile(**kwargs)
-        block._compiled_call_impl = _WithoutShards(block)
+        block._compiled_call_impl = _CompiledCall(block)
 
 
-class _WithoutShards:
-    """A compiled call that does not see gradients which are sharded while their parameter is not.
+class _CompiledCall:
+    """A compiled call of a module.
 
-    ZeRO-1 and 2 show such gradients from one step to the next, and Dynamo cannot trace with them.
+    It does not see gradients which are sharded while their parameter is not: ZeRO-1 and 2 show such gradients from one
+    step to the next, and Dynamo cannot trace with them. It warns if Dynamo has compiled nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._call: Any = module._compiled_call_impl
         self._parameters: tuple[nn.Parameter, ...] | None = None
+        self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls == _ENOUGH_CALLS:
+            _warn_without_graphs(self._module)
         if self._parameters is None:  # a strategy may replace parameters until the first call
             self._parameters = tuple(p for p in self._module.parameters() if not isinstance(p, DTensor))
         sharded = [(p, p.grad) for p in self._parameters if isinstance(p.grad, DTensor)]
@@ -172,3 +186,11 @@ class _WithoutShards:
         finally:
             for parameter, gradient in sharded:
                 parameter.grad = gradient
+
+
+def _warn_without_graphs(module: nn.Module) -> None:
+    if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        rank_zero_warn(
+            f"strategy.compile has compiled nothing: Dynamo can trace no part of {type(module).__name__}, so blocks run "
+            "uncompiled. Context parallelism with activation_checkpointing=full is such a case. TORCH_LOGS=graph_breaks shows the reason; type strategy.compile=false, or activation_checkpointing=none."
+        )

@@ -14,6 +14,7 @@ from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from tests.zoo.cells import LAYOUTS
 from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.strategies.plan.blocks import compile_blocks
 
 STEPS = 3
 
@@ -32,7 +33,7 @@ class Counted:
         return run
 
 
-def compiled_calls(layout: str) -> list[int]:
+def compiled_calls(layout: str, **more: Any) -> list[int]:
     """Return the calls of compiled code in each step, with the monitors that a command has."""
     compiler, calls = Counted(), []
 
@@ -44,7 +45,7 @@ def compiled_calls(layout: str) -> list[int]:
     strategy, options, _ = LAYOUTS[layout]
     trainer = make_trainer(
         strategy,
-        {**options, "compile": {"backend": compiler}},
+        {**options, **more, "compile": {"backend": compiler}},
         max_steps=STEPS,
         callbacks=[Throughput(every_n_steps=1), Steps()],
     )
@@ -60,3 +61,22 @@ def test_blocks_stay_compiled(ranks: Any, layout: str) -> None:
         assert len(calls) == STEPS
         # Layouts that split the sequence watch the first step.
         assert min(calls[1:] if "context" in LAYOUTS[layout][1] else calls) >= 2
+
+
+@pytest.mark.parametrize("layout", ["zero3", "sequence", "pipeline"])
+def test_recomputed_blocks_stay_compiled(ranks: Any, layout: str) -> None:
+    for calls in ranks(compiled_calls, 2, layout, activation_checkpointing="full", timeout=120):
+        assert min(calls) >= 2
+
+
+def test_a_model_that_dynamo_cannot_compile_gets_a_warning() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.compiler.disable(torch.sin)(x)
+
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(block := Block(), [], {"backend": "eager"})
+    for _ in range(31):
+        block(torch.ones(2))
+    with pytest.warns(UserWarning, match=r"compiled nothing.*TORCH_LOGS=graph_breaks"):
+        block(torch.ones(2))
