@@ -191,6 +191,7 @@ class _CompiledCall:
 def _warn_without_graphs(module: nn.Module) -> None:
     if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         rank_zero_warn(
-            f"strategy.compile has compiled nothing: Dynamo can trace no part of {type(module).__name__}, so blocks run "
-            "uncompiled. Context parallelism with activation_checkpointing=full is such a case. TORCH_LOGS=graph_breaks shows the reason; type strategy.compile=false, or activation_checkpointing=none."
+            f"strategy.compile has compiled nothing: Dynamo can trace no part of {type(module).__name__}, so it runs "
+            "uncompiled. Context parallelism with activation_checkpointing=full is such a case. "
+            "TORCH_LOGS=graph_breaks shows the reason; type strategy.compile=false, or activation_checkpointing=none."
         )
