@@ -54,7 +54,7 @@ def compiled_calls(layout: str, **more: Any) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero3", "tensor", "pipeline", "context", "expert"])
 def test_blocks_stay_compiled(ranks: Any, layout: str) -> None:
     world_size = LAYOUTS[layout][2]
     for calls in ranks(compiled_calls, world_size, layout, timeout=120):
