@@ -73,11 +73,12 @@ def record(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="trainwright-gpu-") as name:
         folder, where = Path(name), ("--device", options.device)
         only = ("--only", *options.only) if options.only else ()
-        runs = _json("runs", folder, ["benchmarks.gpu.runs", *where, *only])
+        notes: list[str] = []
+        runs = _json(folder, ["benchmarks.gpu.runs", *where, *only], [], notes)
         if ranks > 1:
-            runs += _json("runs", folder, ["benchmarks.gpu.runs", *where, *only, f"--ranks={ranks}"])
+            runs += _json(folder, ["benchmarks.gpu.runs", *where, *only, f"--ranks={ranks}"], [], notes)
         rows = () if options.rows is None else (f"--limit={options.rows}",)
-        zoo = _json("zoo", folder, ["tests.zoo.on_device", *where, *rows]) or {"counts": {}, "cells": {}}
+        zoo = _json(folder, ["tests.zoo.on_device", *where, *rows], {"counts": {}, "cells": {}}, notes)
         result = {
             "device": device,
             "date": time.strftime("%Y-%m-%d"),
@@ -87,9 +88,9 @@ def record(options: argparse.Namespace) -> None:
             "machine": machine(),
             "runs": runs,
             "zoo": zoo,
-            "tests": _tests(options, folder),
-            "peers": _peers(options, folder),
-            "notes": [],
+            "tests": _tests(options, folder, notes),
+            "peers": _peers(options, folder, notes),
+            "notes": notes,
         }
     options.out.mkdir(parents=True, exist_ok=True)
     stem = "_".join(["gpu", *device.lower().split(), result["date"].replace("-", "_")])
@@ -98,15 +99,21 @@ def record(options: argparse.Namespace) -> None:
     say(f"recorded in {file}")
 
 
-def _json(name: str, folder: Path, command: Sequence[str]) -> Any:
-    """Return what a module wrote; an empty list if it failed, as its output then says."""
-    out = folder / f"{name}.json"
+def _json(folder: Path, command: Sequence[str], nothing: Any, notes: list[str]) -> Any:
+    """Return what a module wrote; ``nothing``, and a note, if it ended before."""
+    out = folder / "out.json"
     out.unlink(missing_ok=True)
     _run([*command, f"--out={out}"])
-    return json.loads(out.read_text()) if out.exists() else []
+    return json.loads(out.read_text()) if _wrote(out, command[0], notes) else nothing
 
 
-def _tests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _wrote(out: Path, name: str, notes: list[str]) -> bool:
+    if not out.exists():
+        notes.append(f"`{name}` ended without a result, which is missing here.")
+    return out.exists()
+
+
+def _tests(options: argparse.Namespace, folder: Path, notes: list[str]) -> dict[str, Any]:
     """Run the tests of ranks; return their number and the names of those that failed."""
     if not options.tests:
         return {"ran": 0, "failed": []}
@@ -114,18 +121,20 @@ def _tests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     at_once = max(1, (os.cpu_count() or 1) // 2)
     words = ["pytest", "-p", "tests.shared_device", "-q", f"-n={at_once}", "--timeout=120", f"--junitxml={out}"]
     _run([*words, *options.tests], SHARED_DEVICE=options.device, PYTORCH_NVML_BASED_CUDA_CHECK="1")
-    cases = list(ElementTree.parse(out).getroot().iter("testcase")) if out.exists() else []
-    failed = [f"{case.get('classname')}.{case.get('name')}" for case in cases if case.find("failure") is not None]
+    cases = list(ElementTree.parse(out).getroot().iter("testcase")) if _wrote(out, "pytest", notes) else []
+    wrong = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    failed = [f"{case.get('classname')}.{case.get('name')}" for case in wrong]
     return {"ran": len(cases), "failed": failed}
 
 
-def _peers(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def _peers(options: argparse.Namespace, folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not options.sizes:
         return []
-    where = ["--device", options.device, "--out", str(folder / "peers")]
+    out = folder / "peers"
+    where = ["--device", options.device, "--out", str(out)]
     _run(["benchmarks.peers.gpu", *where, "--sizes", *options.sizes, "--sides", "Lightning", "trainwright"])
-    found = [json.loads(file.read_text()) for file in (folder / "peers").glob("*.json")]
-    return [row for each in found for row in each["rows"]]
+    _wrote(out, "benchmarks.peers.gpu", notes)
+    return [row for file in out.glob("*.json") for row in json.loads(file.read_text())["rows"]]
 
 
 def _run(words: Sequence[str], **variables: str) -> None:

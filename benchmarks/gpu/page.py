@@ -18,7 +18,8 @@ _RUNS = """
 ## Commands over NCCL
 
 `trainwright fit recipe=gpt size=nano` on one rank, and on all GPUs if there are several; eight steps of the same
-samples. In fp32 the last loss must be that of the CPU within 1e-4, in mixed precision within 2 %.
+samples. The last loss must be that of the CPU within 1e-4, in mixed precision within 2 %, where a run begins with the
+same weights and makes the same steps.
 
 """
 _ZOO = """

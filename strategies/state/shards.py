@@ -38,7 +38,7 @@ class ParameterShard:
         self.placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), last)
         self.rows = rows_of(parameter, self.count, mesh.get_local_rank(mesh.ndim - 1)) if self.is_split else None
         self.is_offloaded = offload
-        part = _in_host_memory(self.local_part) if offload else self.local_part
+        part = self.local_part.to("cpu", copy=True) if offload else self.local_part
         # Replaces the parameter in the optimizer.
         self.optimized = nn.Parameter(self.distributed(part), requires_grad=parameter.requires_grad)
 
@@ -102,11 +102,6 @@ class ParameterShard:
 def dtensor_like(like: DTensor, part: Tensor) -> DTensor:
     """Return ``part`` as a DTensor sharded like ``like``."""
     return _dtensor(part, like.device_mesh, like.placements, like)
-
-
-def _in_host_memory(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, page-locked where a GPU will read it."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def _dtensor(part: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], whole: Tensor) -> DTensor:

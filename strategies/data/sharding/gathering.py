@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, MeasuredLink
 from trainwright.strategies.contract.communication.prefetch_depth import MOST_AHEAD, BlockTimes, best_depth
@@ -45,8 +46,14 @@ def gather_ahead(root: nn.Module, depth: int) -> None:
     root.set_modules_to_backward_prefetch([root, *last])
     # On CUDA, a gather on its side stream already runs ahead, so depth 0 must gather on the compute stream; on the CPU
     # only asynchronous operations overlap.
-    device = next(root.parameters()).device
+    device = computing_device(root)
     root._set_unshard_async_op(depth == 0 or device.type == "cpu")
+
+
+def computing_device(root: nn.Module) -> torch.device:
+    """Return the device that gathers the parameters of ``root``; offloaded ones are in host memory meanwhile."""
+    parameter = next(root.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def fastest_depth(root: nn.Module, link: MeasuredLink, compute: float, reduces: bool) -> tuple[int | None, str]:
@@ -64,7 +71,7 @@ def fastest_depth(root: nn.Module, link: MeasuredLink, compute: float, reduces: 
     blocks = split_blocks(root)
     if not blocks:
         return None, ""
-    device = next(root.parameters()).device
+    device = computing_device(root)
     size, gathered = max(whole_bytes(block) for block in blocks), max(gathered_bytes(block) for block in blocks)
     passes = compute / len(blocks)
     times = BlockTimes(

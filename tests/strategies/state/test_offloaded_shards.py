@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainwright.strategies.data.sharding.gathering import computing_device
 from trainwright.strategies.state.shards import ParameterShard, spread_like
 
 
@@ -20,6 +21,9 @@ def parts_of_a_mesh_of_gpus() -> tuple[list[str], list[int]]:
     shard.add_gradient(torch.ones(3, 3))
     state = spread_like(shard.optimized, torch.zeros(3, 3))
     assert isinstance(state, DTensor)
+    offloaded = nn.Module()
+    offloaded.weight = shard.optimized
+    assert computing_device(offloaded).type == "cuda"
     found = [shard.optimized, shard.optimized.grad, state]
     return [each.to_local().device.type for each in found], list(state.shape)
 
