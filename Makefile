@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint types docs check zoo gpu snippets dist clean
+.PHONY: help install train test lint types docs check thorough zoo gpu snippets dist clean
 
 # The first interpreter that answers and is a supported version: a name can exist and still not run
 # (version managers leave such stubs), so each is asked rather than looked up.
@@ -46,7 +46,7 @@ train: install  ## Train the gpt recipe on two processes with DDP
 	$(BIN)/trainwright fit recipe=gpt strategy=ddp devices=2
 
 # The type checker and the site use the cores that tests leave idle.
-test: install lint  ## Run the linters, the type checker, the documentation and the whole test suite
+test: install lint  ## Run the linters, the type checker, the documentation and the tests
 	$(MAKE) --no-print-directory --jobs=2 check types docs
 
 lint: install  ## Check style and formatting
@@ -64,12 +64,15 @@ docs: install  ## Build the documentation site into build/site, offline
 
 # Tests that measure times (`alone`, in tests/conftest.py) run afterwards, one by one. Both parts run, whatever fails.
 # Hundreds of processes import the same modules: each is compiled once, even where the shell forbids it.
-check: export PYTHONDONTWRITEBYTECODE =
-check: export OMP_NUM_THREADS = 1
-check: install  ## Run the whole test suite
+check thorough: export PYTHONDONTWRITEBYTECODE =
+check thorough: export OMP_NUM_THREADS = 1
+check: LEFT_OUT = $() and not thorough
+check: install  ## Run the test suite, with samples of its large tables of cases
+thorough: install  ## Run every case of every test (most of an hour)
+check thorough:
 	status=0; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone' || status=1; \
-	$(BIN)/python -m pytest -m alone || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone$(LEFT_OUT)' || status=1; \
+	$(BIN)/python -m pytest -m 'alone$(LEFT_OUT)' || status=1; \
 	exit $$status
 
 zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes a sample

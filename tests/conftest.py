@@ -13,6 +13,7 @@ import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -100,19 +101,43 @@ def _is_alone(path: Path) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip the files that `make check` runs in its other part."""
-    wanted = {"alone": True, "not alone": False}.get(config.option.markexpr)
+    parts = {"not alone": False, "alone": True}
+    wanted = parts.get(config.option.markexpr.removesuffix(" and not thorough"))
     if wanted is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     return True if _is_alone(collection_path) != wanted else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that run alone, and start with the longest files."""
+    """Mark tests that run alone or are left out of samples, and start with the longest files."""
     for item in items:
         if _is_alone(item.path):
             item.add_marker("alone")
+    mark_left_out(items)
     order = {_TESTS / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def mark_left_out(items: list[pytest.Item]) -> None:
+    """Mark as `thorough` the cases that are not in the sample of a test with `sample(number)`."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, left in cases.items():
+        random.Random(name).shuffle(left)
+        values = {
+            item: {(argument, repr(value)) for argument, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+            for item in left
+        }
+        seen: set[tuple[str, str]] = set()
+        for _ in range(left[0].get_closest_marker("sample").args[0]):  # type: ignore[union-attr]
+            # The case with most values that no case so far has.
+            drawn = max(left, key=lambda item: len(values[item] - seen))
+            seen |= values[drawn]
+            left.remove(drawn)
+        for item in left:
+            item.add_marker("thorough")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

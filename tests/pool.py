@@ -264,6 +264,8 @@ def _clean_process(case: Case) -> Iterator[None]:
         os.environ.update(environment)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        # What is left belongs to modules: the next case's collections need not walk it.
+        gc.freeze()
 
 
 def end_left_processes(parent: int, known: frozenset[int] = frozenset()) -> None:

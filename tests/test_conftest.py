@@ -3,9 +3,13 @@
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.conftest import mark_left_out
 
 LEAKS = """
 import os, subprocess, sys, threading, time
@@ -75,3 +79,26 @@ def leaks(tmp_path_factory):
         r"^_+ (?:ERROR at teardown of )?test_(\w+) _+$", printed.partition("= slowest")[0], flags=re.MULTILINE
     )
     return dict(zip(reports[1::2], reports[2::2], strict=True))
+
+
+class Case:
+    """What sampling reads of a test item."""
+
+    def __init__(self, number, **params):
+        self.nodeid, self.callspec, self.marks = f"test_it[{number}]", SimpleNamespace(params=params), []
+
+    def get_closest_marker(self, name):
+        return SimpleNamespace(args=(3,)) if name == "sample" else None
+
+    def add_marker(self, mark):
+        self.marks.append(mark)
+
+
+def test_a_sample_has_every_value():
+    cases = [Case(n, strategy=s, ranks=r) for n, (s, r) in enumerate(product(("ddp", "zero3", "tensor"), (2, 3, 4)))]
+    mark_left_out(cases)
+    drawn = [case for case in cases if not case.marks]
+    assert len(drawn) == 3
+    assert {case.callspec.params["strategy"] for case in drawn} == {"ddp", "zero3", "tensor"}
+    assert {case.callspec.params["ranks"] for case in drawn} == {2, 3, 4}
+    assert {mark for case in cases for mark in case.marks} == {"thorough"}

@@ -21,6 +21,7 @@ SMALL = GPTConfig(layers=2, dim=64, heads=4, seq_len=64, tied_head=False)
 MOST = {"tensor, sequence": 1.15, "context, ring": 1.3, "context, ulysses": 1.3, "context, gather": 1.3, "expert": 1.15}
 
 
+@pytest.mark.thorough
 def test_axes_send_little_more_than_the_least(ranks):
     names = [name for name in AXES if " x " not in name]
     for row in ranks(measure_all, 2, names, SMALL, 4, timeout=60)[0]:

@@ -16,6 +16,7 @@ def _measured(step_seconds: float, losses: list[float], mib: int = 1) -> Measure
     return Measured(lines=0, version=None, steps=2, starts=[1.0], pieces=[piece], losses=losses)
 
 
+@pytest.mark.thorough
 def test_all_sides_do_the_same_work(capsys):
     sizes = ["--layers", "1", "--width", "16", "--vocabulary", "300", "--seq-len", "32", "--batch", "2"]
     main([*sizes, "--kinds", "lora", "--pieces", "1", "--steps", "2", "--warm-up", "1", "--threads", "1"])

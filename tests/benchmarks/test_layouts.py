@@ -22,6 +22,7 @@ def text(tmp_path):
     return str(path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["pipeline", "tensor-shard"])
 def test_a_layout_beside_its_peer(tmp_path, name):
     options = argparse.Namespace(size="nano", device="cpu", precision="32", batch=8, threads=1, data=text(tmp_path))
@@ -34,6 +35,7 @@ def test_a_layout_beside_its_peer(tmp_path, name):
     assert ours["held_kib"] > 0
 
 
+@pytest.mark.thorough
 def test_layouts_that_were_clearly_apart_are_predicted_in_their_order(tmp_path):
     """Steps as the benchmark has measured them, against what the planner predicts for the devices of that run."""
     record = json.loads(RECORD.read_text())

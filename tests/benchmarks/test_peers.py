@@ -160,6 +160,7 @@ def test_the_page_of_a_gpu_records_what_it_measured(tmp_path):
     assert json.loads(again.read_text())["rows"] == [row]
 
 
+@pytest.mark.thorough
 def test_ours_trains_as_by_hand_in_turns(tmp_path):
     found = measure_layout(sides_of("single", [OURS]), Place("single", 1, tmp_path, tmp_path, TINY), 1)
     rows = {row["side"]: row for row in rows_of({"single": found})}

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ def fail_on_the_second(_: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.thorough
 def test_every_rank_answers_and_the_error_of_one_is_raised():
     """In a process of its own: the server that ranks are forked from belongs to the process that started it."""
     script = (

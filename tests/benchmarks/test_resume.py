@@ -11,6 +11,7 @@ from tests.warm import WarmPopen
 from trainwright.command.cli import main
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_measured(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", WarmPopen)
     monkeypatch.setattr(resume, "_PROCESSES", 1)  # Lightning starts further ones without a warm server
@@ -41,6 +42,7 @@ def in_this_process(command: list[str], environment: dict[str, str], folder: Pat
     assert main(command[3:]) == 0
 
 
+@pytest.mark.thorough
 def test_one_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_anywhere, "STOP", 2)
     monkeypatch.setattr(resume_anywhere, "END", 4)

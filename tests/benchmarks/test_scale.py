@@ -14,6 +14,7 @@ def test_a_layout_for_each_world() -> None:
     assert layout_of(100_000) == Layout(replicate=3125, shard=32)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.name)
 def test_what_is_sent_does_not_follow_the_ranks(item) -> None:
     few, many = (item.measure(Layout(replicate=replicate, shard=2)) for replicate in (5, 50))

@@ -259,6 +259,7 @@ print(json.dumps([[story.kills, [[wrong.kind, wrong.text] for wrong in story.wro
 """
 
 
+@pytest.mark.thorough
 def test_kills_lose_nothing_and_a_loss_is_reported(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ROUNDS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240

@@ -6,6 +6,7 @@ from benchmarks import startup
 from benchmarks.commands import PATIENCE
 
 
+@pytest.mark.thorough
 def test_the_moment_of_the_first_step_comes_from_the_rank():
     assert 0 < startup.seconds_to_first_step("trainwright fit", 1) < PATIENCE
 

@@ -17,6 +17,7 @@ SMALL = GPTConfig(layers=2, dim=64, heads=4, seq_len=32, tied_head=False)
 SENT = {"context, ring": (0.99, 1.3), "expert": (0.9, 1.15), "parameter_server": (0.8, 1.2)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("precision", "names"),
     [
@@ -39,6 +40,7 @@ def test_held_and_sent_bytes_match_the_formulas(ranks: Any, precision: str, name
 HYBRIDS = [name for name in COSTS if name.startswith("hybrid")]
 
 
+@pytest.mark.thorough
 def test_hybrids_send_what_the_formulas_say(ranks: Any) -> None:
     for row in ranks(measure_all, 4, HYBRIDS, SMALL, 4, ["bf16-mixed"], timeout=120)[0]:
         assert 0.99 < row["sent ratio"] < 1.01, row

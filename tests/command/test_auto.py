@@ -90,6 +90,7 @@ def test_auto_equals_its_explicit_overrides(tmp_path: Path) -> None:
         assert measured["bytes"][kind] == pytest.approx(predicted[kind], rel=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_typed_options_are_kept(tmp_path: Path) -> None:
     free = decided(composed("strategy=auto", "devices=4", f"run_dir={tmp_path}"))
@@ -161,6 +162,7 @@ def test_planner_gets_the_nodes_of_the_launcher(searches: list[dict[str, Any]], 
     assert [(asked["devices"], asked["nodes"]) for asked in searches] == [(2, 2)]
 
 
+@pytest.mark.thorough
 def test_resumed_run_may_get_another_layout(tmp_path: Path) -> None:
     """From one process to two shards, with the same training result."""
     words = ["trainer.log_every_n_steps=1", "strategy=auto", "global_batch_size=8"]

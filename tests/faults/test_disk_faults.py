@@ -192,6 +192,7 @@ def check(folder: Path, ended: Ended) -> None:
         assert 1 in good, where
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_fault_at_each_call_of_a_save(tmp_path: Path, met: Met, kind: str) -> None:
     before, first, save, second = SAVES[kind]
@@ -227,6 +228,7 @@ def save_on_rank(rank: int, folder: Path, meeting: Path) -> int:
     return code
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_of_one_rank(tmp_path: Path, met: Met, rank: int) -> None:
     call, last = 0, False
@@ -307,6 +309,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options)) or "default")
 def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, met: Met, options: dict[str, Any]) -> None:
     system_calls.import_for(partial(train, tmp_path / "imports", options))
@@ -362,6 +365,7 @@ def is_of_run(call: SystemCall) -> bool:
     return any("/checkpoints" not in path for path in call.paths)
 
 
+@pytest.mark.thorough
 def test_faults_at_calls_of_a_whole_run(tmp_path: Path, met: Met) -> None:
     """Of about 240 calls on other files than checkpoints, every 61st fails."""
     system_calls.import_for(partial(command, tmp_path / "imports", "max_steps=2"))

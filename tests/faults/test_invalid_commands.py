@@ -40,6 +40,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(max(300, DRAWS))
 @settings(
     max_examples=DRAWS,

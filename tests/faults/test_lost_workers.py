@@ -30,6 +30,7 @@ def train(folder: Path, *words: str) -> tuple[Path, str]:
     return run_dir, (run_dir / "logs" / "restarts.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("consistency", "step", "more"),
     [
@@ -59,6 +60,7 @@ def test_a_killed_worker_is_replaced_while_the_others_continue(
     assert all(bool(tensor.isfinite().all()) for tensor in weights)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rank", "how"),
     [

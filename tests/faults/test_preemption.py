@@ -72,6 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Net]:
     return run
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("when", WHEN)
 def test_a_preempted_run_resumes_exactly(tmp_path: Path, undisturbed: Callable[..., Net], when: str) -> None:
     hook, call, options = WHEN[when]
@@ -99,6 +100,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("strategy", "count", "options"), LAYOUTS, ids=[layout[0] for layout in LAYOUTS])
 def test_a_signal_to_one_rank_ends_all_and_they_resume(
     ranks: Callable[..., list[Any]], tmp_path: Path, strategy: str, count: int, options: dict[str, Any]
@@ -127,6 +129,7 @@ ALONE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", ALONE)
 def test_asynchronous_workers_end_at_the_same_step(
     ranks: Callable[..., list[Any]], tmp_path: Path, options: dict[str, Any]
@@ -484,6 +487,7 @@ def saved_steps() -> list[int]:
     return [found.step for found in list_checkpoints("run/checkpoints")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("who", ["the launching process", "one rank", "every process"])
 def test_a_command_saves_ends_and_resumes(conf: Path, who: str) -> None:
     run = Command(training(conf, "data._target_=trouble.WorkerData"))

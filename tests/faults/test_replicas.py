@@ -33,6 +33,7 @@ def undisturbed(conf: Path) -> Survived:
     return Survived(conf, conf.parent / "undisturbed", "strategy=single", "devices=1")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "faults"),
     [

@@ -95,6 +95,7 @@ def _kills(seed: int, count: int, ranks: int, steps: int) -> list[tuple[int, int
     return [(dice.randrange(ranks), step) for step in sorted(dice.sample(range(1, steps), count))]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [("strategy=zero3",), PIPELINE], ids=["zero3", "pipeline"])
 def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(conf: Path, words: tuple[str, ...]) -> None:
     words, count = (*words, "devices=2"), 3

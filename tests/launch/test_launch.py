@@ -175,6 +175,7 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -406,6 +407,7 @@ def test_processes_end_with_the_launching_process(
         assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_torchrun_restarts(hosts: int, conf: Path, tmp_path: Path) -> None:
     """Two hosts are two agents on this machine, with one rank each."""

@@ -269,6 +269,7 @@ def test_job_gets_the_run_token(conf: Path, tmp_path: Path, monkeypatch: pytest.
         assert job.job.result() == run_token()
 
 
+@pytest.mark.thorough
 def test_failure_with_traceback(conf: Path) -> None:
     failing = ("devices=1", "strategy=single", "module.fail_rank=0", "run_dir=run")
     done = run_command("fit", "--config-dir", str(conf), *WORDS, LOCAL, *failing)

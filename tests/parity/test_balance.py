@@ -155,6 +155,7 @@ def test_shares_follow_the_slow_rank_and_change_nothing_on_two_ranks(ranks: Any)
     assert sizes["ddp, uneven steps"] == [[6, 2, 6, 2, 10, 10, 3, 10, 3], [6, 2, 6, 2, 2, 2, 1, 2, 1]]
 
 
+@pytest.mark.thorough
 def test_shares_move_between_the_replicas_of_a_layout(ranks: Any) -> None:
     sizes = assert_equal(ranks, 4, FOUR)
     fast, slow = [4, 4, 4, 4, 6, 2, 6, 6, 6, 6], [4, 4, 4, 4, 2, 2, 2, 2, 2, 2]

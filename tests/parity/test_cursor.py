@@ -421,6 +421,7 @@ def test_a_stream_resumes_under_any_ranks_and_workers(ranks, tmp_path, kind):
     assert found[-1][0]["found"]["step"] == whole["found"]["step"] == 8
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "workers"), [("stateful stream", 0), ("stateful stream", 2), ("stateful data", 0)])
 @pytest.mark.parametrize("stop", [2, 4])
 def test_a_stateful_loader_gets_the_state_of_its_own_rank_back(ranks, tmp_path, kind, workers, stop):

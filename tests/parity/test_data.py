@@ -117,6 +117,7 @@ def steps_of(ranks: Any, strategy: str, world_size: int, *args: Any, **kwargs: A
     return in_order(ranks(read_in_training, world_size, strategy, *args, **kwargs))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_order_is_the_same_for_every_layout(ranks, strategy):
     by_size = [ranks(read_in_every_way, world_size, strategy) for world_size in WORLD_SIZES]
@@ -333,6 +334,7 @@ def evaluate(strategy: str, samples: int, batch_size: int) -> dict[str, dict[str
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "world_size", "sizes"), EVALUATED)
 def test_evaluation_counts_every_sample_once(ranks, strategy, world_size, sizes):
     for rank, found in enumerate(ranks(evaluate_all, world_size, strategy, sizes)):

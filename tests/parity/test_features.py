@@ -221,6 +221,7 @@ def bare_adversaries(clip: bool) -> dict[str, Tensor]:
     return parameters(module)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_manual_optimization_with_two_optimizers(ranks, strategy):
     """With and without toggling, with and without clipping."""
@@ -307,6 +308,7 @@ def fit_scheduled(strategy: str, kind: str) -> tuple[list[list[float]], dict[str
     return rates.rates, parameters(module)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["step", "epoch", "plateau"])
 def test_schedulers_and_parameter_groups(ranks, kind):
     rates, expected = ranks(fit_scheduled, 1, "single", kind)[0]

@@ -93,16 +93,19 @@ EIGHT: dict[str, LayoutCase] = {
 }
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", list(TWO))
 def test_two_ranks(ranks, name):
     assert_layouts(ranks, 2, [TWO[name]])
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", list(FOUR))
 def test_four_ranks(ranks, name):
     assert_layouts(ranks, 4, [FOUR[name]])
 
 
+@pytest.mark.thorough
 def test_eight_ranks(ranks):
     assert_layouts(ranks, 8, list(EIGHT.values()), timeout=240)
 
@@ -115,6 +118,7 @@ def run_at(precision: str, case: LayoutCase) -> Record:
     return run(replace(case, trainer={"precision": precision}))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("network", "world_size", "options", "precision"),
     [
@@ -194,6 +198,7 @@ def evaluate(network: str, options: dict[str, Any] | None) -> tuple[dict[str, fl
     return fitted, validated, [batch.tolist() for batch in predicted]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("network", "world_size", "options"),
     [

@@ -68,6 +68,7 @@ def tune(strategy: str, options: dict[str, Any], name: str) -> tuple[float, list
     return module.lr, [weight.norm().item() for _, weight in trainer.strategy.whole_parameters()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("strategy", "options", "world_size"),
     [("zero2", {}, 2), ("hybrid", {"pipeline": 2, "shard": 2}, 4)],
@@ -81,6 +82,7 @@ def test_finetuning(
         assert weights == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["ddp", "tensor"])
 def test_the_learning_rate_finder(ranks: Any, strategy: str) -> None:
     found = ranks(tune, 2, strategy, {}, "rate")

@@ -44,6 +44,7 @@ def test_equal_on_two_ranks(ranks: Ranks, strategy: str) -> None:
     assert_layouts(ranks, 2, [replace(case, optimizer=name) for name in (*elementwise, *WHOLE)])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "optimizers"),
     [
@@ -227,6 +228,7 @@ def _fit(strategy: str, options: dict[str, Any], optimizer: str, folder: str, re
     return recorder.record
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor"])
 def test_resumed_under_other_layouts(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     """States held whole by owners, and states not shaped like their parameter, move between layouts."""

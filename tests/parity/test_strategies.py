@@ -127,11 +127,13 @@ def test_every_pair_is_tried():
     assert {(name, c.module, c.accumulation) for name, c in tried} >= set(product(several, MODULES, ACCUMULATIONS))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRS)
 def test_parity_with_one_process(ranks, strategy, world_size):
     assert_parity(ranks, cases_of(strategy, world_size), strategy, world_size, {})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [name for name, world_size in PAIRS if world_size == 2])
 def test_twenty_steps(ranks, strategy):
     # By then the gradient of the scalar is a sum of terms a thousand times as large: float32 itself is off by 1e-5.
@@ -139,6 +141,7 @@ def test_twenty_steps(ranks, strategy):
     assert_parity(ranks, cases, strategy, 2, {}, cancelled=("gradients decoder.temperature:",))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRS)
 def test_parity_on_uneven_data(ranks, strategy, world_size):
     """The last step of an epoch has fewer samples than the others; with 37, fewer than ranks."""
@@ -148,6 +151,7 @@ def test_parity_on_uneven_data(ranks, strategy, world_size):
     assert_parity(ranks, cases, strategy, world_size, {})
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_options_keep_parity(ranks, variant):
     strategy, world_size, options = VARIANTS[variant]

@@ -148,6 +148,7 @@ def test_shards_under_a_hybrid(ranks: Any, reference: Any) -> None:
         assert result["predicted"] == alone["predicted"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("splits", "workers"), [(False, 2), (True, 0)])
 def test_streams_under_a_hybrid(ranks: Any, splits: bool, workers: int) -> None:
     results = ranks(read, 4, "hybrid", ON_FOUR, Stream, splits, 2, workers)

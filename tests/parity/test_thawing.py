@@ -118,6 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", list(CASES))
 def test_thawed_layers_are_trained_as_on_one_process(ranks: Any, reference: Any, case: str) -> None:
     check(ranks, reference, *CASES[case], adds=False)

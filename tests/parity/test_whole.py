@@ -124,6 +124,7 @@ def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str,
     return record, module.seen, state
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_hooks(ranks, reference, layout):
     network = "mixtral" if layout == "expert" else "gpt-small"

@@ -60,6 +60,7 @@ def measure(network: str, options: dict[str, Any]) -> tuple[_Held, list[_Held]]:
     return recorder.held, [(each.parameters, each.gradients, each.optimizer or 0) for each in computed]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("ranks_used", "network", "options"), CASES)
 def test_computed_bytes_are_held_by_ranks(ranks, ranks_used, network, options):
     for rank, (held, computed) in enumerate(ranks(measure, ranks_used, network, options, timeout=90)):
@@ -89,6 +90,7 @@ def largest_held(options: dict[str, Any]) -> tuple[int, int]:
     return most[0], sum(p.numel() for p in whole.parameters())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [{"pipeline": 2, "shard": 2}, {"tensor": 2, "shard": 2}, {"pipeline": 2, "tensor": 2}]
 )

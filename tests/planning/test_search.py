@@ -21,6 +21,7 @@ PUBLISHED: dict[str, tuple[str, int, str, str, int, dict[str, int]]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_published_layouts_are_in_the_better_half(name: str) -> None:
     size, devices, device, precision, batch, axes = PUBLISHED[name]
@@ -52,6 +53,7 @@ def test_possible_layouts_pass_the_checks_of_a_run() -> None:
         assert checked(cfg, "fit")[1] == [], each.overrides
 
 
+@pytest.mark.thorough
 def test_refusals_are_those_of_a_run() -> None:
     """A run with the same overrides is refused with the same message."""
     found = planned("recipe=llama_3d", "devices=24", "device=cpu", "accelerator=cpu", "global_batch_size=16")
@@ -80,6 +82,7 @@ def test_one_device() -> None:
     assert "strategy=single" in found.best.overrides
 
 
+@pytest.mark.thorough
 def test_more_memory_keeps_layouts_possible() -> None:
     words = [word for word in SMALL if not word.startswith("devices")]
     few = planned(*words, "devices=4", "device.memory_bytes=24000000")

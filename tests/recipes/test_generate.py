@@ -115,6 +115,7 @@ def predicted(
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", CACHED)
 def test_greedy_equals_transformers(ranks: Ranks, kind: str) -> None:
     alone, layouts = of_transformers(kind), TWO + MORE.get(kind, [])
@@ -148,6 +149,7 @@ def test_end_tokens(ranks: Ranks) -> None:
     assert ranks(predicted, 2, "llama", layouts, GREEDY, ends, timeout=90) == [[alone] * 2] * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_samples_equal_one_process(ranks: Ranks, kind: str) -> None:
     (alone,) = predicted(kind, [("single", {})], SAMPLED)

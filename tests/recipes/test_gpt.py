@@ -164,6 +164,7 @@ def sampled_fit(strategy: str, precision: str, folder: str) -> str:
     return Path(folder, "sample.txt").read_text() if trainer.is_global_zero else ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [("zero1", "16-mixed"), ("zero2", "bf16-true"), ("zero3", "bf16-mixed")],

@@ -111,6 +111,7 @@ def fitted(folder: str, strategy: str, meta: bool, pretrained: str | None = None
     return float(torch.cat(trainer.predict(module, data)).mean())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["zero3", "pipeline"])
 def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], strategy: str) -> None:
     ordinary = ranks(fitted, 2, str(text.parent), strategy, False)
@@ -119,6 +120,7 @@ def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], stra
     assert deferred[0] == pytest.approx(ordinary[0], rel=0.1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["zero3", "pipeline"])
 def test_ranks_read_their_parts_of_a_folder(
     tmp_path: Path, text: Path, ranks: Callable[..., list[Any]], strategy: str

@@ -85,6 +85,7 @@ def fit_consistencies() -> dict[str, float]:
     return distances
 
 
+@pytest.mark.thorough
 def test_every_consistency_reaches_the_closed_form_at_a_constant_rate(ranks: Callable[..., list[Any]]) -> None:
     for distances in ranks(fit_consistencies, 3):
         assert max(distances.values()) < 1e-5, distances

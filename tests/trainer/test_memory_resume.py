@@ -43,6 +43,7 @@ def check_equal(result: dict[str, Any]) -> None:
         assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_resume_is_exact(ranks, place):
     for result in ranks(go_on, PLACES[place][2], place, 0.3):
@@ -110,6 +111,7 @@ def edit(place: str) -> tuple[dict[int, float], dict[int, float], dict[str, Any]
     return {step: whole.losses[step] for step in rest.losses}, rest.losses, shapes, module.looked
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["zero3", "pipeline x shard"])
 def test_on_load_checkpoint_sees_whole_weights(ranks, place):
     for expected, found, shapes, looked in ranks(edit, PLACES[place][2], place):

@@ -80,6 +80,7 @@ def check_undisturbed(result: dict[str, Any], held_at: int) -> None:
     assert result["metrics"][0] == result["metrics"][1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["single", "zero2", "pipeline"])
 def test_rollback_within_epoch(ranks, place):
     for result in ranks(go_back, PLACES[place][2], place, 2, 4):
@@ -87,6 +88,7 @@ def test_rollback_within_epoch(ranks, place):
         assert result["hooks"][0] == result["hooks"][1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "held_at"), [  # within an epoch, and at its end
     ("zero3", 3), ("single", 5), ("pipeline x shard", 5),
 ])  # fmt: skip
@@ -98,6 +100,7 @@ def test_rollback_across_epochs(ranks, place, held_at):
         assert after == [*before[:4], "epoch 0 end", "epoch 1 start", *before[4:]]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [
     {"loader": {"num_workers": 2}},
     {"loader": {"num_workers": 1, "persistent_workers": True}},
@@ -111,6 +114,7 @@ def test_rollback_with_options(ranks, options):
         check_undisturbed(result, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("count", "loader"), [
     (2, {"kind": "stream", "num_workers": 1}), (2, {"kind": "shards", "num_workers": 2}),
     (2, {"kind": "shards", "num_workers": 1, "persistent_workers": True}),
@@ -126,6 +130,7 @@ def steps_of(seen: list[list[int]], micro: int) -> list[list[int]]:
     return [sum(seen[first : first + micro], []) for first in range(0, len(seen), micro)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "options"), [
     ("single", {}), ("zero3", {}), ("ddp", {"profiler": "simple"}),
 ])  # fmt: skip
@@ -220,6 +225,7 @@ def drop(place: str, at: int, **options: Any) -> Any:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("place", "options"), [
     ("single", {}), ("ddp", {}), ("zero2", {}), ("zero3", {}), ("pipeline x shard", {}),
     ("single", {"profiler": "simple"}), ("single", {"precision": "16-mixed"}), ("zero3", {"precision": "16-mixed"}),

@@ -94,6 +94,7 @@ def write(folder: Path, kind: str) -> None:
     WRITE[kind](folder)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", WRITE)
 def test_resume_on_any_ranks_and_workers(ranks, tmp_path, kind):
     folder = tmp_path / kind

@@ -148,11 +148,16 @@ class _Watch(pl.Callback):
         self.losses: list[float] = []
         self._parts: list[Tensor] = []
         self._steps = 0
-        self._before: dict[str, Tensor] = {}
+        self._before: list[tuple[Tensor, Tensor]] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self._steps = trainer.global_step
-        self._before = _local_weights(pl_module)
+        # The parts that this rank steps: `pl_module` shows whole parameters here, each a collective.
+        view = getattr(getattr(trainer.strategy, "_wholes", None), "_view", None)
+        parts = (
+            [share.part for share in view._parts.shares.values() if share.is_held] if view else pl_module.parameters()
+        )
+        self._before = [(part, _local(part).detach().clone()) for part in parts]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
@@ -167,17 +172,9 @@ class _Watch(pl.Callback):
                 self.losses.append(loss.item())
                 self._parts.clear()
 
-    def changed(self, module: pl.LightningModule) -> bool:
+    def changed(self) -> bool:
         """Return whether weights of this rank differ from those at the start."""
-        now = _local_weights(module)
-        return any(
-            name in now and now[name].shape == old.shape and not torch.equal(now[name], old)
-            for name, old in self._before.items()
-        )
-
-
-def _local_weights(module: pl.LightningModule) -> dict[str, Tensor]:
-    return {name: _local(p).detach().clone() for name, p in module.named_parameters() if not _local(p).is_meta}
+        return any(not torch.equal(_local(part).detach(), before) for part, before in self._before)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -211,7 +208,7 @@ def _run(theme: str, name: str, layout: str | None, certifies: bool) -> Run:
         notes = getattr(error, "__notes__", [])
         run.error, run.ours = " ".join([run.error, *notes]), _raised_by_us(error) or bool(notes)
         with suppress(Exception):
-            run.changed = watch.changed(module)
+            run.changed = watch.changed()
     return run
 
 
@@ -240,8 +237,9 @@ def _prepared(row: Row, layout: str | None, watch: _Watch, certifies: bool) -> t
 
 def _tensors(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
     found = dict(module.named_parameters() if layout is None else trainer.strategy.whole_parameters())
-    # state_dict() has those of all stages, as a checkpoint would.
-    buffers, kept = dict(module.named_buffers()), module.state_dict()
+    # state_dict() has those of all stages, as a checkpoint would; it gathers every parameter as well.
+    buffers = dict(module.named_buffers())
+    kept = module.state_dict() if buffers else {}
     found |= {f"buffer {name}": kept[name] for name in buffers if isinstance(kept.get(name), Tensor)}
     return {name: _numbers(tensor) for name, tensor in found.items()}
 

@@ -140,6 +140,7 @@ def assert_undisturbed(expected: tuple[dict[int, float], dict[str, Tensor]], fou
     assert all(torch.equal(found["parameters"][name], value) for name, value in parameters.items())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("place", "step", "factor"), [  # within an epoch, and across its end
     ("single", 7, math.nan), ("ddp", 4, 1e4), ("zero3", 4, math.nan), ("zero3", 7, 1e4),
     ("pipeline x shard", 4, math.nan), ("pipeline x shard", 7, 1e4),
@@ -159,6 +160,7 @@ def test_transient_fault_leaves_no_trace(ranks, place, step, factor):
             assert ("the loss jumped to" if factor == 1e4 else "the loss is not finite on data rank") in said
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "planted", "where"), [
     ("ddp", BadBackward, "ranks 0, 1"),  # after averaging, all ranks have it
     ("pipeline x shard", BadGradient, "rank 3"),
@@ -192,6 +194,7 @@ def test_nonfinite_loss_names_rank_and_micro_batch(ranks):
     assert "the loss is not finite on data rank 1 (rank 1, micro-batch 0); the gradient of " in results[0]["said"][0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "workers"), [("single", 1), ("pipeline x shard", 0)])
 def test_bad_sample_is_skipped(ranks, place, workers):
     bad = 13
@@ -261,6 +264,7 @@ def _average() -> Any:
     return pl.callbacks.EMAWeightAveraging(decay=0.5)  # at the end the module has the averaged weights
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["single", "zero3"])
 def test_weight_averages_are_rolled_back(ranks, place):
     for expected, found in ranks(averaged, PLACES[place][2], place, {}, {"step": 7}):

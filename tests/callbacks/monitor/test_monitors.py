@@ -266,6 +266,7 @@ def norms_of_one_process(network: str) -> list[dict[str, dict[str, float]]]:
     return whole.of_steps
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "options", "network"), [
     ("ddp", {}, "gpt"),
     ("zero3", {}, "gpt"),

@@ -241,6 +241,7 @@ def train_on_ranks(folder: str, options: dict[str, Any], strategy: str, plain: b
     return saver.best_model_path, saver.last_model_path, steps_of(folder)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("strategy", "plain"), [("ddp", False), ("zero3", False), ("ddp", True)])
 def test_ranks_decide_together(ranks, tmp_path: Path, strategy: str, plain: bool, asynchronous: bool) -> None:
@@ -269,6 +270,7 @@ def save_by_the_clock(folder: str, asynchronous: bool) -> list[int]:
     return steps
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_save_by_one_clock(ranks, tmp_path: Path, asynchronous: bool) -> None:
     steps = ranks(save_by_the_clock, 2, str(tmp_path), asynchronous)

@@ -39,6 +39,7 @@ def reported(layout: str, validate: bool = False) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_by_axis(ranks, layout):
     _, _, world_size, axes = LAYOUTS[layout]

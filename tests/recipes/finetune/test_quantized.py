@@ -154,6 +154,7 @@ def test_quantized_layers(folder: Path) -> None:
     assert count_parameters(module) == adapters + sum(kept.numel() for kept in files.values()), "not the packed bytes"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_trains_as_one_process(ranks: Any, reference: Any, folder: Path, strategy: str) -> None:
     wanted = reference(train, folder, "single")

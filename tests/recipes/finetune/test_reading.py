@@ -35,6 +35,7 @@ def losses(folder: str, meta: bool | str) -> list[float]:
     return [float(each.sum()) for each in trainer.predict(module, data.val_dataloader())]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_modules_are_copied_when_ranks_read_parts(
     tmp_path: Path, ranks: Callable[..., list[Any]], tied: bool
@@ -83,6 +84,7 @@ def cached(home: Path) -> Path:
     return snapshot
 
 
+@pytest.mark.thorough
 def test_id_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     home, chats = tmp_path / "home", write_chats(tmp_path / "chat.jsonl")
@@ -95,11 +97,15 @@ def test_id_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found, wanted = (read_losses(Path(name)) for name in ("id", "folder"))
     assert len(found) == 2
     assert found == wanted
-    for words, said in (
-        ([], "module.allow_download=true to download"),
-        (["module.allow_download=true"], "HF_HUB_OFFLINE"),
-    ):
-        done = fit("someone/other", *words, "run_dir=none", HF_HOME=str(home))
-        assert done.returncode == 2, done.stderr
-        assert said in done.stderr
-        assert not Path("none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "module.allow_download=true to download"), (["module.allow_download=true"], "HF_HUB_OFFLINE")],
+)
+def test_id_that_is_not_in_the_cache(tmp_path: Path, words: list[str], said: str) -> None:
+    write_chats(tmp_path / "chat.jsonl")
+    done = fit("someone/other", *words, "run_dir=none", HF_HOME=str(tmp_path / "home"))
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not Path("none").exists()

@@ -64,11 +64,13 @@ def compared(ranks: Callable[..., list[Any]], layout: str, *args: Any, **options
     assert not any(wholes for *_, wholes in chunked)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "sequence", "pipeline x tensor", "interleaved", "context"])
 def test_layouts(ranks: Callable[..., list[Any]], layout: str) -> None:
     compared(ranks, layout)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "kind", "adapter"),
     [("zero3", FineTuneModule, LORA), ("tensor", PreferenceModule, None), ("pipeline", PreferenceModule, LORA)],

@@ -105,6 +105,7 @@ def formula(strategy: str, ranks_used: int) -> list[float]:
     return [BYTES * parameters * (whole + split / ranks_used) for whole, split in FORMULAS[strategy]]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("ranks_used", "accumulation"), [(1, 1), (2, 1), (4, 2)])
 @pytest.mark.parametrize("strategy", list(FORMULAS))
 def test_bytes_per_rank(ranks, strategy, ranks_used, accumulation):
@@ -127,6 +128,7 @@ def test_bytes_of_single(ranks):
     assert found == pytest.approx(16 * parameters, rel=1e-2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_hybrid_shards_over_the_shard_axis(ranks, stage):
     for held, _, _ in ranks(weigh, 4, stage, {"replicate": 2, "shard": 2}, 1):

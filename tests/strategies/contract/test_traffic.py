@@ -72,6 +72,7 @@ def padded(ranks_used: int) -> int:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("ranks_used", "clipping"), [(2, "off"), (2, "value"), (4, "norm")])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_traffic_of_a_step(ranks, ranks_used, accumulation, clipping):
@@ -114,6 +115,7 @@ def test_no_sync_accumulation_reduces_once(ranks):
     assert large(zero3, 2) == {"all_gather": 3 * (2 * BLOCKS + 1), "reduce_scatter": BLOCKS + 1}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_hybrid_averages_over_copies_once(ranks, accumulation):
     """Replicas all-reduce only shards, once per step regardless of accumulation."""

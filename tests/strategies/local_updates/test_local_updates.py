@@ -30,6 +30,7 @@ def follows(seen: list[Seen], history: list[Any]) -> bool:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", list(REPLICAS))
 def test_diloco_matches_the_paper(ranks: Any, kind: str) -> None:
     world, layout = REPLICAS[kind]
@@ -47,6 +48,7 @@ def test_diloco_matches_the_paper(ranks: Any, kind: str) -> None:
         assert all((each.validated[0][name] == seen[0].validated[0][name]).all() for name in each.final)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["one rank", "zero3", "pipeline"])
 def test_streaming_matches_the_paper(ranks: Any, kind: str) -> None:
     world, layout = REPLICAS[kind]
@@ -80,6 +82,7 @@ def test_sync_every_1_is_ddp(ranks: Any) -> None:
         assert difference(means, ddp[0].gradients[step]) < TIGHT
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["one rank", "zero1", "pipeline"])
 def test_warmup_is_ddp(ranks: Any, kind: str) -> None:
     world, layout = REPLICAS[kind]

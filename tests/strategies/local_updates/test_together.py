@@ -176,6 +176,7 @@ def guarded(policy: str, strategy: str, options: dict[str, Any]) -> Any:
     return whole, fit(strategy, options, steps=8, callbacks=[spoil, guard]), spoil.backs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", list(GUARDED))
 def test_replicas_roll_back_together(ranks: Any, kind: str) -> None:
     # From a snapshot after the fifth step, with an average in flight.

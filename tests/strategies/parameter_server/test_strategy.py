@@ -29,6 +29,7 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
     return record
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "servers"), [
     (Case(), 1),
     (Case(module="decoder-adamw", clipping="norm", accumulation=2, steps=20), 2),

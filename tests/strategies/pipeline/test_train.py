@@ -55,6 +55,7 @@ def test_fewer_samples_than_micro_batches(ranks: Ranks, schedule: str) -> None:
     check(ranks(errors, 2, schedule, 4, 4, [(1, 6), (3, 6), (8, 6)], {}, timeout=60))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize(
     "options",

@@ -64,6 +64,7 @@ SLICED = [("nano", "gelu"), ("per head", "gelu"), ("norm of heads", "gelu"), ("p
 WHOLE = [*SLICED, ("vision", "gelu"), ("alibi", "gelu"), ("linear", "gelu"), ("old weight norm", "gelu")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kinds", "options"), [(WHOLE, {}), (SLICED, {"sequence_parallel": True}), (list(LIBRARIES), {})]
 )

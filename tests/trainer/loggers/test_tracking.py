@@ -112,6 +112,7 @@ def mlflow_run(run_dir: Path, number: int = 0):
         return runs[number], len(runs), found
 
 
+@pytest.mark.thorough
 def test_killed_pipeline_resumes_the_same_runs(tmp_path: Path) -> None:
     """Four loggers; rank 1 computes the loss, and rank 0, which logs, is killed at step 5."""
     conf = write_recipe(tmp_path, "tiny", RECIPE)
@@ -192,6 +193,7 @@ def test_unavailable_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert not (run_dir / "loggers.json").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_service_left(tmp_path: Path, number: int) -> None:
     conf = write_project(tmp_path)

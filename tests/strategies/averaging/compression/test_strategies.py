@@ -85,6 +85,7 @@ def every_name(strategy: str, options: dict[str, Any]) -> dict[str, Record]:
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_every_compressor(ranks: Any, layout: str) -> None:
     strategy, count, options = LAYOUTS[layout]
@@ -204,6 +205,7 @@ def resumed(
     return whole, interrupted(strategy, options, choice, END, None, f"{folder}/step={SAVED_AT}.ckpt")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "name", "more"), [
     ("ddp", "topk", WARM),
     ("ddp", "onebit", {}),
@@ -229,6 +231,7 @@ FOLDS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("written", "read", "name"), FOLDS, ids=["ddp-2-3", "ddp-zero3", "zero2-ddp"])
 def test_folded_under_another_layout(ranks: Any, tmp_path: Any, written: Any, read: Any, name: str) -> None:
     """The mean residual over replicas, which determines training, is preserved."""
