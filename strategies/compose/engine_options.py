@@ -23,6 +23,9 @@ class EngineOptions:
     stages_per_rank: int | None = None
     # Blocks of each stage, like [3,5]; balanced = similar numbers of parameters.
     split: Any = "balanced"
+    # Dtype in which fp32 hidden states and their gradients are sent between pipeline stages: bf16 or fp16; null = as
+    # computed.
+    stage_dtype: str | None = None
     # Batch tensors whose samples are not along dim 0: path in the batch -> dim; null = not split.
     batch_dims: dict[str, int | None] = field(default_factory=dict)
     # Split activations between tensor-parallel modules along the sequence; false = off.

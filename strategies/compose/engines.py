@@ -22,6 +22,7 @@ from trainwright.strategies.context.proof import sequence_problems
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.gradients import GradientScope
 from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.contract.precision import named_dtype
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_hook
 from trainwright.strategies.expert.engine import Dispatcher, ExpertParallel, validate_experts
 from trainwright.strategies.pipeline.cut import PipelineCut
@@ -401,6 +402,7 @@ class Engines:
             look=look,
             whole=whole,
             batch_dims=self._options.batch_dims,
+            sent_as=named_dtype(self._options.stage_dtype),
         )
         self._pipeline.attach()
         return self._pipeline

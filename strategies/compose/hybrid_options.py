@@ -30,6 +30,7 @@ AXIS_OPTIONS: Mapping[str, tuple[str, str]] = {
     "micro_batches": ("pipeline", "it splits a batch for pipeline stages"),
     "stages_per_rank": ("pipeline", "it counts pipeline stages"),
     "split": ("pipeline", "it assigns blocks to pipeline stages"),
+    "stage_dtype": ("pipeline", "it is the dtype of what pipeline stages send"),
     "batch_dims": ("pipeline", "it defines how a batch is split for pipeline stages"),
     "sequence_parallel": ("tensor", "it splits activations over the tensor axis"),
     "loss_parallel": ("tensor", "it splits logits over the tensor axis"),
@@ -75,6 +76,11 @@ class HybridOptions(EngineOptions, ZeroOptions):
         """True if embedding tables on servers take sparse gradients."""
         return bool(self.placement)  # refused elsewhere, if tables are not among it
 
+    @property
+    def rounds_to(self) -> tuple[str, ...]:
+        """See the base class."""
+        return super().rounds_to + (() if self.stage_dtype is None else (self.stage_dtype,))
+
     def least_batch(self, layout: Layout) -> int:
         """Return one sample per micro-batch of a pipeline."""
         return 1 if layout.pipeline == 1 else self.micro_batches_for(layout.pipeline)
@@ -86,6 +92,8 @@ class HybridOptions(EngineOptions, ZeroOptions):
         yield from super().problems()
         yield from unknown_word("schedule", self.schedule, CHOICES)
         yield from unknown_word("attention", self.attention, ATTENTION)
+        if self.stage_dtype is not None:
+            yield from unknown_word("stage_dtype", self.stage_dtype, ("bf16", "fp16"))
         for option in ("micro_batches", "stages_per_rank"):
             given = getattr(self, option)
             if given is not None and not is_whole(given, 1):

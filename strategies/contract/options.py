@@ -140,6 +140,11 @@ class StrategyOptions:
         """True if each step uses the mean gradient of all data ranks, so that batch shares may be unequal."""
         return True
 
+    @property
+    def rounds_to(self) -> tuple[str, ...]:
+        """Names of dtypes in which options have gradients or hidden states sent; results are as exact as these."""
+        return ()
+
     def replaceable_ranks(self, devices: int) -> tuple[int, ...] | None:
         """Return the ranks of ``devices`` that can be lost while the others continue; ``None``: unsupported."""
         return None

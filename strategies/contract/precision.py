@@ -21,7 +21,7 @@ from trainwright.strategies.contract.gradients import (
     local_tensor,
 )
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Autocast dtype of each mixed precision."""
 
@@ -217,7 +217,7 @@ def adapt_precision(plugin: Precision | None) -> Precision | None:
 
 def named_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype named ``fp32``, ``bf16`` or ``fp16``; ``None`` for ``None``."""
-    return None if name is None else _DTYPES[name]
+    return None if name is None else DTYPES[name]
 
 
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:

@@ -50,6 +50,11 @@ class ZeroOptions(AveragedOptions):
         """See the base class."""
         return f"zero{self.stage}"
 
+    @property
+    def rounds_to(self) -> tuple[str, ...]:
+        """See the base class."""
+        return () if self.reduce_dtype is None else (self.reduce_dtype,)
+
     def problems(self) -> Iterator[str]:
         """See the base class."""
         yield from super().problems()

@@ -57,6 +57,7 @@ class PipelineEngine:
         batch_dims: exceptions to "samples are along dim 0", by path in the batch; see :func:`split_batch`.
         look: like ``run``, without gradients and on all stages completely; default: ``run``.
         whole: see :meth:`evaluating`.
+        sent_as: see :class:`UserStepStage`.
 
     Attributes:
         cut: as given.
@@ -76,6 +77,7 @@ class PipelineEngine:
         look: Run | None = None,
         whole: Callable[[str], Tensor] | None = None,
         batch_dims: BatchDims | None = None,
+        sent_as: torch.dtype | None = None,
     ) -> None:
         self.cut = cut
         self._module, self._group, self._device = module, group, torch.device(device)
@@ -100,9 +102,9 @@ class PipelineEngine:
         # blocks.
         self._relays: dict[str, tuple[bool, bool]] = {}
         self._is_whole = False
-        self.stages = [self._make_stage(index) for index in cut.mine]
+        self.stages = [self._make_stage(index, sent_as) for index in cut.mine]
 
-    def _make_stage(self, index: int) -> UserStepStage:
+    def _make_stage(self, index: int, sent_as: torch.dtype | None) -> UserStepStage:
         return UserStepStage(
             StageParameters(self.cut, index),
             index,
@@ -113,6 +115,7 @@ class PipelineEngine:
             registry=self._registry,
             forward=self._forward,
             source=f"The block {self.cut.names[self.cut.spans[index].stop - 1]!r}",
+            sent_as=sent_as,
         )
 
     def attach(self) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from trainwright.core.torch_internals import _PipelineStageBase, stage_backward_input, stage_backward_weight
 from trainwright.strategies.pipeline.sends import Sends
-from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueSpec, to_spec
+from trainwright.strategies.pipeline.value_spec import SpecRegistry, TensorSpec, ValueSpec, to_spec
 
 # forward(stage, micro-batch, received structure) -> output structure, or the loss (or None) on the last stage.
 Forward = Callable[[int, int, Any], Any]
@@ -53,6 +53,8 @@ class UserStepStage(_PipelineStageBase):
         registry: specs of what stages send.
         forward: runs the user's step.
         source: description of the output, for messages.
+        sent_as: dtype in which fp32 tensors of at least two dims (hidden states), and their gradients, are sent to
+            another rank; ``None``: their own.
 
     Attributes:
         signatures: of the micro-batches of this step, keys of their specs.
@@ -71,11 +73,12 @@ class UserStepStage(_PipelineStageBase):
         registry: SpecRegistry,
         forward: Forward,
         source: str,
+        sent_as: torch.dtype | None = None,
     ) -> None:
         super().__init__(submodule, index, count, device, group)
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self.signatures: list[Any] = []
-        self._registry, self._forward, self._source = registry, forward, source
+        self._registry, self._forward, self._source, self._sent_as = registry, forward, source, sent_as
         self._inputs: dict[int, Activation] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._deferred: dict[int, Any] = {}
@@ -122,7 +125,7 @@ class UserStepStage(_PipelineStageBase):
         if self.is_first:
             return []
         form = self._registry.look_up(self.stage_index - 1, self.signatures[fwd_chunk_id])
-        tensors = tuple(tensor.empty(self.device) for tensor in form.tensors)
+        tensors = tuple(self._buffer(tensor, self.device) for tensor in form.tensors)
         self._inputs[fwd_chunk_id] = Activation(form, tensors)
         return self._ops(dist.irecv, tensors, self.stage_index - 1)
 
@@ -155,11 +158,12 @@ class UserStepStage(_PipelineStageBase):
         """Send this stage's output to the next one."""
         if self.is_last:
             return []
-        tensors = [t.detach().contiguous() for t in self.fwd_cache[fwd_chunk_id][0]]
+        tensors = [self._to_send(t.detach()) for t in self.fwd_cache[fwd_chunk_id][0]]
         return self._sent("SEND_F", fwd_chunk_id, self._ops(dist.isend, tensors, self.stage_index + 1))
 
     def _enter(self, chunk: int) -> tuple[Any, tuple[Tensor, ...]]:
-        form, tensors = self._inputs.pop(chunk)
+        form, received = self._inputs.pop(chunk)
+        tensors = [tensor.to(spec.dtype) for tensor, spec in zip(received, form.tensors, strict=True)]
         return arrive(form, tensors, self.has_backward and torch.is_grad_enabled())
 
     # Backward
@@ -169,8 +173,7 @@ class UserStepStage(_PipelineStageBase):
         if not self.has_backward or self.is_last:
             return []
         gradients = tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if t.requires_grad else None
-            for t in self.fwd_cache[bwd_chunk_id][0]
+            self._buffer(t, t.device) if t.requires_grad else None for t in self.fwd_cache[bwd_chunk_id][0]
         )
         self._gradients[bwd_chunk_id] = gradients
         return self._ops(dist.irecv, [g for g in gradients if g is not None], self.stage_index + 1)
@@ -187,7 +190,7 @@ class UserStepStage(_PipelineStageBase):
         """Send the gradients of this stage's inputs to the previous stage."""
         if not self.has_backward or self.is_first:
             return []
-        gradients = [g.contiguous() for g in self.bwd_cache.pop(bwd_chunk_id) if g is not None]
+        gradients = [self._to_send(g) for g in self.bwd_cache.pop(bwd_chunk_id) if g is not None]
         return self._sent("SEND_B", bwd_chunk_id, self._ops(dist.isend, gradients, self.stage_index - 1))
 
     def backward_one_chunk(
@@ -204,7 +207,7 @@ class UserStepStage(_PipelineStageBase):
         else:
             gradients = self._gradients.pop(bwd_chunk_id)
         pairs = [
-            (output, gradient)
+            (output, None if gradient is None else gradient.to(output.dtype))
             for output, gradient in zip(outputs, gradients, strict=True)
             if output.requires_grad and (gradient is not None or self.is_last)
         ]
@@ -256,6 +259,16 @@ class UserStepStage(_PipelineStageBase):
         for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _dtype_sent(self, value: Tensor | TensorSpec) -> torch.dtype:
+        is_hidden = value.dtype == torch.float32 and len(value.shape) > 1
+        return self._sent_as if is_hidden and self._sent_as is not None else value.dtype
+
+    def _buffer(self, value: Tensor | TensorSpec, device: torch.device) -> Tensor:
+        return torch.empty(value.shape, dtype=self._dtype_sent(value), device=device)
+
+    def _to_send(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype_sent(tensor)).contiguous()
 
     def _is_here(self, stage: int) -> bool:
         return self.stage_index_to_group_rank[stage] == self.group_rank

@@ -27,10 +27,6 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Return an empty tensor to receive into."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
 
 @dataclasses.dataclass(frozen=True)
 class ValueSpec:

@@ -154,10 +154,10 @@ class _Watch(pl.Callback):
         self._steps = trainer.global_step
         # The parts that this rank steps: `pl_module` shows whole parameters here, each a collective.
         view = getattr(getattr(trainer.strategy, "_wholes", None), "_view", None)
-        parts = (
-            [share.part for share in view._parts.shares.values() if share.is_held] if view else pl_module.parameters()
-        )
-        self._before = [(part, _local(part).detach().clone()) for part in parts]
+        held = pl_module.parameters()
+        if view is not None:
+            held = (share.part for share in view._parts.shares.values() if share.is_held)
+        self._before = [(part, _local(part).detach().clone()) for part in held]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):

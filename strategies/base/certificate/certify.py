@@ -72,7 +72,7 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
     """
     start = time.perf_counter()
     module = strategy.lightning_module
-    tolerance = tolerance_of(strategy.precision_plugin, module)
+    tolerance = tolerance_of(strategy.precision_plugin, module, strategy.options.rounds_to)
     parts = strategy.certified.shares(batch)
     with quiet(strategy), _disable_current_modes():  # callbacks may count operators
         layout = _run_layout(strategy, written, arguments(module, batch, batch_idx))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.strategies.base.certificate.sketch import PROJECTIONS
+from trainwright.strategies.contract.precision import DTYPES
 
 # Maximum number of parameter names in a message.
 _SHOWN = 3
@@ -43,10 +44,11 @@ _TOLERANCES = {
 }
 
 
-def tolerance_of(precision: Any, module: nn.Module) -> Tolerance:
-    """Return the tolerance for a precision plugin and the dtypes of ``module``."""
+def tolerance_of(precision: Any, module: nn.Module, sent: Sequence[str] = ()) -> Tolerance:
+    """Return the tolerance for a precision plugin, the dtypes of ``module``, and those that options have sent."""
     named = str(getattr(precision, "precision", "32"))
     used = {p.dtype for p in module.parameters() if p.is_floating_point()} or {torch.float32}
+    used |= {DTYPES[name] for name in sent}
     if "bf16" in named or "transformer-engine" in named:
         used.add(torch.bfloat16)
     elif named.startswith("16"):

@@ -24,6 +24,7 @@ from trainwright.strategies.base.certificate.changes import Changes
 from trainwright.strategies.base.certificate.eager_mode import EagerMode
 from trainwright.strategies.base.certificate.state import written_by
 from trainwright.strategies.contract.collectives.ranks import Ranks
+from trainwright.strategies.contract.options import StrategyOptions
 
 
 class Compared(Protocol):
@@ -42,6 +43,7 @@ class Compared(Protocol):
     certified: Certified
     layout: Layout
     averaging: Averaging
+    options: StrategyOptions
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layout's step."""

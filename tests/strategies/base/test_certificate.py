@@ -110,6 +110,17 @@ def test_refuses_wrong_layouts(ranks: Any, fault: str) -> None:
         assert "strategy.certificate=warn" in last
 
 
+def losses_with(options: dict[str, Any]) -> list[float]:
+    return run(LayoutCase("gpt", {**options, **ON}, steps=1)).losses
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 3, "reduce_dtype": "bf16"}, {"pipeline": 2, "shard": 1, "stage_dtype": "bf16"}], ids=str
+)
+def test_accepts_what_options_round(ranks: Any, options: dict[str, Any]) -> None:
+    assert len(ranks(losses_with, 2, options)[0]) == 1
+
+
 def test_warn_continues_training(ranks: Any) -> None:
     """And the fault is no fault of the test: the run itself goes through."""
     assert len(ranks(run_with, 2, "a lost hook", "warn")[0]) == 1

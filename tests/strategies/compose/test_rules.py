@@ -41,6 +41,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"schedule": "zbv"}, ["schedule=zbv with pipeline=1 has no effect", "pipeline=2"]),
     ({}, {"micro_batches": 4}, ["micro_batches=4 with pipeline=1"]),
     ({}, {"stages_per_rank": 2}, ["stages_per_rank=2 with pipeline=1"]),
+    ({}, {"stage_dtype": "bf16"}, ["stage_dtype=bf16 with pipeline=1"]),
+    ({"pipeline": 2}, {"stage_dtype": "bf61"}, ["stage_dtype=bf61", "did you mean bf16", "fp16"]),
     ({}, {"split": [1, 1]}, ["split=[1,1] with pipeline=1"]),
     ({}, {"batch_dims": {"x": 1}}, ["batch_dims={'x': 1} with pipeline=1"]),
     ({"context": 2}, {"sequence_parallel": True}, ["sequence_parallel=true with tensor=1"]),

@@ -14,7 +14,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.strategies.pipeline.models import Model, build, engine_of, make_batch, reference, train, worst_gradient
+from tests.strategies.pipeline.models import (
+    WIDTH,
+    Model,
+    build,
+    engine_of,
+    make_batch,
+    reference,
+    train,
+    worst_gradient,
+)
+from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.pipeline import results
 from trainwright.strategies.pipeline.stage import UserStepStage
 
@@ -67,6 +77,47 @@ def test_fewer_samples_than_micro_batches(ranks: Ranks, schedule: str) -> None:
 )
 def test_block_structures(ranks: Ranks, options: dict[str, Any], schedule: str) -> None:
     check(ranks(errors, 2, schedule, 4, 4, [(8, 6)] * 2, options, timeout=60))
+
+
+class Rounded(torch.autograd.Function):
+    """What a wire of 16 bit does to a hidden state and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.bfloat16().float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].bfloat16().float()
+
+
+def sent_in_16_bit(schedule: str, ends: tuple[int, ...]) -> tuple[float, float, int, int]:
+    """Return errors against one process that rounds the outputs of blocks ``ends``, and the bytes sent without."""
+    model, batch = build(Model), make_batch()
+    hooks = [model.layers[end].register_forward_hook(lambda *call: Rounded.apply(call[2])) for end in ends]
+    (expected,), gradients = reference(model, batch)
+    for hook in hooks:
+        hook.remove()
+    sizes = []
+    for dtype in (None, torch.bfloat16):
+        engine = engine_of(model if dtype else build(Model), schedule, sent_as=dtype)
+        train(engine, batch)  # the first step negotiates
+        model.zero_grad()
+        calls: list[Any] = []
+        end = listen(calls.append)
+        loss = train(engine, batch)
+        end()
+        sizes.append(sum(call.size for call in calls if call.kind == "send"))
+    return abs(float(loss / expected - 1)), worst_gradient(model, engine, gradients), sizes[0], sizes[1]
+
+
+@pytest.mark.parametrize(("schedule", "ends"), [("1f1b", (1,)), ("zbv", (0, 2))])
+def test_hidden_states_sent_in_16_bit(ranks: Ranks, schedule: str, ends: tuple[int, ...]) -> None:
+    results = ranks(sent_in_16_bit, 2, schedule, ends)
+    check([found[:2] for found in results])
+    hidden = 4 * make_batch()["ids"].numel() * WIDTH * len(ends)
+    assert sum(found[2] for found in results) == 2 * hidden  # and gradients
+    assert sum(found[3] for found in results) == hidden
 
 
 class Checkpointed(Model):
