@@ -21,6 +21,7 @@ def test_runs_have_names_of_their_own():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.thorough
 def test_runs_are_compared_with_the_reference(tmp_path: Path):
     few = ("max_steps=2", "trainer.limit_val_batches=0")
     runs = (

@@ -22,7 +22,7 @@ def text(tmp_path):
     return str(path)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pipeline", "tensor-shard"])
 def test_a_layout_beside_its_peer(tmp_path, name):
     options = argparse.Namespace(size="nano", device="cpu", precision="32", batch=8, threads=1, data=text(tmp_path))

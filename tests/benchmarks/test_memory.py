@@ -15,7 +15,7 @@ def test_formulas_are_those_of_the_paper():
     assert [formula(stage, 100, 4) for stage in range(4)] == [1600.0, 1000.0, 700.0, 400.0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_held_bytes_stay_below_the_formula(ranks, world_size):
     rows = ranks(measure_all, world_size, list(STAGES), [1, 2], SMALL)[0]

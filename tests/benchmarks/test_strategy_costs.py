@@ -17,7 +17,7 @@ SMALL = GPTConfig(layers=2, dim=64, heads=4, seq_len=32, tied_head=False)
 SENT = {"context, ring": (0.99, 1.3), "expert": (0.9, 1.15), "parameter_server": (0.8, 1.2)}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("precision", "names"),
     [

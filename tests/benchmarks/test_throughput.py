@@ -34,7 +34,7 @@ def text(tmp_path):
     return file
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "world_size"), [("single", 1), ("ddp", 2), ("zero3", 2)])
 def test_both_sides_train_and_are_timed(ranks, tmp_path, text, kind, world_size):
     configure(kind, world_size, options(text), PLAN, str(tmp_path / "run"))

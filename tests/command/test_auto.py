@@ -120,6 +120,7 @@ def test_bucket_size_is_optimal_for_the_links(tmp_path: Path) -> None:
     assert cfg.strategy.bucket_mib == pytest.approx(4 * numbers / pieces / 2**20, rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_chosen_layout_can_shrink(tmp_path: Path) -> None:
     words = ["strategy=auto", "strategy.shard=2", "devices=4", "launch.min_devices=2", f"run_dir={tmp_path}"]
@@ -141,6 +142,7 @@ def searches(here: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
     return found
 
 
+@pytest.mark.thorough
 def test_sweep_job_is_planned_once(searches: list[dict[str, Any]], tmp_path: Path) -> None:
     """The choice made when a sweep checks all jobs is the one that runs."""
     cfg = composed("strategy=auto", "devices=2", f"run_dir={tmp_path / 'job'}")
@@ -154,6 +156,7 @@ def test_sweep_job_is_planned_once(searches: list[dict[str, Any]], tmp_path: Pat
     assert without_directory(prepare(explicit, "fit")) == without_directory(prepared)
 
 
+@pytest.mark.thorough
 def test_planner_gets_the_nodes_of_the_launcher(searches: list[dict[str, Any]], tmp_path: Path) -> None:
     words = ["strategy=auto", "launch=torchrun", "devices=auto", "device=h100", f"run_dir={tmp_path}"]
     cfg, problems = plan(composed(*words), "fit", Launcher("torchrun", rank=0, world_size=4, local_world_size=2))
@@ -201,6 +204,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("words", "reason"), REFUSED, ids=lambda each: each if isinstance(each, str) else "")
 def test_refused(words: Sequence[str], reason: str, tmp_path: Path) -> None:

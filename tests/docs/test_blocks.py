@@ -105,6 +105,7 @@ def test_blocks_are_seen() -> None:
 # ---- shell ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("page", having(*SHELL))
 def test_commands(page: str, reader: Callable[[str], Path]) -> None:
     folder = reader(page)
@@ -132,6 +133,7 @@ def checked(words: list[str], block: Block) -> list[str]:
     return problems
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -224,6 +226,7 @@ def test_a_wrong_yaml_is_found(value: str, text: str, problem: str, reader: Call
 # ---- Python ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("page", having("python"))
 def test_python(page: str, reader: Callable[[str], Path], ranks: Callable[..., list[Any]]) -> None:
     reader(page)

@@ -143,7 +143,7 @@ def diagnosis_of(
     return lambda name: futures[name].result()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", HANGS)
 def test_a_hang_is_diagnosed(diagnosis_of: Callable[[str], tuple[DiagnosedHang | None, str]], name: str) -> None:
     hang, (found, printed) = HANGS[name], diagnosis_of(name)

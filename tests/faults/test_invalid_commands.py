@@ -93,6 +93,7 @@ REFUSED: dict[tuple[str, ...], str] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("words", "part"), REFUSED.items(), ids=str)
 def test_refused_before_a_rank_starts(
     words: tuple[str, ...], part: str, empty: Path, capfd: pytest.CaptureFixture[str]

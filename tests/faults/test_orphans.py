@@ -148,6 +148,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.thorough
 def test_a_fork_server_outlives_the_thread_that_needed_it_first_and_no_more(tmp_path: Path) -> None:
     script = WarmPopen([sys.executable, "-c", THREADS], stdout=subprocess.PIPE, text=True, env=environment())
     assert script.stdout is not None

@@ -100,7 +100,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "count", "options"), LAYOUTS, ids=[layout[0] for layout in LAYOUTS])
 def test_a_signal_to_one_rank_ends_all_and_they_resume(
     ranks: Callable[..., list[Any]], tmp_path: Path, strategy: str, count: int, options: dict[str, Any]

@@ -80,6 +80,7 @@ def test_a_repeated_fault_ends_the_run(conf, tmp_path):
     assert "on_train_batch_end" in str(error.value)
 
 
+@pytest.mark.thorough
 def test_replicas_with_local_updates_continue_from_the_same_common_parameters(conf, tmp_path):
     words = ("strategy=diloco", "strategy.sync_every=8", "devices=3", "module.full=3", *RESILIENT, "launch.mtbf=1e-6")
     run = Survived(conf, tmp_path / "run", *words, "+inject=kill(rank=1, at_step=12)")

@@ -109,6 +109,7 @@ def test_paths_with_equals_signs(conf: Path) -> None:
     assert decided(conf, "ckpt_path='a b/epoch=1-step=2'") == "a b/epoch=1-step=2"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("overrides", "parts"), [
     (["resume=yes"], ["resume=", "resume=auto", "resume=null"]),
     (["ckpt_path=c", "resume=auto"], ["ckpt_path=c with resume=auto", "leave one out"]),

@@ -40,6 +40,7 @@ def test_accepted(words: tuple[str, ...]) -> None:
     assert problems_of(*words) == []
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("words", "expected"), [
     ((*SERVER, "strategy.leases=twice"), "leases=twice: unknown; allowed: none, at_least_once, at_most_once"),
     ((*SERVER, "strategy.leases=at_least_once"), "type strategy.consistency=async"),
@@ -62,6 +63,7 @@ def test_refused_once(words: tuple[str, ...], expected: str) -> None:
     assert expected in problem
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("words", "expected"), [
     (["strategy.placement={embedding.*:server}"], "server: unknown; allowed are parameter_server, shard, replicate"),
     (["strategy.placement={*:shard}"], "assigns nothing to parameter_server"),

@@ -134,6 +134,7 @@ def test_job_names(conf: Path) -> None:
     assert name_of(configured(conf, "launch.job_name=given")) == "given"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -192,7 +192,7 @@ def run_all(strategy: str) -> dict[str, Record]:
     return {habit: run(strategy, habit) for habit in HABITS if (strategy, habit) not in REFUSED}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", [name for name in data_parallel_names() if name != "single"])
 def test_habits(ranks, reference, strategy):
     expected = reference(run_all, "single")

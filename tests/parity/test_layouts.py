@@ -93,13 +93,13 @@ EIGHT: dict[str, LayoutCase] = {
 }
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", list(TWO))
 def test_two_ranks(ranks, name):
     assert_layouts(ranks, 2, [TWO[name]])
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", list(FOUR))
 def test_four_ranks(ranks, name):
     assert_layouts(ranks, 4, [FOUR[name]])

@@ -35,6 +35,7 @@ REFUSED = {
 ZERO: Mapping[str, Mapping[str, Any]] = {"zero1": {}, "zero2": {"offload": "optimizer"}, "zero3": {}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [*ZERO, "tensor"])
 def test_equal_on_two_ranks(ranks: Ranks, strategy: str) -> None:
     """With accumulation under ZeRO, so that an owner steps with the gradient of all micro-batches."""

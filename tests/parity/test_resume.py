@@ -136,7 +136,7 @@ STOPPED = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "ranks_used", "step"), STOPPED)
 def test_resumed_under_its_layout_is_bit_equal(ranks, runs, strategy, ranks_used, step):
     whole_run = runs.whole(strategy, ranks_used)

@@ -127,7 +127,7 @@ def test_every_pair_is_tried():
     assert {(name, c.module, c.accumulation) for name, c in tried} >= set(product(several, MODULES, ACCUMULATIONS))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRS)
 def test_parity_with_one_process(ranks, strategy, world_size):
     assert_parity(ranks, cases_of(strategy, world_size), strategy, world_size, {})
@@ -151,7 +151,7 @@ def test_parity_on_uneven_data(ranks, strategy, world_size):
     assert_parity(ranks, cases, strategy, world_size, {})
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_options_keep_parity(ranks, variant):
     strategy, world_size, options = VARIANTS[variant]

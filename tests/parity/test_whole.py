@@ -124,7 +124,7 @@ def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str,
     return record, module.seen, state
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_hooks(ranks, reference, layout):
     network = "mixtral" if layout == "expert" else "gpt-small"
@@ -258,6 +258,7 @@ def refusal(layout: str, kind: type[LanguageModel]) -> str:
     return " ".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("layout", "kind", "words"), REFUSED)
 def test_refused(ranks, layout, kind, words):
     messages = ranks(refusal, LAYOUTS[layout][0], layout, kind)

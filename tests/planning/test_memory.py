@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, LayoutCase]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(CASES))
 def test_predicted_memory(ranks, name):
     world_size, case = CASES[name]

@@ -34,6 +34,7 @@ def test_published_layouts_are_in_the_better_half(name: str) -> None:
     assert places[0] < len(found.ranked) / 2, (places[0], len(found.ranked))
 
 
+@pytest.mark.thorough
 def test_layouts_are_ranked_and_unique() -> None:
     found = planned(*SMALL)
     seconds = [each.time.total for each in found.ranked]
@@ -45,6 +46,7 @@ def test_layouts_are_ranked_and_unique() -> None:
         assert each.work.micro_batch * each.work.parts * each.work.rounds * each.layout.data_ranks == 16
 
 
+@pytest.mark.thorough
 def test_possible_layouts_pass_the_checks_of_a_run() -> None:
     found = planned(*SMALL)
     chosen = [*found.ranked[::9], *(each for each in found.ranked if each.work.has_pipeline)][:8]

@@ -215,6 +215,7 @@ def fitted(folder: str, layouts: Layouts) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_generation_between_steps(tmp_path: Path, ranks: Ranks) -> None:
     folder = str(write_text(tmp_path).parent)
     layouts: Layouts = [("ddp", {}), ("zero3", {}), ("tensor", {}), ("pipeline", {}), ("context", {})]

@@ -178,6 +178,7 @@ def test_defaults_of_every_model_pass() -> None:
         assert problems(f"model={model}") == ""
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("overrides", "said"), [
     (["module.config.hidden_size=100"], "hidden_size=100 with 8 heads (allowed: a multiple of the heads)"),
     (["module.config.num_key_value_heads=3"], "num_key_value_heads=3 with 8 heads"),

@@ -49,6 +49,7 @@ def fit(strategy: str, micro_batch_size: int, steps: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_ten_workers_on_disjoint_tenths_reach_the_closed_form(ranks: Callable[..., list[Any]]) -> None:
     results = ranks(fit, 10, "ddp", 45, 200)
     tenths = [set(result["first_step"]) for result in results]

@@ -59,6 +59,7 @@ def shown(run: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str
     return texts[0], texts[1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_junk_in_every_place(tmp_path, capsys, seed):
     random.seed(seed)
@@ -102,6 +103,7 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [_fifo, _zeros, _sparse, _long_tail, _foreign, _folder])
 def test_what_is_no_file_of_a_sensible_size(tmp_path, capsys, kind):
     for number, name in enumerate(FILES):

@@ -67,7 +67,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_loopback_address_listens(kind: str, tmp_path: Path) -> None:
     write_project(tmp_path)

@@ -68,7 +68,7 @@ def test_sample_covers_layouts_families_and_refusals() -> None:
     assert {layout for _, _, layout in cells} == certified == LAYOUTS.keys()
     assert {theme for theme, _, _ in cells} == THEMES.keys()
     assert {(theme, name) for theme, name, _ in cells} >= {(t, row.name) for t in FAMILIES for row in rows(t)}
-    assert sum(OUTCOMES[theme][name][layout] != "equal" for theme, name, layout in cells) >= 40
+    assert sum(OUTCOMES[theme][name][layout] != "equal" for theme, name, layout in cells) >= 30
 
 
 def test_all_cells_are_recorded_and_none_is_wrong() -> None:

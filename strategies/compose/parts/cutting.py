@@ -21,6 +21,7 @@ from trainwright.strategies.compose.rules import (
 )
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.data.sharding.split import averaged_copies
 from trainwright.strategies.state.assemble import Assembly
 
@@ -52,13 +53,15 @@ def cut(strategy: Any, groups: LayoutGroups) -> tuple[Engines, Assembly]:
 
 
 def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
-    """Broadcast the weights of rank 0 tensor by tensor, before parts are taken."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta and tensor.numel():
-                sent = tensor.detach().to(device).contiguous()
-                dist.broadcast(sent, src=0)
-                tensor.copy_(sent)
+    """Broadcast the weights of rank 0, before parts are taken: those elsewhere tensor by tensor, others together."""
+    tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()]
+    is_direct = [tensor.device.type == device.type and tensor.is_contiguous() for tensor in tensors]
+    broadcast_from_first(tensor for tensor, direct in zip(tensors, is_direct, strict=True) if direct)
+    for tensor, direct in zip(tensors, is_direct, strict=True):
+        if not direct:
+            sent = tensor.to(device).contiguous()
+            dist.broadcast(sent, src=0)
+            tensor.copy_(sent)
 
 
 def _dtype_of(precision: Precision, tensor: Tensor) -> torch.dtype:

@@ -284,6 +284,7 @@ def forgeries(folder: Path, touch: Path, good: dict[str, bytes]) -> dict[str, Pa
     return found
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("door", DOORS)
 def test_forged_run_states(tmp_path, touch, good, door):
     for name, path in forgeries(tmp_path, touch, good).items():

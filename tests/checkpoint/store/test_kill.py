@@ -138,7 +138,7 @@ def leave():
     raise SystemExit(7)  # like a signal handler that raises
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("swap", [True, False])
 @pytest.mark.parametrize(("act", "status"), [(kill_self, signal.SIGKILL), (leave, 7 << 8)])
 def test_save_interrupted_before_each_change_of_the_disk(tmp_path, monkeypatch, act, status, swap):

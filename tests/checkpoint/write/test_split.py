@@ -158,6 +158,7 @@ def named(problems: list[str], file: str) -> None:
     assert f"written by rank {WRITER[file]}" in problems[0]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("file", WRITER)
 def test_damage_is_found(checkpoint: Path, file: str) -> None:
     path, draw = checkpoint / file, random.Random(file)
@@ -199,6 +200,7 @@ def test_swapped_files_are_reported(checkpoint: Path) -> None:
     assert [("were swapped" in problem) for problem in verify(checkpoint)] == [True, True]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("file", ["tensors.json", "boxes_00001.json", "files_00001.json"])
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b'{"tensors": 3}', b'{"files": {"a": 3}}'])
 def test_malformed_files_are_refused(checkpoint: Path, file: str, data: bytes) -> None:

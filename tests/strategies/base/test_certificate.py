@@ -96,7 +96,7 @@ def run_with(fault: str, certificate: str) -> list[float]:
         return run(LayoutCase(network, {**options, "certificate": certificate}, steps=1)).losses
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_refuses_wrong_layouts(ranks: Any, fault: str) -> None:
     """On every rank, with what differs and what to type, before a weight changes."""

@@ -42,6 +42,7 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda value: " ".join(value) if value else None)
 def test_composition_errors(tmp_path, overrides, parts):
     cfg = compose("gpt", ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", *overrides])

@@ -188,6 +188,7 @@ def independent(options: dict[str, Any]) -> Any:
     return parameters, buffers, loss, again.global_step, len(resumed.losses)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [
     {"consistency": "async", "delay_compensation": 0.04, "compression": "int8"},
     {"consistency": "ssp", "staleness": 1, "scale_by_staleness": True, "servers": 2},

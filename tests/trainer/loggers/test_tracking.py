@@ -145,6 +145,7 @@ def test_killed_pipeline_resumes_the_same_runs(tmp_path: Path) -> None:
     assert f"run {tracked.info.run_id} of experiment tiny" in report.read_text()
 
 
+@pytest.mark.thorough
 def test_other_run_directory_resumes_runs_of_checkpoint(tmp_path: Path) -> None:
     """Three runs: the first, a resumed one in another directory, and one with new tracked runs."""
     conf = write_recipe(tmp_path, "tiny", RECIPE)

@@ -35,7 +35,7 @@ def cut(network: str, options: dict[str, Any]) -> list[Any]:
     return [run(case(None)), run(case(ALL)), run(case({**ALL, "ratio": 0.05}))]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", CUT)
 def test_model_parallel_replicas(ranks: Any, layout: str) -> None:
     """With ratio 1 equal to dense averages; otherwise equal on all ranks."""
