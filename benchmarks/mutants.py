@@ -1,8 +1,8 @@
 """How many of a seeded draw of small mistakes in the product the tests notice.
 
 Each mutant is one changed operator, constant, condition or result. Its tests are those of the mirrored folder, then
-those that import its module, then a few that train under most layouts; they stop at the first failure. Works on copies
-of the committed tree below a temporary folder; ``--tests REVISION`` takes the tests of another commit.
+those that import its module, then a few that train under most layouts; they stop at the first failure. What `make test`
+does not notice, the cases that only `make thorough` runs may. Works on copies of the committed tree below a temporary folder; ``--tests REVISION`` takes the tests of another commit.
 """
 
 from __future__ import annotations
@@ -118,15 +118,15 @@ def tests_of(tree: Path, mutant: Mutant) -> list[list[str]]:
     return [tests for tests in ([str(folder)], importing, list(WIDE)) if tests]
 
 
-def noticed_by(tree: Path, mutant: Mutant, seconds: float, workers: int) -> str | None:
-    """Return the first test that fails with a mutant, or what was slow; None: none does."""
+def noticed_by(tree: Path, mutant: Mutant, marks: str, seconds: float, workers: int) -> str | None:
+    """Return the first test with ``marks`` that fails with a mutant, or what was slow; None: none does."""
     file = tree / mutant.file
     text = file.read_text()
     lines = text.splitlines(keepends=True)
     lines[mutant.line - 1] = lines[mutant.line - 1].replace(mutant.before, mutant.after)
     file.write_text("".join(lines))
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree}", "OMP_NUM_THREADS": "1"}
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-n", str(workers), "--dist", "loadfile"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", marks, "-n", str(workers), "--dist", "loadfile"]
     options += ["-o", f"timeout={seconds / 4}"]
     try:
         for tests in tests_of(tree, mutant):
@@ -161,11 +161,15 @@ def main() -> None:
             subprocess.run(["git", "rm", "-q", "-r", "tests"], cwd=tree, check=True)
             subprocess.run(["git", "checkout", "-q", given.tests, "--", "tests"], cwd=tree, check=True)
         for mutant in draw(given.number, given.seed):
-            by = noticed_by(tree, mutant, given.seconds, given.workers)
-            print(f"{mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}: {by or 'NOT noticed'}", flush=True)
-            results.append({**asdict(mutant), "noticed_by": by})
+            by = noticed_by(tree, mutant, "not thorough", given.seconds, given.workers)
+            rest = None if by else noticed_by(tree, mutant, "thorough", given.seconds, given.workers)
+            said = by or (f"by make thorough alone: {rest}" if rest else "NOT noticed")
+            print(f"{mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}: {said}", flush=True)
+            results.append({**asdict(mutant), "noticed_by": by, "thorough": rest})
     noticed = sum(each["noticed_by"] is not None for each in results)
-    print(json.dumps({"seed": given.seed, "mutants": len(results), "noticed": noticed, "results": results}))
+    more = sum(each["thorough"] is not None for each in results)
+    found = {"seed": given.seed, "mutants": len(results), "noticed": noticed, "by_thorough_alone": more}
+    print(json.dumps({**found, "results": results}))
 
 
 if __name__ == "__main__":
