@@ -2,7 +2,8 @@
 
 Each mutant is one changed operator, constant, condition or result. Its tests are those of the mirrored folder, then
 those that import its module, then a few that train under most layouts; they stop at the first failure. What `make test`
-does not notice, the cases that only `make thorough` runs may. Works on copies of the committed tree below a temporary folder; ``--tests REVISION`` takes the tests of another commit.
+does not notice, the cases that only `make thorough` runs may. Works on copies of the committed tree below a temporary
+folder; ``--tests REVISION`` takes the tests of another commit.
 """
 
 from __future__ import annotations
