@@ -80,6 +80,8 @@ FIRST = (
     "parity/test_hugging_face.py",
 )
 _TESTS = Path(__file__).parent
+# Allocations between two collections of garbage; Python's 700 take a twentieth of the time of all tests.
+GARBAGE = 20_000
 
 
 @pytest.hookimpl(wrapper=True)
@@ -92,6 +94,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GARBAGE)
 
 
 @cache

@@ -85,6 +85,7 @@ for function in vars(torch.utils._triton).values():
 with suppress(Exception):
     importlib.import_module("trainwright.command.schema.compose").compose_checked(["recipe=gpt", "strategy=ddp"])
 
-# So that garbage collection in a rank neither walks nor copies the pages of modules.
+# So that garbage collection in a rank neither walks nor copies the pages of modules, and is rare (tests/conftest.py).
 gc.collect()
 gc.freeze()
+gc.set_threshold(20_000)

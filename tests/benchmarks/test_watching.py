@@ -9,6 +9,7 @@ from tests.warm import warm_run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_it_runs_and_ends_with_json():
     command = [sys.executable, "-m", "benchmarks.watching", "--block", "3", "--pairs", "2"]
     ended = warm_run(command, cwd=ROOT, capture_output=True, timeout=120)

@@ -58,6 +58,7 @@ def problems(conf: Path, *overrides: str, verb: str = "fit", launcher: Launcher 
 RECIPE_WITH = {"adapter": "finetune", "objective": "finetune", "model": "hf_causal_lm"}
 
 
+@pytest.mark.thorough
 def test_all_choices_compose() -> None:
     loader = config_loader()
     choices = {group: choices_of(loader, group) for group in group_names(loader)}

@@ -224,6 +224,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _train(conf, "run", *SLOW, "module.seconds=0.0")
 
 
+@pytest.mark.thorough
 def test_a_lost_device_is_left_out_until_it_answers_again(conf: Path, undisturbed: Path) -> None:
     broken, run_dir = conf.parent / "broken", conf.parent / "lost"
 

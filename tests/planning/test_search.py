@@ -21,7 +21,7 @@ PUBLISHED: dict[str, tuple[str, int, str, str, int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_published_layouts_are_in_the_better_half(name: str) -> None:
     size, devices, device, precision, batch, axes = PUBLISHED[name]

@@ -54,6 +54,7 @@ def compiled_calls(layout: str, **more: Any) -> list[int]:
     return calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero3", "tensor", "pipeline", "context", "expert"])
 def test_blocks_stay_compiled(ranks: Any, layout: str) -> None:
     world_size = LAYOUTS[layout][2]
@@ -63,6 +64,7 @@ def test_blocks_stay_compiled(ranks: Any, layout: str) -> None:
         assert min(calls[1:] if "context" in LAYOUTS[layout][1] else calls) >= 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["zero3", "sequence", "pipeline"])
 def test_recomputed_blocks_stay_compiled(ranks: Any, layout: str) -> None:
     for calls in ranks(compiled_calls, 2, layout, activation_checkpointing="full", timeout=120):
