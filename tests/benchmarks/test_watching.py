@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.warm import warm_run
 
 ROOT = Path(__file__).parents[2]
