@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainwright.recipes.float8 import to_float8
+
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: float, final_factor: float) -> float:
     """Return the factor on the base learning rate: linear warm-up, half a cosine to ``final_factor``, then constant.
@@ -56,6 +58,7 @@ class LanguageModule(LightningModule):
         warmup_steps: optimizer steps of linear warm-up; 0 is off.
         schedule_steps: optimizer steps until the cosine reaches ``final_lr_factor``; ``None``: the run's own length.
         final_lr_factor: learning rate at the end as a part of the peak; 1 is off.
+        float8: see :func:`~trainwright.recipes.float8.to_float8`; ``None`` is off.
     """
 
     sample_unit = "tokens"
@@ -70,9 +73,10 @@ class LanguageModule(LightningModule):
         warmup_steps: int = 20,
         schedule_steps: int | None = None,
         final_lr_factor: float = 0.1,
+        float8: str | None = None,
     ) -> None:
         super().__init__()
-        self.seq_len = seq_len
+        self.seq_len, self.float8 = seq_len, float8
         self.optimizer_factory = optimizer or partial(AdamW, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
         self.warmup_steps = warmup_steps
         self.schedule_steps = schedule_steps
@@ -87,11 +91,18 @@ class LanguageModule(LightningModule):
         """Return a new network on the default device."""
         raise NotImplementedError
 
+    def made(self) -> nn.Module:
+        """Return a new network that computes as asked for."""
+        network = self.build()
+        if self.float8 is not None:
+            to_float8(network, self.float8)
+        return network
+
     def configure_model(self) -> None:
         """Build the network on the meta device, once, if requested."""
         if self.model is None:
             with torch.device("meta"):
-                self.model = self.build()
+                self.model = self.made()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Map integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""

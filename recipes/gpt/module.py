@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from trainwright.recipes.gpt.model import GPT, GPTConfig
@@ -23,6 +25,7 @@ class GPTModule(LanguageModule):
         final_lr_factor: learning rate at the end as a part of the peak; 1 is off.
         meta: build the model in ``configure_model`` without memory (``torch.device("meta")``), for strategies that
             initialize it shard by shard; ``False`` builds it in the constructor.
+        float8: see :func:`~trainwright.recipes.float8.to_float8`; ``None`` is off.
     """
 
     config_class: type[GPTConfig] = GPTConfig
@@ -35,11 +38,12 @@ class GPTModule(LanguageModule):
         schedule_steps: int | None = None,
         final_lr_factor: float = 0.1,
         meta: bool = False,
+        float8: str | None = None,
     ) -> None:
         sizes = config or self.config_class()
-        super().__init__(sizes.seq_len, optimizer, warmup_steps, schedule_steps, final_lr_factor)
+        super().__init__(sizes.seq_len, optimizer, warmup_steps, schedule_steps, final_lr_factor, float8)
         self.config = sizes
-        self.model: GPT | None = None if meta else self.build()
+        self.model: Any = None if meta else self.made()
 
     def build(self) -> GPT:
         """Return a new network of the configured sizes."""

@@ -37,6 +37,7 @@ class HuggingFaceModule(LanguageModule):
         allow_download: whether an id may be looked up on the Hub.
         loss_chunk: positions whose logits exist at once while a loss is computed; backward recomputes them. 0: all
             positions.
+        float8: see :func:`~trainwright.recipes.float8.to_float8`; ``None`` is off.
 
     Raises:
         ModuleNotFoundError: if ``transformers`` is not installed.
@@ -56,8 +57,9 @@ class HuggingFaceModule(LanguageModule):
         meta: bool | str = False,
         allow_download: bool = False,
         loss_chunk: int = 0,
+        float8: str | None = None,
     ) -> None:
-        super().__init__(seq_len, optimizer, warmup_steps, schedule_steps, final_lr_factor)
+        super().__init__(seq_len, optimizer, warmup_steps, schedule_steps, final_lr_factor, float8)
         if loss_chunk < 0:
             raise ValueError(f"loss_chunk={loss_chunk} (allowed: 0 = off, or positions). Type module.loss_chunk=512")
         self.loss_chunk = loss_chunk
@@ -70,7 +72,7 @@ class HuggingFaceModule(LanguageModule):
         self.deferred = self._can_defer() if meta == "auto" else bool(meta)
         # Strategies load their parts of these weights, unless a checkpoint is loaded.
         self.initial_weights = self.pretrained if self.deferred else None
-        self.model: nn.Module | None = None if self.deferred else self.build()
+        self.model: nn.Module | None = None if self.deferred else self.made()
 
     def build(self) -> nn.Module:
         """Return a new network in float32 with random weights, or with those of the folder."""

@@ -22,13 +22,13 @@ class MoEModule(GPTModule):
 
     Args:
         config: sizes of the model; ``None``: the size ``nano`` with 8 experts, 2 per token.
-        optimizer, warmup_steps, schedule_steps, final_lr_factor, meta: see
+        optimizer, warmup_steps, schedule_steps, final_lr_factor, meta, float8: see
             :class:`~trainwright.recipes.gpt.module.GPTModule`.
     """
 
     config_class = MoEConfig
     config: MoEConfig
-    model: MoEGPT | None  # type: ignore[assignment]
+    model: MoEGPT | None
 
     def build(self) -> MoEGPT:  # type: ignore[override]
         """Return a new network of the configured sizes."""

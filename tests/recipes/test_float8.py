@@ -1,0 +1,106 @@
+"""Recipes with linear layers in float8, emulated on the CPU."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torchao.float8.float8_linear import Float8Linear
+
+from tests.parity.harness import Recorder, make_trainer, world_size
+from trainwright.command.schema.compose import compose
+from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.float8 import check, to_float8
+from trainwright.recipes.gpt.model import GPT, GPTConfig
+from trainwright.recipes.gpt.module import GPTModule
+
+SIZES = GPTConfig(layers=4, dim=64, heads=4, seq_len=32)
+# Of a loss: float8 numbers have 3 bits besides the leading one.
+BOUND = 0.01
+
+
+def losses(
+    folder: str, options: dict[str, Any] | None, float8: str | None = "rowwise", meta: bool = False
+) -> list[float]:
+    torch.manual_seed(0)
+    module = GPTModule(SIZES, partial(SGD, lr=0.1), warmup_steps=0, meta=meta, float8=float8)
+    recorder = Recorder()
+    ranks = {"tensor", "pipeline", "context"} & (options or {}).keys()
+    data = TextCorpus(Path(folder) / "text.txt", seq_len=32, batch_size=8 if ranks else 8 // world_size())
+    trainer = make_trainer(
+        *(("single", {}) if options is None else ("hybrid", {**options, "certificate": "refuse"})),
+        precision="bf16-mixed",
+        max_steps=3,
+        max_epochs=-1,
+        limit_val_batches=0,
+        callbacks=[recorder],
+    )
+    trainer.fit(module, data)
+    return recorder.record.losses
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 1}, {"stage": 3}, {"tensor": 2, "shard": 1}, {"pipeline": 2, "shard": 1}, {"context": 2, "shard": 1}],
+    ids=str,
+)
+def test_layouts_stay_near_one_process(ranks: Any, reference: Any, folder: str, options: dict[str, Any]) -> None:
+    plain, expected = (reference(losses, folder, None, float8) for float8 in (None, "rowwise"))
+    assert expected != plain
+    assert expected == pytest.approx(plain, rel=BOUND)
+    for found in ranks(losses, 2, folder, options):
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
+def test_tensorwise_scales_of_parts_are_refused_as_inexact(ranks: Any, folder: str) -> None:
+    with pytest.raises(AssertionError, match=r"context=2: .* does not compute the same on a part of the sequence"):
+        ranks(losses, 2, folder, {"context": 2, "shard": 1}, "tensorwise")
+
+
+def test_deferred_builds_begin_with_the_same_weights(ranks: Any, folder: str) -> None:
+    first, deferred = (ranks(losses, 2, folder, {"stage": 3}, "rowwise", meta)[0][0] for meta in (False, True))
+    assert first == pytest.approx(deferred, rel=0.05)  # other draws of the same distribution
+
+
+def test_only_layers_of_blocks_are_converted() -> None:
+    model = GPT(SIZES)
+    parameters = list(model.named_parameters())
+    calls = []
+    model.blocks[0].attention.out.register_forward_hook(lambda *call: calls.append(1))
+    found = to_float8(model, "tensorwise")
+    assert len(found) == 7 * SIZES.layers
+    assert all(isinstance(model.get_submodule(name), Float8Linear) for name in found)
+    assert sum(isinstance(part, Float8Linear) for part in model.modules()) == len(found)
+    assert all(one is other for (_, one), (_, other) in zip(parameters, model.named_parameters(), strict=True))
+    model(torch.zeros(1, 8, dtype=torch.long))
+    assert calls == [1]
+    std = float(model.blocks[0].attention.out.weight.std())
+    model.blocks[0].attention.out.reset_parameters()
+    assert float(model.blocks[0].attention.out.weight.std()) == pytest.approx(std, rel=0.2)  # not nn.Linear's
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="float8=row .allowed: rowwise, tensorwise"):
+        to_float8(GPT(SIZES), "row")
+    with pytest.raises(ValueError, match="no nn.Linear in an nn.ModuleList whose sizes are multiples of 16"):
+        to_float8(nn.ModuleList([nn.Linear(8, 8)]), "rowwise")
+
+
+@pytest.mark.parametrize("recipe", ["gpt", "hf_causal_lm"])
+def test_configurations(recipe: str) -> None:
+    cfg = compose(recipe, ["module.float8=row"])
+    assert "trainwright.recipes.float8:check" in cfg.checks
+    wrong, precision = check(cfg, 1)
+    assert "module.float8=row (allowed: null, rowwise" in wrong
+    assert "precision=bf16-mixed (or bf16-true)" in precision
+    assert check(compose(recipe, ["module.float8=rowwise", "precision=bf16-mixed"]), 1) == []
+    assert check(compose(recipe), 1) == []
