@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
+RECIPES = ("rowwise", "tensorwise")
 """Scaling of float8 numbers, by torchao's names."""
 MISSING = 'module.float8={given} needs torchao, which is not installed. Type: pip install "trainwright[torchao]"'
 # The kernels multiply tiles of this many numbers.
@@ -27,9 +27,8 @@ def to_float8(model: nn.Module, recipe: str = "rowwise") -> list[str]:
 
     Args:
         model: with its layers, also on the meta device; changed in place.
-        recipe: ``rowwise``: a scale per row, as the same under every layout as the precision is; ``tensorwise``: a
-            scale per tensor, faster, but parts of a tensor have other scales; ``rowwise_with_gw_hp``: ``rowwise`` with
-            gradients of weights in the precision of the run.
+        recipe: ``rowwise``: a scale per row, so that layouts compute the same up to float8's rounding; ``tensorwise``:
+            a scale per tensor, faster, but parts of a tensor have other scales.
 
     Returns:
         Names of the layers.
