@@ -6,14 +6,13 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import nn
 
-RECIPES = ("rowwise", "tensorwise")
-"""Scaling of float8 numbers, by torchao's names."""
-MISSING = 'module.float8={given} needs torchao, which is not installed. Type: pip install "trainwright[torchao]"'
+from trainwright.recipes.extras import FLOAT8_RECIPES, MISSING_TORCHAO
+
 # The kernels multiply tiles of this many numbers.
 _TILE = 16
 
@@ -37,13 +36,10 @@ def to_float8(model: nn.Module, recipe: str = "rowwise") -> list[str]:
         ModuleNotFoundError: if torchao is not installed.
         ValueError: for another recipe, or if no layer can compute in float8.
     """
-    import torch
-    from torch import nn
-
-    if recipe not in RECIPES:
-        raise ValueError(f"float8={recipe} (allowed: {', '.join(RECIPES)}). Type float8=rowwise")
+    if recipe not in FLOAT8_RECIPES:
+        raise ValueError(f"float8={recipe} (allowed: {', '.join(FLOAT8_RECIPES)}). Type float8=rowwise")
     if importlib.util.find_spec("torchao") is None:
-        raise ModuleNotFoundError(MISSING.format(given=recipe))
+        raise ModuleNotFoundError(MISSING_TORCHAO.format(given=recipe))
     from torchao.float8 import Float8LinearConfig
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not torch.cuda.is_available())
@@ -58,8 +54,13 @@ def to_float8(model: nn.Module, recipe: str = "rowwise") -> list[str]:
             f"float8={recipe}: {type(model).__name__} has no nn.Linear in an nn.ModuleList whose sizes are multiples "
             f"of {_TILE}. Leave float8 out, or choose other sizes."
         )
+    settings = _settings(config)
     for name in found:
-        _convert(model.get_submodule(name), config)
+        # Its class changes, rather than the layer being replaced, so that hooks and `reset_parameters` stay.
+        layer: Any = model.get_submodule(name)
+        plain: type[nn.Linear] = type(layer)
+        layer.__class__ = _float8_class(plain)  # type: ignore[arg-type]
+        vars(layer).update(settings)
     return found
 
 
@@ -67,16 +68,12 @@ def _fits(name: str, layer: nn.Linear) -> bool:
     return not name.endswith("router") and layer.in_features % _TILE == layer.out_features % _TILE == 0
 
 
-def _convert(layer: Any, config: Any) -> None:
-    """Change the class of a layer rather than replace it, so that hooks and ``reset_parameters`` stay."""
-    from torch import nn
+def _settings(config: Any) -> Mapping[str, Any]:
+    """Return the attributes that a layer of torchao has besides those of ``nn.Linear``."""
     from torchao.float8.float8_linear import Float8Linear
 
-    template = Float8Linear(1, 1, config=config, device="meta")
-    more = vars(template).keys() - vars(nn.Linear(1, 1, device="meta")).keys()
-    plain: type[nn.Linear] = type(layer)
-    layer.__class__ = _float8_class(plain)  # type: ignore[arg-type]
-    vars(layer).update({name: vars(template)[name] for name in more})
+    layer, plain = Float8Linear(1, 1, config=config, device="meta"), nn.Linear(1, 1, device="meta")
+    return {name: value for name, value in vars(layer).items() if name not in vars(plain)}
 
 
 @cache
@@ -86,27 +83,4 @@ def _float8_class(plain: type[nn.Linear]) -> type[nn.Linear]:
     return type(f"Float8{plain.__name__}", (Float8Linear, plain), {})
 
 
-def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
-    """Return problems of ``module.float8``, without importing torch.
-
-    Args:
-        config: the composed configuration.
-        num_data_ranks: ranks that read different samples.
-    """
-    given = config["module"].get("float8")
-    if given is None:
-        return []
-    problems = []
-    if given not in RECIPES:
-        problems.append(f"module.float8={given} (allowed: null, {', '.join(RECIPES)}). Type module.float8=rowwise")
-    elif importlib.util.find_spec("torchao") is None:
-        problems.append(MISSING.format(given=given))
-    if config["precision"] not in ("bf16-mixed", "bf16-true"):
-        problems.append(
-            f"module.float8={given} with precision={config['precision']}: float8 kernels return bf16. Type "
-            "precision=bf16-mixed (or bf16-true)"
-        )
-    return problems
-
-
-__all__ = ["check", "to_float8"]
+__all__ = ["to_float8"]

@@ -91,8 +91,8 @@ class LanguageModule(LightningModule):
         """Return a new network on the default device."""
         raise NotImplementedError
 
-    def made(self) -> nn.Module:
-        """Return a new network that computes as asked for."""
+    def make_model(self) -> nn.Module:
+        """Build the network, with linear layers in float8 if requested."""
         network = self.build()
         if self.float8 is not None:
             to_float8(network, self.float8)
@@ -102,7 +102,7 @@ class LanguageModule(LightningModule):
         """Build the network on the meta device, once, if requested."""
         if self.model is None:
             with torch.device("meta"):
-                self.model = self.made()
+                self.model = self.make_model()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Map integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""

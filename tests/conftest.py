@@ -27,7 +27,7 @@ import pytest
 
 from tests.imported import forget_modules_of
 from tests.installed import forget_strategies
-from tests.pool import RankPool, all_processes, end_left_processes, end_marked_processes
+from tests.pool import ALLOCATIONS, RankPool, all_processes, end_left_processes, end_marked_processes
 
 # Inherited by every process that a test starts, so that a leaked one is found even when its parent is gone.
 MARK = "TRAINWRIGHT_TEST_SESSION"
@@ -80,8 +80,6 @@ FIRST = (
     "parity/test_hugging_face.py",
 )
 _TESTS = Path(__file__).parent
-# Allocations between two collections of garbage; Python's 700 take a twentieth of the time of all tests.
-GARBAGE = 20_000
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,7 +92,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
-        gc.set_threshold(GARBAGE)
+        gc.set_threshold(ALLOCATIONS)
 
 
 @cache
@@ -105,7 +103,7 @@ def _is_alone(path: Path) -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip the files that `make check` runs in its other part."""
     parts = {"not alone": False, "alone": True}
-    wanted = parts.get(config.option.markexpr.removesuffix(" and not thorough"))
+    wanted = parts.get(config.option.markexpr.removesuffix("and not thorough").strip())
     if wanted is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     return True if _is_alone(collection_path) != wanted else None
@@ -134,7 +132,8 @@ def mark_left_out(items: list[pytest.Item]) -> None:
             for item in left
         }
         seen: set[tuple[str, str]] = set()
-        for _ in range(left[0].get_closest_marker("sample").args[0]):  # type: ignore[union-attr]
+        number: int = left[0].get_closest_marker("sample").args[0]  # type: ignore[union-attr]
+        for _ in range(min(number, len(left))):  # fewer if single cases are named
             # The case with most values that no case so far has.
             drawn = max(left, key=lambda item: len(values[item] - seen))
             seen |= values[drawn]

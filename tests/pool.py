@@ -54,6 +54,9 @@ OUTPUT_LIMIT = 6000
 # A rank with more threads between two cases has leaked process groups, whose threads poll; it is replaced.
 MOST_THREADS = 8
 
+# Allocations between two collections of garbage; Python's 700 take a twentieth of the time of all tests.
+ALLOCATIONS = 20_000
+
 ROOT = Path(__file__).parents[1]
 
 # Signals with which native code crashes.

@@ -19,6 +19,7 @@ import torch.optim.swa_utils
 import torch.utils._triton
 
 import trainwright
+from tests.pool import ALLOCATIONS
 
 # Lightning searches all installed packages for plugins whenever a Trainer is made.
 _found = importlib.metadata.entry_points
@@ -85,7 +86,7 @@ for function in vars(torch.utils._triton).values():
 with suppress(Exception):
     importlib.import_module("trainwright.command.schema.compose").compose_checked(["recipe=gpt", "strategy=ddp"])
 
-# So that garbage collection in a rank neither walks nor copies the pages of modules, and is rare (tests/conftest.py).
+# So that garbage collection in a rank neither walks nor copies the pages of modules, and is rare.
 gc.collect()
 gc.freeze()
-gc.set_threshold(20_000)
+gc.set_threshold(ALLOCATIONS)

@@ -102,3 +102,9 @@ def test_a_sample_has_every_value():
     assert {case.callspec.params["strategy"] for case in drawn} == {"ddp", "zero3", "tensor"}
     assert {case.callspec.params["ranks"] for case in drawn} == {2, 3, 4}
     assert {mark for case in cases for mark in case.marks} == {"thorough"}
+
+
+def test_cases_that_are_fewer_than_a_sample_are_all_in_it():
+    case = Case(0, strategy="ddp")
+    mark_left_out([case])
+    assert case.marks == []

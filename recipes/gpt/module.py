@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class GPTModule(LanguageModule):
         sizes = config or self.config_class()
         super().__init__(sizes.seq_len, optimizer, warmup_steps, schedule_steps, final_lr_factor, float8)
         self.config = sizes
-        self.model: Any = None if meta else self.made()
+        self.model: GPT | None = None if meta else cast("GPT", self.make_model())
 
     def build(self) -> GPT:
         """Return a new network of the configured sizes."""

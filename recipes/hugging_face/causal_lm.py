@@ -72,7 +72,7 @@ class HuggingFaceModule(LanguageModule):
         self.deferred = self._can_defer() if meta == "auto" else bool(meta)
         # Strategies load their parts of these weights, unless a checkpoint is loaded.
         self.initial_weights = self.pretrained if self.deferred else None
-        self.model: nn.Module | None = None if self.deferred else self.made()
+        self.model: nn.Module | None = None if self.deferred else self.make_model()
 
     def build(self) -> nn.Module:
         """Return a new network in float32 with random weights, or with those of the folder."""

@@ -28,7 +28,7 @@ class MoEModule(GPTModule):
 
     config_class = MoEConfig
     config: MoEConfig
-    model: MoEGPT | None
+    model: MoEGPT | None  # type: ignore[assignment]
 
     def build(self) -> MoEGPT:  # type: ignore[override]
         """Return a new network of the configured sizes."""

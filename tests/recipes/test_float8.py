@@ -13,7 +13,8 @@ from torchao.float8.float8_linear import Float8Linear
 from tests.parity.harness import Recorder, make_trainer, world_size
 from trainwright.command.schema.compose import compose
 from trainwright.recipes.data.text_corpus import TextCorpus
-from trainwright.recipes.float8 import check, to_float8
+from trainwright.recipes.extras import check_float8
+from trainwright.recipes.float8 import to_float8
 from trainwright.recipes.gpt.model import GPT, GPTConfig
 from trainwright.recipes.gpt.module import GPTModule
 
@@ -98,9 +99,9 @@ def test_refused() -> None:
 @pytest.mark.parametrize("recipe", ["gpt", "hf_causal_lm"])
 def test_configurations(recipe: str) -> None:
     cfg = compose(recipe, ["module.float8=row"])
-    assert "trainwright.recipes.float8:check" in cfg.checks
-    wrong, precision = check(cfg, 1)
+    assert "trainwright.recipes.extras:check_float8" in cfg.checks
+    wrong, precision = check_float8(cfg, 1)
     assert "module.float8=row (allowed: null, rowwise" in wrong
     assert "precision=bf16-mixed (or bf16-true)" in precision
-    assert check(compose(recipe, ["module.float8=rowwise", "precision=bf16-mixed"]), 1) == []
-    assert check(compose(recipe), 1) == []
+    assert check_float8(compose(recipe, ["module.float8=rowwise", "precision=bf16-mixed"]), 1) == []
+    assert check_float8(compose(recipe), 1) == []

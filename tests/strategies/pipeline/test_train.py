@@ -92,7 +92,7 @@ class Rounded(torch.autograd.Function):
 
 
 def sent_in_16_bit(schedule: str, ends: tuple[int, ...]) -> tuple[float, float, int, int]:
-    """Return errors against one process that rounds the outputs of blocks ``ends``, and the bytes sent without."""
+    """Return errors against one process that rounds the outputs of blocks ``ends``; bytes sent in 32 and 16 bit."""
     model, batch = build(Model), make_batch()
     hooks = [model.layers[end].register_forward_hook(lambda *call: Rounded.apply(call[2])) for end in ends]
     (expected,), gradients = reference(model, batch)
