@@ -1,19 +1,17 @@
-"""docs/keys.md: every key and every choice of a run, from the typed configuration and the yaml files.
+"""keys.md: every key and every choice of a run, from the typed configuration and the yaml files.
 
-`python -m benchmarks.keys_page docs/keys.md` writes it anew.
+A hook of MkDocs adds it to the site, so it always matches the configuration and stands in no commit.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
-from importlib.resources import files
-from pathlib import Path
+from importlib.resources import files as package_files
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -25,16 +23,28 @@ from trainwright.command.schema.compose import choices_of, config_loader, group_
 from trainwright.command.verify_options import PREFIX, VerifyOptions
 from trainwright.launch.schema import RunConfig
 
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
 _HEAD = """# All keys
 
 Every key that a run can be given, with its default and what it means: made from the typed configuration
-(`launch/schema.py`) and the files of `conf/` by `python -m benchmarks.keys_page docs/keys.md`, and held
-equal to them by a test. How keys, groups and recipes go together is explained in [configuration.md](configuration.md).
+(`launch/schema.py`) and the files of `conf/` when this site is built.
+How keys, groups and recipes go together is explained in [configuration.md](configuration.md).
 `trainwright fit --help` says the same of your installation, your own `--config-dir` included.
 """
 _TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", Any: "any"}
 # Groups whose choices bring many keys of a recipe's or a library's own: its pages have them.
 _OF_RECIPES = ("recipe", "size", "model", "device")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page to the site: MkDocs calls this by its name."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "keys.md", content=document()))
+    return files
 
 
 def document() -> str:
@@ -156,7 +166,7 @@ def _written(value: Any) -> str:
 
 
 def _yaml_text(group: str, choice: str) -> str:
-    return files("trainwright.conf").joinpath(group, f"{choice}.yaml").read_text(encoding="utf-8")
+    return package_files("trainwright.conf").joinpath(group, f"{choice}.yaml").read_text(encoding="utf-8")
 
 
 def _sets(group: str, choice: str) -> str:
@@ -208,7 +218,3 @@ def _cell(text: str) -> str:
 
 def _link(page: str) -> str:
     return f"[{page}]({page})"
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(document(), encoding="utf-8")

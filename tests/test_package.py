@@ -364,7 +364,7 @@ def test_each_form_of_import_is_found():
     assert seen == {"trainwright.core.layout", "trainwright.core.tools", "trainwright"}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("module", sorted(LIGHT))
 def test_light_modules_stay_light(module):
     command = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
@@ -471,7 +471,9 @@ def found_in_texts(pattern: str) -> list[tuple[Path, str]]:
 
 def test_links_of_texts_exist():
     links = found_in_texts(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-    assert [(str(file), link) for file, link in links if not (file.parent / link).exists()] == []
+    made = "keys.md"  # with the site
+    missing = [(str(file), link) for file, link in links if not (file.parent / link).exists()]
+    assert [each for each in missing if Path(each[1]).name != made] == []
 
 
 def test_modules_that_texts_run_exist():

@@ -135,8 +135,9 @@ def _servers(trainer: Trainer) -> list[tuple[str, str]]:
 
 
 def _span(least: int, most: int) -> str:
-    """Format bytes: one number if both are equal."""
-    return f"{most / MIB:,.2f} MiB" if least == most else f"{least / MIB:,.2f} to {most / MIB:,.2f} MiB"
+    """Format bytes: one number if both read the same."""
+    first, last = (f"{size / MIB:,.2f}" for size in (least, most))
+    return f"{last} MiB" if first == last else f"{first} to {last} MiB"
 
 
 def _data_ranks(trainer: Trainer) -> int:

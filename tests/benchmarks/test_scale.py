@@ -36,6 +36,7 @@ def test_of_a_start_rank_0_alone_asks_for_every_machine() -> None:
     assert [started(1)(layout).messages for layout in layouts] == [2, 2]
 
 
+@pytest.mark.thorough
 def test_a_plan_is_timed() -> None:
     assert planned(Layout(shard=2), size="nano").seconds > 0
 

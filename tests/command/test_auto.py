@@ -108,6 +108,7 @@ def test_typed_options_are_kept(tmp_path: Path) -> None:
     assert cfg.strategy.activation_checkpointing == "full"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_bucket_size_is_optimal_for_the_links(tmp_path: Path) -> None:
     links = ["device=cpu", "device.devices_per_node=2", "device.within.latency=1e-2", "device.within.bandwidth=1e6"]
@@ -204,7 +205,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("words", "reason"), REFUSED, ids=lambda each: each if isinstance(each, str) else "")
 def test_refused(words: Sequence[str], reason: str, tmp_path: Path) -> None:
@@ -214,6 +215,7 @@ def test_refused(words: Sequence[str], reason: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [["strategy=zero2", "devices=2"], ["strategy=pipeline", "devices=2"]])
 @pytest.mark.usefixtures("here")
 def test_largest_fitting_micro_batch(words: Sequence[str], tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_precision_choices(conf: Path, precision: str) -> None:
     assert mine(conf, f"precision={precision}").precision == precision
 
 
-@pytest.mark.sample(25)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("overrides", "parts"), [
     (["strategy=zer3"], ["strategy=zer3", "did you mean zero3?", "zero1, zero2, zero3"]),
     (["recipe=gtp"], ["recipe=gtp", "did you mean gpt?", "digits", "mine"]),

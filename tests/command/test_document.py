@@ -1,4 +1,4 @@
-"""docs/keys.md and docs/configuration.md match the configuration."""
+"""The page of all keys is whole, and docs/configuration.md names every group."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -9,11 +9,6 @@ from trainwright.command.schema.compose import choices_of, config_loader, group_
 from trainwright.launch.schema import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def test_keys_page_is_current() -> None:
-    how = "python -m benchmarks.keys_page docs/keys.md"
-    assert (DOCS / "keys.md").read_text(encoding="utf-8") == keys.document(), f"type {how}"
 
 
 def test_keys_page_is_complete() -> None:

@@ -115,7 +115,7 @@ def test_probed_run_equals_the_explicit_one(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in kept[0]] == [path.read_bytes() for path in kept[1]]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "words", [["strategy=tensor", "devices=2"], ["strategy=pipeline", "devices=2"]], ids=["tensor", "pipeline"]

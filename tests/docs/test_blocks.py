@@ -105,7 +105,7 @@ def test_blocks_are_seen() -> None:
 # ---- shell ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("page", having(*SHELL))
 def test_commands(page: str, reader: Callable[[str], Path]) -> None:
     folder = reader(page)
@@ -133,7 +133,7 @@ def checked(words: list[str], block: Block) -> list[str]:
     return problems
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -180,6 +180,7 @@ def test_the_shell_splits_the_words(tmp_path: Path) -> None:
 # ---- yaml and json --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("page", having("yaml", "json"))
 def test_configurations(page: str, reader: Callable[[str], Path]) -> None:
     folder = reader(page)
@@ -226,7 +227,7 @@ def test_a_wrong_yaml_is_found(value: str, text: str, problem: str, reader: Call
 # ---- Python ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("page", having("python"))
 def test_python(page: str, reader: Callable[[str], Path], ranks: Callable[..., list[Any]]) -> None:
     reader(page)
@@ -241,6 +242,7 @@ def test_python(page: str, reader: Callable[[str], Path], ranks: Callable[..., l
         ranks(run_blocks, size, mine, init_group=size > 1 and not meets)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page", [page for page in pages() if called_scripts(page)])
 def test_scripts(page: str, reader: Callable[[str], Path], ranks: Callable[..., list[Any]]) -> None:
     folder = reader(page)

@@ -163,6 +163,7 @@ def module_of(network: str) -> Any:
         return make_module(network, "adamw")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [*LAYOUTS, "parameter_server"])
 def test_held_bytes_are_those_of_the_formula(name):
     module = module_of(network_of(name))
@@ -214,6 +215,7 @@ def traffic_of(name: str, axis: str) -> float:
     return sent[axis].bytes
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "pipeline"])
 def test_sent_bytes_are_those_of_the_formula(name):
     module = module_of(network_of(name))
@@ -234,6 +236,7 @@ TRAVELS = probability_sent(4, 2, RANKS)
 PART = 2 * 32 * 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "row", "method", "length", "values"),
     [

@@ -28,7 +28,7 @@ def test_the_hooks_are_all_that_a_fit_calls(ranks: Callable[..., list[Any]], tmp
     assert called["callback"] == set(OF_CALLBACK)
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("of", "hook"), CASES, ids=[f"{of}-{hook}" for of, hook in CASES])
 def test_a_failure_in_a_hook_blocks_no_rank(
     ranks: Callable[..., list[Any]], tmp_path: Path, of: str, hook: str
@@ -47,7 +47,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "state_dict"]
 )

@@ -192,7 +192,7 @@ def check(folder: Path, ended: Ended) -> None:
         assert 1 in good, where
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_fault_at_each_call_of_a_save(tmp_path: Path, met: Met, kind: str) -> None:
     before, first, save, second = SAVES[kind]
@@ -228,7 +228,7 @@ def save_on_rank(rank: int, folder: Path, meeting: Path) -> int:
     return code
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_of_one_rank(tmp_path: Path, met: Met, rank: int) -> None:
     call, last = 0, False
@@ -309,7 +309,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options)) or "default")
 def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, met: Met, options: dict[str, Any]) -> None:
     system_calls.import_for(partial(train, tmp_path / "imports", options))

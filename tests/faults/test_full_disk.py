@@ -154,6 +154,7 @@ def test_a_log_that_cannot_be_written_is_silent(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.thorough
 def test_links_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three places of a broken link in ``run_dir``: it, a folder above it, and a link to itself."""
     monkeypatch.chdir(tmp_path)

@@ -45,7 +45,7 @@ def saves_with_and_without(place: str, folder: str, asynchronous: bool) -> Any:
     return (calm.losses, calm.parameters), found, watch.counts, saver.last_model_path
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "asynchronous"), [("single", True), ("zero3", False), ("pipeline x shard", True)])
 def test_checkpoints_saved_around_a_rollback(ranks, tmp_path, place, asynchronous):
     results = ranks(saves_with_and_without, PLACES[place][2], place, str(tmp_path), asynchronous)

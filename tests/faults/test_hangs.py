@@ -143,7 +143,7 @@ def diagnosis_of(
     return lambda name: futures[name].result()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", HANGS)
 def test_a_hang_is_diagnosed(diagnosis_of: Callable[[str], tuple[DiagnosedHang | None, str]], name: str) -> None:
     hang, (found, printed) = HANGS[name], diagnosis_of(name)
@@ -177,6 +177,7 @@ def test_a_rank_that_saves_is_no_hang(pool: RankPool, tmp_path: Path) -> None:
         assert ranks.exit_codes() == [0, 0], ranks.printed(0)
 
 
+@pytest.mark.thorough
 def test_a_script_under_any_launcher_is_watched_by_a_process_of_its_own(pool: RankPool, tmp_path: Path) -> None:
     with Ranks(hanging.in_hook, ("stop_by_signal", NO_LIMITS), tmp_path, 2, None) as ranks:
         ranks.processes[1].join(hanging.LONGEST)
@@ -194,6 +195,7 @@ def test_the_process_that_watches_a_script_ends_with_it(pool: RankPool, tmp_path
         assert ranks.exit_codes() == [0, 0], ranks.printed(0)
 
 
+@pytest.mark.thorough
 def test_a_command_resumes_after_a_hang(pool: RankPool, tmp_path: Path) -> None:
     words = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "max_steps=12", "max_epochs=2")
     words += ("run_dir=run", "launch=resilient", "launch.hang_floor_seconds=600", "checkpoint=last", "report=false")

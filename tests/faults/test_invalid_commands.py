@@ -93,7 +93,7 @@ REFUSED: dict[tuple[str, ...], str] = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("words", "part"), REFUSED.items(), ids=str)
 def test_refused_before_a_rank_starts(
     words: tuple[str, ...], part: str, empty: Path, capfd: pytest.CaptureFixture[str]
@@ -164,6 +164,7 @@ for words in json.loads(sys.argv[2]):
 """
 
 
+@pytest.mark.thorough
 def test_refused_by_a_rank_before_training(empty: Path) -> None:
     """9 attempts, in one process: starting one costs seconds. What was there before is as it was."""
     path = f"{os.environ.get('PYTHONPATH', '')}:{empty}"

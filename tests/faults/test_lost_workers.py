@@ -30,7 +30,7 @@ def train(folder: Path, *words: str) -> tuple[Path, str]:
     return run_dir, (run_dir / "logs" / "restarts.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("consistency", "step", "more"),
     [

@@ -92,6 +92,7 @@ def test_nothing_outlives_the_command(conf: Path) -> None:
     assert left(started) == {}
 
 
+@pytest.mark.thorough
 def test_nothing_outlives_the_agent_of_torchrun(conf: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}

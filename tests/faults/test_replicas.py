@@ -64,6 +64,7 @@ def test_survivors_train_like_an_undisturbed_run(conf, undisturbed, tmp_path, la
         assert all(copy == copies[0] for copy in copies), "replicas differ"
 
 
+@pytest.mark.thorough
 def test_a_spare_takes_the_place_at_once(conf, undisturbed, tmp_path):
     words = (*LAYOUTS["ddp"], *RESILIENT, "launch.spares=1", "+inject=kill(rank=1, at_step=10)")
     run = Survived(conf, tmp_path / "run", *words)
@@ -73,6 +74,7 @@ def test_a_spare_takes_the_place_at_once(conf, undisturbed, tmp_path):
     assert run.read == undisturbed.read
 
 
+@pytest.mark.thorough
 def test_a_repeated_fault_ends_the_run(conf, tmp_path):
     fault = 'raise_in("on_train_batch_end", rank=1, at_step=6, times=None)'
     with pytest.raises(RankError, match="crash loop") as error:

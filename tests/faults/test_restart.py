@@ -108,6 +108,7 @@ def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(conf: Path, words:
     assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step=24"]  # nothing half-written is left
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_killed_at_any_moment_lose_nothing(conf: Path) -> None:
     words = ("strategy=ddp", "devices=2", "module.seconds=0.01")
     undisturbed = _train(conf, "undisturbed", *words)
@@ -174,6 +175,7 @@ def test_a_failure_before_the_first_step_is_not_restarted(conf: Path) -> None:
     assert _restarts(conf.parent / "mistake") == 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -253,6 +255,7 @@ def test_a_lost_device_is_left_out_until_it_answers_again(conf: Path, undisturbe
     _close(run_dir, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_number_in_a_file_says_how_many_devices_may_be_used(conf: Path, undisturbed: Path) -> None:
     run_dir = conf.parent / "limited"
 

@@ -43,6 +43,7 @@ def refusal(conf: Path, *overrides: str, verb: str = "fit") -> str:
     return problem
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("word", ["ckpt_path=last", "resume=auto"])
 def test_newest_good_checkpoint(conf: Path, word: str) -> None:
     for step in (1, 2, 10, 3):
@@ -109,7 +110,7 @@ def test_paths_with_equals_signs(conf: Path) -> None:
     assert decided(conf, "ckpt_path='a b/epoch=1-step=2'") == "a b/epoch=1-step=2"
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("overrides", "parts"), [
     (["resume=yes"], ["resume=", "resume=auto", "resume=null"]),
     (["ckpt_path=c", "resume=auto"], ["ckpt_path=c with resume=auto", "leave one out"]),

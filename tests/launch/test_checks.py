@@ -30,6 +30,7 @@ REPLICATED = "strategy.placement={embedding.*:parameter_server,*:replicate}"
 OWN = "strategy.server_ranks=own"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("words", [
     (*SERVER, *LEASING, "trainer.limit_train_batches=10"),
     (*HYBRID, TABLES, "strategy.table_servers=2", "strategy.stage=2"),
@@ -40,7 +41,7 @@ def test_accepted(words: tuple[str, ...]) -> None:
     assert problems_of(*words) == []
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("words", "expected"), [
     ((*SERVER, "strategy.leases=twice"), "leases=twice: unknown; allowed: none, at_least_once, at_most_once"),
     ((*SERVER, "strategy.leases=at_least_once"), "type strategy.consistency=async"),
@@ -148,6 +149,7 @@ def test_parameter_servers_ignore_the_default_warmup_and_refuse_a_typed_one() ->
     assert "compressed from the first one on" in problem
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", compressor_names())
 def test_compression_groups_have_the_default_options(name: str) -> None:
     cfg = compose("digits", [f"compression={name}"])

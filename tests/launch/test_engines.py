@@ -68,6 +68,7 @@ def test_refusing_engine_frees_the_run_directory(tmp_path, calls, monkeypatch):
     assert run(cfg, "test").metrics == {"loss": 0.5}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("override", "said"), [
     ("nodes=1", "this engine wants two"),
     ("devices=auto", "devices=auto with launch=ray"),

@@ -134,7 +134,7 @@ def test_job_names(conf: Path) -> None:
     assert name_of(configured(conf, "launch.job_name=given")) == "given"
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -456,6 +456,7 @@ def test_interrupted_pods(conf: Path, cluster: FakeCluster) -> None:
     assert ended.value.exit_code == 143
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["delete", "leave"])
 def test_ctrl_c(how: str, conf: Path, cluster: FakeCluster) -> None:
     cluster.add_pod("mine-node-0-0", "[rank 0] step 1")
@@ -466,6 +467,7 @@ def test_ctrl_c(how: str, conf: Path, cluster: FakeCluster) -> None:
     assert (cluster.deleted is not None) == (how == "delete")
 
 
+@pytest.mark.thorough
 def test_unresponsive_cluster(conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.add_pod("mine-node-0-0", metrics_line({"loss": 0.5}))
     cluster.conditions = [{"type": "Complete", "status": "True"}]
@@ -477,6 +479,7 @@ def test_unresponsive_cluster(conf: Path, cluster: FakeCluster, monkeypatch: pyt
         launch(submitted(conf, "run_dir=runs/other"), "fit")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("status", "goes_on"), [(403, True), (404, False)])
 def test_failed_deletion(
     status: int, goes_on: bool, conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
@@ -493,6 +496,7 @@ def test_failed_deletion(
     assert ("was not deleted, the cluster refuses it (403 Forbidden): may not delete; type kubectl" in said) == goes_on
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("status", "said"),
     [

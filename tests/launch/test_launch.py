@@ -175,7 +175,7 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -380,6 +380,7 @@ def _start(conf: Path) -> subprocess.Popen[str]:
     raise AssertionError(f"ended with {process.wait()}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("number", "to_group", "exit_code"),
     [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
@@ -407,7 +408,7 @@ def test_processes_end_with_the_launching_process(
         assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_torchrun_restarts(hosts: int, conf: Path, tmp_path: Path) -> None:
     """Two hosts are two agents on this machine, with one rank each."""
@@ -450,6 +451,7 @@ def test_torchrun_restarts(hosts: int, conf: Path, tmp_path: Path) -> None:
     assert [row[step] for row in rows[1:] if row[loss]] == ["0", "1", "2", "3"]
 
 
+@pytest.mark.thorough
 def test_forkserver_is_safe_to_fork() -> None:
     code = (
         "import trainwright.launch.ranks.preload, gc, os\n"

@@ -85,7 +85,7 @@ def test_local_cluster_uses_loopback(conf: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in told
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("overrides", "said"), [
     (["launch.placement=PAK"], "launch.placement=PAK: unknown; did you mean"),
     (["launch.placement_seconds=0"], "launch.placement_seconds=0.0: must be a finite number above 0"),

@@ -89,6 +89,7 @@ def test_sbatch_defaults(conf: Path) -> None:
     assert "#SBATCH --signal=TERM@30" in only_term
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("overrides", "said"), [
     (["launch.cluster=lokal"], "launch.cluster=lokal: unknown"),
     (["launch.cluster=local"], "launch.cluster=local with nodes=2"),
@@ -235,6 +236,7 @@ def test_failed_cancellation(conf: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "SLURM job 12 could not be cancelled (no scancel); type scancel 12" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_restart_and_cancellation(conf: Path) -> None:
     killed = ("launch.max_restarts=1", "checkpoint.last.every_n_steps=2", "+inject=[kill(rank=1, at_step=3)]")
     endless = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000", "run_dir=run")

@@ -145,6 +145,7 @@ def assert_equal(ranks: Any, world_size: int, cases: dict[str, tuple[Any, ...]])
     return {name: [result[index][1] for result in results] for index, name in enumerate(cases)}
 
 
+@pytest.mark.thorough
 def test_shares_follow_the_slow_rank_and_change_nothing_on_two_ranks(ranks: Any) -> None:
     sizes = assert_equal(ranks, 2, TWO)
     # The second step is measured, batches are drawn one ahead: 13 x 1 s and 3 x 4 s, or 10 and 2 of 12.

@@ -127,7 +127,7 @@ def under_ddp(pool: Any) -> Any:
     return cache(lambda data_ranks: pool.run(train, data_ranks, DDP, data_ranks, 9)[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_collectives_of_users_run_over_data_ranks(ranks: Any, under_ddp: Any, layout: str) -> None:
     world_size, data_ranks, options = LAYOUTS[layout]

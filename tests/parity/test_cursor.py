@@ -287,6 +287,7 @@ def once(samples: int = SAMPLES, epochs: int = 2) -> dict[int, Counter[int]]:
 MOVES = [Leg(2, 3, stop=2), Leg(3, 2, stop=6), Leg(1, 4)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("partition", ["interleave", "range", "hash"])
 @pytest.mark.parametrize("save", ["after", "batch"])
 def test_each_sample_is_read_once_by_changing_ranks(ranks, tmp_path, partition, save):
@@ -307,6 +308,7 @@ def test_each_sample_is_read_once_by_changing_ranks(ranks, tmp_path, partition, 
         assert [records[0]["batch_indices"][0] for records in found] == [0, 2 * 2, 2 * 3]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["map", "stateful map", "batches"])
 def test_each_sample_is_read_once_by_changing_workers(ranks, tmp_path, kind):
     loaders = {"kind": kind}
@@ -368,6 +370,7 @@ def test_seeded_samples_are_the_same_everywhere(ranks, tmp_path):
 # Several loaders
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_several_loaders_resume_together(ranks, tmp_path, mode):
     # 48 and 24 samples, so no batch is padding.
@@ -421,7 +424,7 @@ def test_a_stream_resumes_under_any_ranks_and_workers(ranks, tmp_path, kind):
     assert found[-1][0]["found"]["step"] == whole["found"]["step"] == 8
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "workers"), [("stateful stream", 0), ("stateful stream", 2), ("stateful data", 0)])
 @pytest.mark.parametrize("stop", [2, 4])
 def test_a_stateful_loader_gets_the_state_of_its_own_rank_back(ranks, tmp_path, kind, workers, stop):

@@ -117,7 +117,7 @@ def steps_of(ranks: Any, strategy: str, world_size: int, *args: Any, **kwargs: A
     return in_order(ranks(read_in_training, world_size, strategy, *args, **kwargs))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_order_is_the_same_for_every_layout(ranks, strategy):
     by_size = [ranks(read_in_every_way, world_size, strategy) for world_size in WORLD_SIZES]
@@ -141,6 +141,7 @@ def test_epochs_are_shuffled_differently_and_seeds_too(ranks):
     assert [first[0, step] for step in range(4)] != [first[1, 4 + step] for step in range(4)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("samples", [37, 43, 47])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_uneven_data_is_read_to_the_end(ranks, samples, world_size):
@@ -334,7 +335,7 @@ def evaluate(strategy: str, samples: int, batch_size: int) -> dict[str, dict[str
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("strategy", "world_size", "sizes"), EVALUATED)
 def test_evaluation_counts_every_sample_once(ranks, strategy, world_size, sizes):
     for rank, found in enumerate(ranks(evaluate_all, world_size, strategy, sizes)):
@@ -350,6 +351,7 @@ def predict_all(strategy: str, sizes: list[tuple[int, int]]) -> list[list[int]]:
     return [torch.cat(make_trainer(strategy).predict(Reader(), loader_of(*size))).tolist() for size in sizes]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "world_size", "sizes"), EVALUATED)
 def test_predict_returns_every_sample_once_in_order(ranks, strategy, world_size, sizes):
     everything = [list(range(samples)) for samples, _ in sizes]

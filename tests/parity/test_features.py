@@ -122,6 +122,7 @@ def fit_and_call(strategy: str) -> list[int]:
     return shown
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_module_can_be_called_between_steps_and_after(ranks, reference, strategy):
     expected = reference(fit_and_call, "single")
@@ -339,6 +340,7 @@ def bare_average() -> dict[str, Tensor]:
     return parameters(average.module)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_moving_average_of_weights(ranks, strategy):
     """After the fit the module holds the averaged weights."""

@@ -202,7 +202,7 @@ def assert_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
         assert ours[kind] == theirs[kind], kind
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("situation", list(SITUATIONS))
 def test_hooks_are_called_in_lightnings_order(ranks, situation):
     # Where a hook is not overridden, the loop takes a shorter path.
@@ -224,7 +224,7 @@ def test_hooks_when_the_user_ends_the_epoch(ranks, situation):
     assert_same(theirs, ours)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("situation", ["plain", "accumulation", "clipping"])
 def test_hooks_under_every_strategy(ranks, strategy, situation):

@@ -80,7 +80,7 @@ def approximately(wanted: list[dict[str, float]]) -> list[Any]:
 LAYOUT = {"pipeline": 2, "tensor": 2}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Trainer, LightningTrainer])
 def test_from_python(tmp_path: Path, ranks: Callable[..., list[Any]], kind: type[LightningTrainer]) -> None:
     folder, shuffled = str(tmp_path / "alone"), kind is LightningTrainer

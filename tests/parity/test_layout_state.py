@@ -70,7 +70,7 @@ def resume_on_one_process(case: LayoutCase, folder: str) -> Record:
     return fit(case, None, Path(folder) / f"step={SAVED_AT}.ckpt", seed=1, strategy="single")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CASES))
 def test_checkpoints_hold_the_whole_state(ranks, tmp_path, name):
     size, case = CASES[name]
@@ -126,7 +126,7 @@ def averaged_alone(pool, tmp_path_factory) -> tuple[Any, Path]:
     return pool.run(average, 1, LayoutCase("gpt2-small"), str(folder), "single", init_group=False)[0], folder
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "options"),
     [(2, {"tensor": 2}), (4, {"pipeline": 2, "shard": 2}), (4, {"pipeline": 2, "tensor": 2})],

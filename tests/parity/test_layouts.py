@@ -93,13 +93,13 @@ EIGHT: dict[str, LayoutCase] = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", list(TWO))
 def test_two_ranks(ranks, name):
     assert_layouts(ranks, 2, [TWO[name]])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(FOUR))
 def test_four_ranks(ranks, name):
     assert_layouts(ranks, 4, [FOUR[name]])
@@ -118,7 +118,7 @@ def run_at(precision: str, case: LayoutCase) -> Record:
     return run(replace(case, trainer={"precision": precision}))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("network", "world_size", "options", "precision"),
     [
@@ -198,7 +198,7 @@ def evaluate(network: str, options: dict[str, Any] | None) -> tuple[dict[str, fl
     return fitted, validated, [batch.tolist() for batch in predicted]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("network", "world_size", "options"),
     [
@@ -225,6 +225,7 @@ def predict(options: dict[str, Any] | None) -> list[list[int]]:
     return torch.cat(predicted).tolist()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}])
 def test_samples_that_ranks_share_are_predicted_once(ranks, reference, options):
     alone = reference(predict, None, init_group=False)

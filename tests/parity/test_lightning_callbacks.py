@@ -68,7 +68,7 @@ def tune(strategy: str, options: dict[str, Any], name: str) -> tuple[float, list
     return module.lr, [weight.norm().item() for _, weight in trainer.strategy.whole_parameters()]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "options", "world_size"),
     [("zero2", {}, 2), ("hybrid", {"pipeline": 2, "shard": 2}, 4)],

@@ -147,13 +147,14 @@ def check(records: list[Record], reference: Record, tolerance: float = TOLERANCE
         assert differences(record, reference, tolerance) == []
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "clip", "accumulation"), [(2, 0.05, 1), (2, 0.05, 3), (4, None, 3)])
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_the_gradient_of_one_process(ranks, strategy, world, clip, accumulation):
     check(ranks(train, world, strategy, accumulation, gradient_clip_val=clip), one_process(clip=clip))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("variant", ["nll", "spatial", "linear", "weighted", "smooth", "watched", "imported"])
 def test_tokens_are_counted(variant, accumulation):
@@ -172,6 +173,7 @@ def test_the_loss_of_one_process():
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_scaled_gradients_of_fp16(ranks, strategy):
     records = ranks(train, 2, strategy, 3, precision="16-mixed", gradient_clip_val=0.05)
@@ -179,6 +181,7 @@ def test_scaled_gradients_of_fp16(ranks, strategy):
     check(records, one_process(clip=0.05), 0.02)
 
 
+@pytest.mark.thorough
 def test_offloaded_state(ranks):
     for stage, offload in (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")):
         check(ranks(train, 2, stage, 3, options={"offload": offload}), one_process())

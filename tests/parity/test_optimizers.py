@@ -35,7 +35,7 @@ REFUSED = {
 ZERO: Mapping[str, Mapping[str, Any]] = {"zero1": {}, "zero2": {"offload": "optimizer"}, "zero3": {}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", [*ZERO, "tensor"])
 def test_equal_on_two_ranks(ranks: Ranks, strategy: str) -> None:
     """With accumulation under ZeRO, so that an owner steps with the gradient of all micro-batches."""
@@ -61,6 +61,7 @@ def test_equal_on_four_ranks(ranks: Ranks, options: dict[str, Any], optimizers: 
     assert_layouts(ranks, 4, [replace(case, optimizer=name) for name in optimizers])
 
 
+@pytest.mark.thorough
 def test_experts(ranks: Ranks) -> None:
     """Experts are shared by other ranks than the rest."""
     cases = [LayoutCase("mixtral", {"expert": 2}, optimizer=name) for name in ("lars", "adafactor")]
@@ -175,6 +176,7 @@ def _weighed(strategy: str, options: dict[str, Any]) -> tuple[int, int, int]:
     return weigher.held, sum(sizes), max(sizes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "size", "options"), [("zero3", 2, {}), ("hybrid", 4, {"tensor": 2, "shard": 2})])
 def test_bytes_of_state(ranks: Ranks, strategy: str, size: int, options: dict[str, Any]) -> None:
     """Each rank holds the state of its own parameters: each state once, at most a share plus one parameter."""

@@ -75,7 +75,7 @@ def train_in(strategy: str, precision: str, accumulation: int) -> dict[str, Any]
 ON_FOUR = list(zip(STRATEGIES, itertools.cycle(PRECISIONS[1:] + PRECISIONS[:1]), strict=False))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("ranks_used", "strategy", "precision"),
     [*itertools.product([2], STRATEGIES, PRECISIONS), *((4, *pair) for pair in ON_FOUR)],
@@ -97,7 +97,7 @@ def test_every_precision_under_every_strategy(ranks, strategy, precision, ranks_
         assert found["losses"][-1] < found["losses"][0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "precision"), [("zero1", "bf16-mixed"), ("zero3", "16-mixed")])
 def test_eight_ranks(ranks, strategy, precision):
     for found in ranks(train_in, 8, strategy, precision, 1, timeout=240):

@@ -139,6 +139,7 @@ def assert_resumes(
 POINTS = [("batch", 4), ("batch", 6), ("validation", 6), ("epoch", 6), ("batch", 12), ("epoch", 12)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("hook", "after"), POINTS)
 def test_a_scheduler_on_a_plateau_and_early_stopping(tmp_path: Path, hook: str, after: int) -> None:
     """Both depend on values logged before the run was saved."""
@@ -159,6 +160,7 @@ def test_validation_within_an_epoch_comes_once(tmp_path: Path, hook: str, after:
     assert_resumes(str(tmp_path / "state"), hook, after, "plateau epoch val", val_check_interval=2, max_steps=9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("hook", "after"), [("batch", 9), ("epoch", 12)])
 def test_averaging_of_weights_within_an_epoch(tmp_path: Path, hook: str, after: int) -> None:
     watchers: Callable[[], list[Any]] = lambda: [  # noqa: E731
@@ -221,6 +223,7 @@ def _record(state: Path) -> str:
     return next(name for name in zipfile.ZipFile(state).namelist() if name.endswith("state.json"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("before", "after", "most_logged"), [(1, 2, 256), (2, 1, 256), (2, 2, 256), (2, 1, 1), (2, 2, 1)]
 )

@@ -132,7 +132,7 @@ def start(ranks: Any, place: Place, *arguments: Any) -> list[Record]:
     return ranks(fit, place.ranks, place, *arguments, init_group=place.ranks > 1, timeout=120)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("written", "read"), MOVES)
 def test_resumed_under_another_layout(ranks, saved, uninterrupted, written, read):
     _, checkpoint = saved.run(written)
@@ -144,7 +144,7 @@ def test_resumed_under_another_layout(ranks, saved, uninterrupted, written, read
                 assert (record.parameters[name] - value).norm() <= 1e-4 * value.norm() + 1e-6, name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", [p for p in PLACES.values() if p.ranks < 8], ids=lambda place: place.name)
 def test_resumed_under_the_same_layout_to_the_bit(ranks, saved, place):
     whole, checkpoint = saved.run(place)
@@ -155,6 +155,7 @@ def test_resumed_under_the_same_layout_to_the_bit(ranks, saved, place):
             assert torch.equal(found.parameters[name], value), name
 
 
+@pytest.mark.thorough
 def test_experts(ranks, tmp_path):
     alone = Place("single", 1, "single", network="mixtral")
     spread = Place("expert-2", 2, options={"expert": 2}, network="mixtral")

@@ -148,7 +148,7 @@ def test_shards_under_a_hybrid(ranks: Any, reference: Any) -> None:
         assert result["predicted"] == alone["predicted"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("splits", "workers"), [(False, 2), (True, 0)])
 def test_streams_under_a_hybrid(ranks: Any, splits: bool, workers: int) -> None:
     results = ranks(read, 4, "hybrid", ON_FOUR, Stream, splits, 2, workers)
@@ -178,6 +178,7 @@ def split_by_rank() -> DataLoader:
     return DataLoader(data, batch_size=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "strategy", "loader", "message"),
     [

@@ -124,7 +124,7 @@ def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str,
     return record, module.seen, state
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_hooks(ranks, reference, layout):
     network = "mixtral" if layout == "expert" else "gpt-small"
@@ -245,6 +245,7 @@ def run(layout: str, kind: type[LanguageModel]) -> Record:
     return fit(layout, kind())[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "kind"), EQUAL)
 def test_in_the_step(ranks, reference, layout, kind):
     expected = reference(run, "single", kind)

@@ -60,7 +60,7 @@ def measure(network: str, options: dict[str, Any]) -> tuple[_Held, list[_Held]]:
     return recorder.held, [(each.parameters, each.gradients, each.optimizer or 0) for each in computed]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ranks_used", "network", "options"), CASES)
 def test_computed_bytes_are_held_by_ranks(ranks, ranks_used, network, options):
     for rank, (held, computed) in enumerate(ranks(measure, ranks_used, network, options, timeout=90)):
@@ -90,7 +90,7 @@ def largest_held(options: dict[str, Any]) -> tuple[int, int]:
     return most[0], sum(p.numel() for p in whole.parameters())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", [{"pipeline": 2, "shard": 2}, {"tensor": 2, "shard": 2}, {"pipeline": 2, "tensor": 2}]
 )
@@ -117,6 +117,7 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("words", "part"), [
     (["recipe=gpt", "strategy=tensor", "devices=5"], "cannot be split into 5"),
     (["recipe=gpt", "-m"], "--multirun with layout"),

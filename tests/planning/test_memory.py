@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, LayoutCase]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CASES))
 def test_predicted_memory(ranks, name):
     world_size, case = CASES[name]
@@ -75,6 +75,7 @@ STATES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("network", "world_size", "options"), STATES)
 def test_state_equals_layout_report(network, world_size, options):
     found = predictor(network, 9)

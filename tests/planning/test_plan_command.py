@@ -24,6 +24,7 @@ from trainwright.planning.report.table import cells_of, command_of, print_plan
 FEW = ("recipe=gpt", "devices=2", "device=cpu", "accelerator=cpu", "global_batch_size=7")
 
 
+@pytest.mark.thorough
 def test_tables_are_not_truncated_without_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     print_plan(planned(*FEW), console)

@@ -29,6 +29,7 @@ def test_profiles() -> None:
                       "within": {"latency": 0, "bandwidth": -1}, "across": {"latency": 0, "bandwidth": 1}})  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("words", "gpu", "expected"), [
     ((), None, None),
     ((), "Unheard-of 9000", None),

@@ -68,6 +68,7 @@ def test_refusals_are_those_of_a_run() -> None:
         assert any(each.reason in problem for problem in problems), (each, problems)
 
 
+@pytest.mark.thorough
 def test_refusal_for_memory() -> None:
     found = planned("recipe=gpt", "size=7b", "module.meta=true", "devices=2", "device=l40s", "precision=bf16-mixed")
     (ddp,) = (each for each in found.refused if each.what.startswith("ddp"))

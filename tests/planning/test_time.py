@@ -25,6 +25,7 @@ def test_seconds_of_collectives_and_bubbles() -> None:
     assert bubble_of("1f1b", 1, 1, 1.0, 2.0) == 0.0
 
 
+@pytest.mark.thorough
 def test_launches_of_operations() -> None:
     """Added to compute on a CPU; on a GPU only if launches take longer than compute."""
     words = ("recipe=gpt", "accelerator=cpu", "device=cpu", "global_batch_size=8", "micro_batch_size=1")

@@ -83,7 +83,7 @@ LAYOUTS: tuple[tuple[dict[str, Any], int | None], ...] = (
 )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("packed", "options", "times"),
     [(packed, *layout) for packed in (False, True) for layout in LAYOUTS if not packed or layout[0] is not RING],

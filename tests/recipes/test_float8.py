@@ -49,6 +49,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [{"stage": 1}, {"stage": 3}, {"tensor": 2, "shard": 1}, {"pipeline": 2, "shard": 1}, {"context": 2, "shard": 1}],
@@ -67,6 +68,7 @@ def test_tensorwise_scales_of_parts_are_refused_as_inexact(ranks: Any, folder: s
         ranks(losses, 2, folder, {"context": 2, "shard": 1}, "tensorwise")
 
 
+@pytest.mark.thorough
 def test_deferred_builds_begin_with_the_same_weights(ranks: Any, folder: str) -> None:
     first, deferred = (ranks(losses, 2, folder, {"stage": 3}, "rowwise", meta)[0][0] for meta in (False, True))
     assert first == pytest.approx(deferred, rel=0.05)  # other draws of the same distribution

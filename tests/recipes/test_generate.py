@@ -115,7 +115,7 @@ def predicted(
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", CACHED)
 def test_greedy_equals_transformers(ranks: Ranks, kind: str) -> None:
     alone, layouts = of_transformers(kind), TWO + MORE.get(kind, [])
@@ -125,6 +125,7 @@ def test_greedy_equals_transformers(ranks: Ranks, kind: str) -> None:
         assert dict(zip(map(str, layouts), found, strict=True)) == dict.fromkeys(map(str, layouts), alone)
 
 
+@pytest.mark.thorough
 def test_hybrid_layouts_equal_transformers(ranks: Ranks) -> None:
     assert ranks(predicted, 4, "llama", FOUR, GREEDY, timeout=90) == [[of_transformers("llama")] * len(FOUR)] * 4
 
@@ -149,7 +150,7 @@ def test_end_tokens(ranks: Ranks) -> None:
     assert ranks(predicted, 2, "llama", layouts, GREEDY, ends, timeout=90) == [[alone] * 2] * 2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_samples_equal_one_process(ranks: Ranks, kind: str) -> None:
     (alone,) = predicted(kind, [("single", {})], SAMPLED)

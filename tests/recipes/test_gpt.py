@@ -82,6 +82,7 @@ def deferred_fit(strategy: str, folder: str, meta: bool) -> list[float]:
     return [round(value, 4) for value in torch.cat(trainer.predict(module, data)).tolist()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], strategy: str) -> None:
     both = ranks(deferred_fit, 2, strategy, str(text.parent), True)

@@ -25,6 +25,7 @@ PARAMETERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("size", "parameters"), PARAMETERS.items())
 def test_sizes_have_the_parameters_of_their_names(size: str, parameters: float) -> None:
     with torch.device("meta"):

@@ -105,6 +105,7 @@ def test_principal_components_have_the_same_fitted_values() -> None:
     assert torch.allclose(inputs.T @ inputs / len(inputs), torch.eye(10, dtype=inputs.dtype))
 
 
+@pytest.mark.thorough
 def test_coefficients_of_a_sharded_model(ranks: Callable[..., list[Any]]) -> None:
     for result in ranks(fit, 2, "zero3", 225, 200):
         assert result["test"]["distance_to_closed_form"] < 1e-4

@@ -152,6 +152,7 @@ def fitted(strategy: str, folder: str, micro: int, meta: bool = False) -> float:
     return float(torch.cat(trainer.predict(module, data)).mean())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "micro"), [("ddp", 8), ("zero3", 4)])
 def test_every_strategy_trains_as_one_process(text, ranks, strategy, micro):
     (alone,) = ranks(fitted, 1, "single", str(text.parent), 16, init_group=False)

@@ -99,6 +99,7 @@ def test_valid_ones_are_read(kind: str, tmp_path: Path) -> None:
                 reader(str(path))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_junk_under_valid_hashes(kind: str, tmp_path: Path) -> None:
     """470 attempts in all, seeded: one to three values exchanged, removed, moved or renamed. Each is given to a reader

@@ -205,6 +205,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return good_files(tmp_path_factory.mktemp("good") / "good.ckpt")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("form", range(len(FORMS)))
 def test_what_a_checkpoint_holds_is_not_interpolated(good: dict[str, bytes], tmp_path: Path, form: int) -> None:
     """Twelve configurations in a made-up checkpoint, each through five doors: sixty attempts to learn a variable, to

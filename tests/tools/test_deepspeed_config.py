@@ -139,7 +139,7 @@ def test_other_keys_are_listed_without_values(path: str) -> None:
     assert "do-not-show-me" not in report.to_text() + json.dumps(report.to_dict())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_reports_are_complete(file: Path) -> None:
     result = composed(file, f"recipe={'moe' if file.stem == 'moe' else 'gpt'}")

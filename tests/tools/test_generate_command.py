@@ -34,6 +34,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_one_and_two_processes_generate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = write_text(tmp_path)
     monkeypatch.chdir(tmp_path)

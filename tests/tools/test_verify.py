@@ -283,6 +283,7 @@ def test_report() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

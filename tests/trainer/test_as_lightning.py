@@ -87,6 +87,7 @@ class Late(Module):
             self.layer = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [None, "zero3", "pipeline", "diloco", "parameter_server"])
 def test_notebook_forks(notebook: None, tmp_path: Path, strategy: str | None) -> None:
     """The parent has used several threads before, and gets the trained weights under each layout."""

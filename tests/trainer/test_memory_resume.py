@@ -43,7 +43,7 @@ def check_equal(result: dict[str, Any]) -> None:
         assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_resume_is_exact(ranks, place):
     for result in ranks(go_on, PLACES[place][2], place, 0.3):

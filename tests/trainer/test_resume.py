@@ -66,6 +66,7 @@ def fit(strategy: str, folder: Path, max_steps: int, ckpt_path: str | None = Non
     return {"began": module.began, "from": trainer.ckpt_path, "warned": warned, "error": error}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
 @pytest.mark.parametrize("word", [LAST, AUTO])
 def test_newest_good_checkpoint(ranks, tmp_path, strategy, count, word):

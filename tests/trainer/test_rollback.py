@@ -88,7 +88,7 @@ def test_rollback_within_epoch(ranks, place):
         assert result["hooks"][0] == result["hooks"][1]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "held_at"), [  # within an epoch, and at its end
     ("zero3", 3), ("single", 5), ("pipeline x shard", 5),
 ])  # fmt: skip
@@ -100,7 +100,7 @@ def test_rollback_across_epochs(ranks, place, held_at):
         assert after == [*before[:4], "epoch 0 end", "epoch 1 start", *before[4:]]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [
     {"loader": {"num_workers": 2}},
     {"loader": {"num_workers": 1, "persistent_workers": True}},
@@ -114,7 +114,7 @@ def test_rollback_with_options(ranks, options):
         check_undisturbed(result, 3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("count", "loader"), [
     (2, {"kind": "stream", "num_workers": 1}), (2, {"kind": "shards", "num_workers": 2}),
     (2, {"kind": "shards", "num_workers": 1, "persistent_workers": True}),
@@ -183,6 +183,7 @@ def skip_and_resume(place: str, folder: str, save_at: int) -> Any:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "save_at"), [("zero3", 3), ("single", 5)])  # before and after the skipped samples
 def test_resume_with_skipped_samples(ranks, tmp_path, place, save_at):
     for result in ranks(skip_and_resume, PLACES[place][2], place, str(tmp_path), save_at):
@@ -225,7 +226,7 @@ def drop(place: str, at: int, **options: Any) -> Any:
     }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "options"), [
     ("single", {}), ("ddp", {}), ("zero2", {}), ("zero3", {}), ("pipeline x shard", {}),
     ("single", {"profiler": "simple"}), ("single", {"precision": "16-mixed"}), ("zero3", {"precision": "16-mixed"}),

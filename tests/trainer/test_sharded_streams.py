@@ -94,7 +94,7 @@ def write(folder: Path, kind: str) -> None:
     WRITE[kind](folder)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", WRITE)
 def test_resume_on_any_ranks_and_workers(ranks, tmp_path, kind):
     folder = tmp_path / kind
@@ -120,6 +120,7 @@ def test_resume_on_any_ranks_and_workers(ranks, tmp_path, kind):
     assert found[-1][1] == pytest.approx(-sum(sum(step) / len(step) for step in means.values()), rel=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["map", "tar"])
 def test_resume_is_exact(ranks, tmp_path, kind):
     folder, save = tmp_path / kind, str(tmp_path / "run.ckpt")

@@ -25,9 +25,9 @@ FAMILIES = ("families", "pictures")
 def sample() -> dict[tuple[str, str], dict[str, bool]]:
     """Return the cells to train: ``(theme, row) -> {layout: with certificate}``.
 
-    All of them with ``ZOO=all``. Otherwise one layout of every family and of every sixth other row, drawn with a fixed
-    seed: the layout and kind of outcome that was drawn least so far. A certificate takes longer than the steps: it is
-    on where it may be what refuses, and once per layout.
+    All of them with ``ZOO=all``. Otherwise one layout of every family and of every eighth other row, drawn with a
+    fixed seed: the layout and kind of outcome that was drawn least so far. A certificate takes longer than the steps:
+    it is on where it may be what refuses, and once per layout.
     """
     table = [(theme, row) for theme in THEMES for row in rows(theme)]
     if ALL:
@@ -39,7 +39,7 @@ def sample() -> dict[tuple[str, str], dict[str, bool]]:
     families = [(theme, row) for theme, row in table if theme in FAMILIES]
     drawn: Counter[tuple[str, bool]] = Counter()
     found = {}
-    for theme, row in [*others[: len(others) // 6], *families]:
+    for theme, row in [*others[: len(others) // 8], *families]:
         trains = {layout: OUTCOMES[theme][row.name][layout] == "equal" for layout in row.layouts}
         layout = min(trains, key=lambda each: (drawn[each, trains[each]], has[each]))
         found[theme, row.name] = {layout: not trains[layout] or not drawn[layout, True]}

@@ -140,7 +140,7 @@ def assert_undisturbed(expected: tuple[dict[int, float], dict[str, Tensor]], fou
     assert all(torch.equal(found["parameters"][name], value) for name, value in parameters.items())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "step", "factor"), [  # within an epoch, and across its end
     ("single", 7, math.nan), ("ddp", 4, 1e4), ("zero3", 4, math.nan), ("zero3", 7, 1e4),
     ("pipeline x shard", 4, math.nan), ("pipeline x shard", 7, 1e4),
@@ -242,6 +242,7 @@ def test_back_steps(ranks):
     assert "Rolling back to step 5 in memory" in found["said"][0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [
     {"val_check_interval": 3, "limit_val_batches": 1},
     {"gradient_clip_val": 0.5},
@@ -264,7 +265,7 @@ def _average() -> Any:
     return pl.callbacks.EMAWeightAveraging(decay=0.5)  # at the end the module has the averaged weights
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["single", "zero3"])
 def test_weight_averages_are_rolled_back(ranks, place):
     for expected, found in ranks(averaged, PLACES[place][2], place, {}, {"step": 7}):
@@ -292,6 +293,7 @@ def test_fp16_scaler_overflow_is_no_fault(ranks):
     assert found["step"] == STEPS
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["single", "zero3"])
 def test_bad_loss_with_fp16_scaler(ranks, place):
     for found in ranks(guarded, PLACES[place][2], place, {}, {"step": 5}, precision="16-mixed"):

@@ -73,7 +73,7 @@ class FlipAfterGradients(Callback):
             self.fault.strike(trainer, pl_module)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", MAJORITIES)
 def test_flipped_bit_is_reported_and_repaired(ranks: Any, layout: str) -> None:
     world_size = MAJORITIES[layout][2]
@@ -97,7 +97,7 @@ def undisturbed(layout: str) -> tuple[list[Any], int | None, int]:
     return check.found, check.equal_at, shared
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", EQUAL)
 def test_no_false_positives(ranks: Any, layout: str) -> None:
     for found, equal_at, shared in ranks(undisturbed, EQUAL[layout][2], layout):

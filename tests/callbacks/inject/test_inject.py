@@ -237,6 +237,7 @@ def poisoned(strategy: str, where: str, parameter: str | None) -> tuple[list[tup
     return seen.losses, gradients.bad
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nan_loss(ranks: Any, strategy: str) -> None:
     results = ranks(poisoned, 2, strategy, "loss", None)
@@ -247,6 +248,7 @@ def test_nan_loss(ranks: Any, strategy: str) -> None:
     assert len(results[0][1][1]) > 10  # every parameter
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nan_gradient(ranks: Any, strategy: str) -> None:
     name = "net.blocks.3.attention.out.weight"
@@ -349,6 +351,7 @@ def flipped(strategy: str) -> dict[str, int]:
     return {key: count for key, count in different.items() if count}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_flip_changes_one_weight_of_one_rank(ranks: Any, strategy: str) -> None:
     untouched, touched = ranks(flipped, 2, strategy)
@@ -421,6 +424,7 @@ def test_full_disk(ranks: Any, asynchronous: bool, at_step: int, saved: list[int
     assert firings(0) == firings(1) == {f"full_disk(at_step={at_step})": 1}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("step", [2, 6])
 def test_corrupt_checkpoint(ranks: Any, step: int, asynchronous: bool) -> None:

@@ -111,6 +111,7 @@ def _problems(conf: Path, *words: str, verb: str = "fit") -> str:
     return "\n".join([*result.problems, *run.plan(result.cfg, verb)[1]])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("words", "verb", "parts"), [
     (["+inject=kill(rank=2, at_step=1)"], "fit", ["2 rank(s), so there is no rank 2", "devices=3"]),
     (["+inject=partition([1, 5], 1)"], "fit", ["no rank 5"]),

@@ -39,7 +39,7 @@ def saved(path, network, **about):
     return str(path)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("adapter", "strategy", "options"), [
     ("lora", "zero3", None), ("dora", "zero3", None), ("ia3", "zero3", None),
     ("lora", "hybrid", {"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}),

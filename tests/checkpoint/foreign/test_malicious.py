@@ -140,6 +140,7 @@ def try_door(door: str, path: str | Path, touch: Path) -> Exception | None:
     return error
 
 
+@pytest.mark.sample(10)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("door", DOORS)
 def test_files(tmp_path, touch, door):
@@ -170,6 +171,7 @@ def try_loading(path: Path, load: Callable[[bytes], Any] | None) -> None:
         return
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("door", WEB_DOORS)
 def test_files_of_a_web_server(tmp_path, touch, door):
@@ -284,7 +286,7 @@ def forgeries(folder: Path, touch: Path, good: dict[str, bytes]) -> dict[str, Pa
     return found
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("door", DOORS)
 def test_forged_run_states(tmp_path, touch, good, door):
     for name, path in forgeries(tmp_path, touch, good).items():

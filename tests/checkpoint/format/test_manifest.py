@@ -46,6 +46,7 @@ def test_intact_checkpoint(checkpoint):
     assert verify(checkpoint) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("file", WRITERS)
 def test_any_flipped_bit_is_found(checkpoint, file):
     draw = random.Random(file)

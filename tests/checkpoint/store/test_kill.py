@@ -77,6 +77,7 @@ def resume(child):
     os.waitpid(child.pid, os.WUNTRACED)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("renames", [1, 2, 3, 5])
 def test_reader_overtaken_by_renames_finds_a_checkpoint(tmp_path, monkeypatch, renames):
     monkeypatch.setattr(local_files, "_RETRY_SECONDS", 0)

@@ -166,6 +166,7 @@ def test_trains_as_one_process(ranks: Any, reference: Any, folder: Path, strateg
     assert [each["bytes"] for each in found] == pytest.approx([held] * 2, abs=14 * 36 if strategy == "zero3" else 0)
 
 
+@pytest.mark.thorough
 def test_resumes_under_another_strategy_and_exports(ranks: Any, reference: Any, folder: Path, tmp_path: Path) -> None:
     import peft
     import transformers

@@ -35,7 +35,7 @@ def losses(folder: str, meta: bool | str) -> list[float]:
     return [float(each.sum()) for each in trainer.predict(module, data.val_dataloader())]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_modules_are_copied_when_ranks_read_parts(
     tmp_path: Path, ranks: Callable[..., list[Any]], tied: bool
@@ -99,6 +99,7 @@ def test_id_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found == wanted
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [([], "module.allow_download=true to download"), (["module.allow_download=true"], "HF_HUB_OFFLINE")],

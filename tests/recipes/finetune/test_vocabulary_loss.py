@@ -70,7 +70,7 @@ def test_layouts(ranks: Callable[..., list[Any]], layout: str) -> None:
     compared(ranks, layout)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "kind", "adapter"),
     [("zero3", FineTuneModule, LORA), ("tensor", PreferenceModule, None), ("pipeline", PreferenceModule, LORA)],

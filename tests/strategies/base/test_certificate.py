@@ -96,7 +96,7 @@ def run_with(fault: str, certificate: str) -> list[float]:
         return run(LayoutCase(network, {**options, "certificate": certificate}, steps=1)).losses
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_refuses_wrong_layouts(ranks: Any, fault: str) -> None:
     """On every rank, with what differs and what to type, before a weight changes."""
@@ -114,6 +114,7 @@ def losses_with(options: dict[str, Any]) -> list[float]:
     return run(LayoutCase("gpt", {**options, **ON}, steps=1)).losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [{"stage": 3, "reduce_dtype": "bf16"}, {"pipeline": 2, "shard": 1, "stage_dtype": "bf16"}], ids=str
 )

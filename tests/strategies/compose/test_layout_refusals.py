@@ -74,7 +74,7 @@ def problems_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("words", "parts"), REFUSED)
 def test_refused(words: list[str], parts: list[str], conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = [] if words[0].startswith("recipe=") else ["recipe=gpt"]

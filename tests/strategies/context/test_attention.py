@@ -80,6 +80,7 @@ def whole(part: torch.Tensor, order: SequenceOrder) -> torch.Tensor:
     return order.whole(parts, 2)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("world_size", "balance"), [(2, True), (4, True), (2, False)])
 def test_attention_matches_one_process(ranks, method, world_size, balance):

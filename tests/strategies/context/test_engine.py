@@ -138,6 +138,7 @@ def assert_as_one_process(results: list[Any], model: str) -> None:
             assert error < 1e-5, f"{name}: {error}"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("model", "world_size"), [("gpt", 2), ("gpt", 4), ("padded-llama", 2), ("encoder", 2)])
 @pytest.mark.parametrize("method", METHODS)
 def test_trains_like_one_process(ranks, model, world_size, method):

@@ -155,6 +155,7 @@ def split_training(model: str, outputs: bool) -> tuple[float, dict[str, torch.Te
     return loss.item(), gradients, largest.rows
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", ["gpt", "llama", "padded-llama", "encoder"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_trains_like_one_process_with_split_logits(ranks, model, world_size):

@@ -36,7 +36,7 @@ def test_prefetch_matches_one_process(ranks):
             assert differences(record, expected) == [], options
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "options", "world"), [
     ("gpt2", {"pipeline": 2, "shard": 2, "schedule": "interleaved_1f1b", "micro_batches": 4}, 4),
     ("mixtral", {"expert": 2}, 2),

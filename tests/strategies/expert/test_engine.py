@@ -186,6 +186,7 @@ def compare(results: list[dict[str, Any]], alone: tuple[list[Tensor], list[Tenso
 EXACT = {"rtol": 1e-5, "atol": 2e-6}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_matches_one_process(ranks, kind, world_size):

@@ -48,7 +48,7 @@ def test_diloco_matches_the_paper(ranks: Any, kind: str) -> None:
         assert all((each.validated[0][name] == seen[0].validated[0][name]).all() for name in each.final)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["one rank", "zero3", "pipeline"])
 def test_streaming_matches_the_paper(ranks: Any, kind: str) -> None:
     world, layout = REPLICAS[kind]

@@ -42,7 +42,7 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda value: " ".join(value) if value else None)
 def test_composition_errors(tmp_path, overrides, parts):
     cfg = compose("gpt", ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", *overrides])
@@ -56,6 +56,7 @@ def test_valid_configurations(tmp_path: Any) -> None:
     assert "automatic_optimization" in next(LocalSGDOptions().module_problems(PlannedRun(cfg), Manual))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "option"), [("bf16", {}), ("topk", {"ratio": 0.01}), ("powersgd", {"rank": 4})])
 def test_group_compression_applies_to_outer_gradients(tmp_path, name, option):
     overrides = ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", "strategy=diloco", f"compression={name}"]
@@ -71,6 +72,7 @@ def test_group_compression_applies_to_outer_gradients(tmp_path, name, option):
 _AS_LOCAL_SGD = ["strategy.outer_lr=1", "strategy.outer_momentum=0", "strategy.outer_nesterov=false"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("overrides", "is_refused"), [
     (["strategy=diloco"], True),
     (["strategy=diloco", "strategy.sync_every=1"], True),

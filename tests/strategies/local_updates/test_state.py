@@ -51,7 +51,7 @@ def run(path: str, strategy: str, options: dict[str, Any], **more: Any) -> tuple
     return seen, [str(each.message) for each in told]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", list(CASES))
 def test_resume_between_synchronizations_is_bit_exact(ranks: Any, tmp_path: Path, case: str) -> None:
     world, strategy, options = CASES[case]
@@ -85,7 +85,7 @@ def train_and_save(path: str, strategy: str, options: dict[str, Any]) -> None:
     fit(strategy, options, steps=SAVED, optimizer="adamw", callbacks=[SavingTwice(path)])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["local_sgd", "streaming zero3"])
 def test_save_after_fit(ranks: Any, tmp_path: Path, case: str) -> None:
     """Like ``trainer.save_checkpoint(...)`` after ``trainer.fit(...)``: both states have the means."""
@@ -132,7 +132,7 @@ def parameters_at_start(path: str, strategy: str, options: dict[str, Any]) -> tu
     return found["weights"], found["outer"], [str(each.message) for each in told]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("move", list(MOVES))
 def test_other_strategies_resume_from_the_means(ranks: Any, tmp_path: Path, move: str) -> None:
     written, read, told = MOVES[move]

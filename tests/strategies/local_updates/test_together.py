@@ -139,6 +139,7 @@ def watched(strategy: str, options: dict[str, Any]) -> tuple[int | None, int]:
     return check.equal_at, len(check.found)
 
 
+@pytest.mark.thorough
 def test_replica_check_compares_synchronized_state(ranks: Any) -> None:
     assert ranks(watched, 2, "diloco", {"sync_every": 3}) == [(4, 0)] * 2
     assert ranks(watched, 4, "local_sgd", {"sync_every": 3, "tensor": 2}) == [(4, 0)] * 4
@@ -176,7 +177,7 @@ def guarded(policy: str, strategy: str, options: dict[str, Any]) -> Any:
     return whole, fit(strategy, options, steps=8, callbacks=[spoil, guard]), spoil.backs
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", list(GUARDED))
 def test_replicas_roll_back_together(ranks: Any, kind: str) -> None:
     # From a snapshot after the fifth step, with an average in flight.

@@ -136,6 +136,7 @@ def state(path: str | None, options: dict[str, Any], steps: int, save: str | Non
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
+@pytest.mark.thorough
 def test_run_states_move_to_and_from_other_strategies(ranks):
     own, beside, ddp = {"servers": 1, **OWN}, {"servers": 2}, {"strategy": "ddp"}
     whole = ranks(state, 2, None, ddp, 8, None)[0]

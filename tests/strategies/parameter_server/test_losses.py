@@ -71,6 +71,7 @@ def serve(rules: dict[str, Any]) -> Any:
     return ends, results, server.services.largest_spread
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rules", [
     {"consistency": "sync"}, {"consistency": "ssp", "staleness": 2}, {"consistency": "async"},
 ], ids=lambda rules: rules["consistency"])  # fmt: skip

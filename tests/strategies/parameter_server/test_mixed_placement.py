@@ -150,6 +150,7 @@ def across() -> Any:
     return results
 
 
+@pytest.mark.thorough
 def test_run_states_move_between_mixed_placement_and_ddp(ranks):
     for results in ranks(across, 2):
         whole = results.pop("whole")

@@ -54,6 +54,7 @@ def evaluated(schedule: str, style: str, blocks: int) -> Any:
     return worst
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "schedule", "style", "blocks"), [
     (2, "1f1b", "tensor", 3), (2, "interleaved_1f1b", "dict", 4), (2, "zbv", "tuple", 5),
     (4, "interleaved_1f1b", "tensor", 8),

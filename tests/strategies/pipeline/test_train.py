@@ -50,6 +50,7 @@ def check(results: list[Any]) -> None:
         assert gradient_error < 1e-6
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("schedule", ALL)
 def test_schedules_match_one_process(ranks: Ranks, schedule: str) -> None:
     check(ranks(errors, 2, schedule, 5, 4, [(8, 6), (7, 5), (8, 6)], {}, timeout=60))

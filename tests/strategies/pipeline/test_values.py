@@ -182,7 +182,7 @@ def compared(name: str, schedule: str) -> tuple[float, float, float]:
     )
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 @pytest.mark.parametrize("name", [*MODELS])
 def test_values_are_sent_to_the_stages_that_use_them(ranks: Ranks, name: str, schedule: str) -> None:

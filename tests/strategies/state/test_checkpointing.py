@@ -160,7 +160,7 @@ def fit_and_resume(strategy: str, options: dict[str, Any], folder: str, step: in
     return whole.losses[step:], again.losses, equal
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", [3, 8])  # mid-epoch, and at the end of an epoch
 @pytest.mark.parametrize(("strategy", "options", "size"), [("single", {}, 1), *((*two, 2) for two in TWO)])
 def test_random_numbers_resume_exactly(ranks, tmp_path, strategy, options, size, step):

@@ -246,6 +246,7 @@ def encoder_differences(kind: str, sequence: bool) -> dict[str, dict[str, float]
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["first", "first norm whole", "second"])
 def test_torch_encoder(ranks, kind):
     for sequence, world_size in ((False, 4), (True, 2)):

@@ -171,6 +171,7 @@ def test_other_run_directory_resumes_runs_of_checkpoint(tmp_path: Path) -> None:
     assert kept["wandb"]["id"] == three.id
 
 
+@pytest.mark.thorough
 def test_unavailable_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that refuse connections, then an invalid store; each is reported once."""
     conf = write_recipe(tmp_path, "tiny", RECIPE)

@@ -22,6 +22,7 @@ def resume_compressed(place: str) -> dict[str, Any]:
     return go_on(place, 0.3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", COMPRESSED)
 def test_resume_is_bit_exact(ranks: Any, place: str) -> None:
     for result in ranks(resume_compressed, COMPRESSED[place][2], place):

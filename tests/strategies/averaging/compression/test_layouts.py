@@ -75,6 +75,7 @@ def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count here")
 @pytest.mark.parametrize("count", [2, 3])
 def test_sent_bytes_match_the_kernel(ranks: Any, count: int) -> None:

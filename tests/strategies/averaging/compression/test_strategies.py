@@ -109,6 +109,7 @@ def some_and_all(layouts: list[str]) -> dict[str, tuple[Record, ...]]:
     return results
 
 
+@pytest.mark.thorough
 def test_zero1_and_zero2(ranks: Any) -> None:
     """Replicas with slices of a flat gradient, as stage 3 has shards."""
     results = ranks(some_and_all, 4, ["zero1", "zero2"])
@@ -205,7 +206,7 @@ def resumed(
     return whole, interrupted(strategy, options, choice, END, None, f"{folder}/step={SAVED_AT}.ckpt")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "name", "more"), [
     ("ddp", "topk", WARM),
     ("ddp", "onebit", {}),
