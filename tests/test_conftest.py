@@ -48,7 +48,7 @@ def test_folder(tmp_path):
 """
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("test", "message"),
     [

@@ -88,6 +88,7 @@ def sharded(path):
     return gradients("tensor", path)
 
 
+@pytest.mark.thorough
 def test_the_peers_train_as_one_process_does(ranks, tmp_path):
     """A peer that trains something else would be no measure of speed."""
     path = text(tmp_path)

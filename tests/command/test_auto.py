@@ -215,7 +215,7 @@ def test_refused(words: Sequence[str], reason: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [["strategy=zero2", "devices=2"], ["strategy=pipeline", "devices=2"]])
 @pytest.mark.usefixtures("here")
 def test_largest_fitting_micro_batch(words: Sequence[str], tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_host_peak() -> None:
     assert host_peak() >= 256 * MIB
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_probed_run_equals_the_explicit_one(tmp_path: Path) -> None:
     """One of two ranks runs out of memory with the predicted size, which must leave no trace."""

@@ -105,7 +105,7 @@ def test_blocks_are_seen() -> None:
 # ---- shell ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("page", having(*SHELL))
 def test_commands(page: str, reader: Callable[[str], Path]) -> None:
     folder = reader(page)

@@ -236,7 +236,7 @@ TRAVELS = probability_sent(4, 2, RANKS)
 PART = 2 * 32 * 4
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "row", "method", "length", "values"),
     [

@@ -143,7 +143,7 @@ def diagnosis_of(
     return lambda name: futures[name].result()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", HANGS)
 def test_a_hang_is_diagnosed(diagnosis_of: Callable[[str], tuple[DiagnosedHang | None, str]], name: str) -> None:
     hang, (found, printed) = HANGS[name], diagnosis_of(name)
@@ -169,6 +169,7 @@ def test_a_call_of_another_size_which_ends_a_rank(pool: RankPool, tmp_path: Path
     )
 
 
+@pytest.mark.thorough
 def test_a_rank_that_saves_is_no_hang(pool: RankPool, tmp_path: Path) -> None:
     """The other one waits for it, longer than for anything before."""
     with Ranks(hanging.saving_slowly, (3.0,), tmp_path, 2, LIMITS) as ranks:

@@ -60,7 +60,7 @@ def test_a_killed_worker_is_replaced_while_the_others_continue(
     assert all(bool(tensor.isfinite().all()) for tensor in weights)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rank", "how"),
     [

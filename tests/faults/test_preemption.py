@@ -100,7 +100,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "count", "options"), LAYOUTS, ids=[layout[0] for layout in LAYOUTS])
 def test_a_signal_to_one_rank_ends_all_and_they_resume(
     ranks: Callable[..., list[Any]], tmp_path: Path, strategy: str, count: int, options: dict[str, Any]
@@ -520,6 +520,7 @@ def test_a_run_is_saved_when_its_output_pipe_is_closed(conf: Path) -> None:
     assert len(saved_steps()) == 1
 
 
+@pytest.mark.thorough
 def test_a_save_that_takes_too_long_is_given_up(conf: Path) -> None:
     words = training(
         conf,

@@ -33,7 +33,7 @@ def undisturbed(conf: Path) -> Survived:
     return Survived(conf, conf.parent / "undisturbed", "strategy=single", "devices=1")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "faults"),
     [
@@ -64,7 +64,6 @@ def test_survivors_train_like_an_undisturbed_run(conf, undisturbed, tmp_path, la
         assert all(copy == copies[0] for copy in copies), "replicas differ"
 
 
-@pytest.mark.thorough
 def test_a_spare_takes_the_place_at_once(conf, undisturbed, tmp_path):
     words = (*LAYOUTS["ddp"], *RESILIENT, "launch.spares=1", "+inject=kill(rank=1, at_step=10)")
     run = Survived(conf, tmp_path / "run", *words)

@@ -147,6 +147,7 @@ def test_data_partition_choices() -> None:
     assert field.metadata["words"] == partition.PARTITIONS
 
 
+@pytest.mark.thorough
 def test_paths_without_a_checkpoint(conf: Path, tmp_path: Path) -> None:
     path = write_checkpoint(f"{RUN}/step=1", 1)
     said = {

@@ -30,7 +30,7 @@ REPLICATED = "strategy.placement={embedding.*:parameter_server,*:replicate}"
 OWN = "strategy.server_ranks=own"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("words", [
     (*SERVER, *LEASING, "trainer.limit_train_batches=10"),
     (*HYBRID, TABLES, "strategy.table_servers=2", "strategy.stage=2"),
@@ -64,7 +64,7 @@ def test_refused_once(words: tuple[str, ...], expected: str) -> None:
     assert expected in problem
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("words", "expected"), [
     (["strategy.placement={embedding.*:server}"], "server: unknown; allowed are parameter_server, shard, replicate"),
     (["strategy.placement={*:shard}"], "assigns nothing to parameter_server"),

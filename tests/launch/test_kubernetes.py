@@ -232,6 +232,7 @@ def test_failed_pod_cleans_up(conf: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.thorough
 def test_two_pods_train(conf: Path, tmp_path: Path) -> None:
     """Pods of a TrainJob on two addresses of this machine; the volume is a folder."""
     prepare(configured(conf, "devices=1", "strategy=ddp"), "fit")

@@ -94,6 +94,7 @@ def test_from_python(tmp_path: Path, ranks: Callable[..., list[Any]], kind: type
         assert last_rate == rate
 
 
+@pytest.mark.thorough
 def test_from_the_command_line(tmp_path: Path, ranks: Callable[..., list[Any]]) -> None:
     ranks(fit, 1, str(tmp_path / "alone"), LightningTrainer, {}, init_group=False)
     shutil.copytree(PROJECT, tmp_path / "project")

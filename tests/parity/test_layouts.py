@@ -99,7 +99,7 @@ def test_two_ranks(ranks, name):
     assert_layouts(ranks, 2, [TWO[name]])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(FOUR))
 def test_four_ranks(ranks, name):
     assert_layouts(ranks, 4, [FOUR[name]])

@@ -82,7 +82,7 @@ def test_finetuning(
         assert weights == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "tensor"])
 def test_the_learning_rate_finder(ranks: Any, strategy: str) -> None:
     found = ranks(tune, 2, strategy, {}, "rate")

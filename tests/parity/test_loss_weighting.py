@@ -147,7 +147,7 @@ def check(records: list[Record], reference: Record, tolerance: float = TOLERANCE
         assert differences(record, reference, tolerance) == []
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "clip", "accumulation"), [(2, 0.05, 1), (2, 0.05, 3), (4, None, 3)])
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_the_gradient_of_one_process(ranks, strategy, world, clip, accumulation):

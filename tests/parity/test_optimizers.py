@@ -231,7 +231,7 @@ def _fit(strategy: str, options: dict[str, Any], optimizer: str, folder: str, re
     return recorder.record
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor"])
 def test_resumed_under_other_layouts(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     """States held whole by owners, and states not shaped like their parameter, move between layouts."""

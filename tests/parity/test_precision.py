@@ -75,7 +75,7 @@ def train_in(strategy: str, precision: str, accumulation: int) -> dict[str, Any]
 ON_FOUR = list(zip(STRATEGIES, itertools.cycle(PRECISIONS[1:] + PRECISIONS[:1]), strict=False))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("ranks_used", "strategy", "precision"),
     [*itertools.product([2], STRATEGIES, PRECISIONS), *((4, *pair) for pair in ON_FOUR)],

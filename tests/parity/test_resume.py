@@ -157,7 +157,7 @@ def test_resumed_under_its_layout_is_bit_equal(ranks, runs, strategy, ranks_used
         assert [name for name in expected_state if not torch.equal(expected_state[name], found_state[name])] == []
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("written", "read"), MOVES, ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_resumed_under_another_layout(ranks, runs, written, read):
     """The accumulation changes too, so that what one micro-batch is differs between writer and reader."""

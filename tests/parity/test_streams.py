@@ -136,6 +136,7 @@ def test_ranks_that_share_samples_read_the_same_shards(ranks: Any, reference: An
     _check(ranks(read, 2, strategy, ON_TWO[strategy], sharded, False, 4, 0), alone)
 
 
+@pytest.mark.thorough
 def test_shards_under_a_hybrid(ranks: Any, reference: Any) -> None:
     alone = reference(read, "single", {}, sharded, False, 4, 0, init_group=False)
     results = ranks(read, 4, "hybrid", ON_FOUR, sharded, False, 2, 0)

@@ -13,6 +13,7 @@ from trainwright.recipes.extras import check_scikit_learn
 from trainwright.recipes.vision.digits import DigitsData, DigitsModule
 
 
+@pytest.mark.thorough
 def test_accuracy(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     seed_everything(0)

@@ -111,7 +111,7 @@ def fitted(folder: str, strategy: str, meta: bool, pretrained: str | None = None
     return float(torch.cat(trainer.predict(module, data)).mean())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["zero3", "pipeline"])
 def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], strategy: str) -> None:
     ordinary = ranks(fitted, 2, str(text.parent), strategy, False)

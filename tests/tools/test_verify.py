@@ -325,6 +325,7 @@ def _temporary_files(pid: int) -> list[Path]:
     return [path for parent in parents for path in parent.glob(f"trainwright-{pid}-*")]
 
 
+@pytest.mark.thorough
 def test_layouts_equal_one_process(tmp_path: Path) -> None:
     words = ("--json", "verify", "-m", "recipe=digits", "strategy=zero3,ddp", "devices=2", "module.blocks=2")
     words += ("--config-dir", str(tmp_path), "--report", str(tmp_path / "page.html"))

@@ -130,7 +130,7 @@ def steps_of(seen: list[list[int]], micro: int) -> list[list[int]]:
     return [sum(seen[first : first + micro], []) for first in range(0, len(seen), micro)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "options"), [
     ("single", {}), ("zero3", {}), ("ddp", {"profiler": "simple"}),
 ])  # fmt: skip
@@ -183,7 +183,7 @@ def skip_and_resume(place: str, folder: str, save_at: int) -> Any:
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "save_at"), [("zero3", 3), ("single", 5)])  # before and after the skipped samples
 def test_resume_with_skipped_samples(ranks, tmp_path, place, save_at):
     for result in ranks(skip_and_resume, PLACES[place][2], place, str(tmp_path), save_at):

@@ -54,7 +54,7 @@ def compiled_calls(layout: str, **more: Any) -> list[int]:
     return calls
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero3", "tensor", "pipeline", "context", "expert"])
 def test_blocks_stay_compiled(ranks: Any, layout: str) -> None:
     world_size = LAYOUTS[layout][2]

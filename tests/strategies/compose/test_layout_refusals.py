@@ -132,6 +132,7 @@ def test_building_on_meta_has_no_side_effects() -> None:
     assert meta_module(compose("gpt", ["module.config.heads=3"])) is None
 
 
+@pytest.mark.thorough
 def test_data_parallel_startup_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys\n"

@@ -72,7 +72,7 @@ def padded(ranks_used: int) -> int:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ranks_used", "clipping"), [(2, "off"), (2, "value"), (4, "norm")])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_traffic_of_a_step(ranks, ranks_used, accumulation, clipping):

@@ -47,7 +47,7 @@ def differing(precision: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_16_bit_gathers_are_bit_exact(ranks, precision):
     assert ranks(differing, 2, precision, timeout=120) == [[], []]

@@ -51,7 +51,7 @@ def run(path: str, strategy: str, options: dict[str, Any], **more: Any) -> tuple
     return seen, [str(each.message) for each in told]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", list(CASES))
 def test_resume_between_synchronizations_is_bit_exact(ranks: Any, tmp_path: Path, case: str) -> None:
     world, strategy, options = CASES[case]

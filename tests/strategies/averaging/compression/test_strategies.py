@@ -232,7 +232,7 @@ FOLDS = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("written", "read", "name"), FOLDS, ids=["ddp-2-3", "ddp-zero3", "zero2-ddp"])
 def test_folded_under_another_layout(ranks: Any, tmp_path: Any, written: Any, read: Any, name: str) -> None:
     """The mean residual over replicas, which determines training, is preserved."""
