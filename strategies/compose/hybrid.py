@@ -33,7 +33,6 @@ from trainwright.strategies.compose.rules import (
     cuts_module,
 )
 from trainwright.strategies.contract.collectives.data import DataCollectives
-from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.data.zero import ZeroStrategy
@@ -294,15 +293,9 @@ class HybridStrategy(ZeroStrategy):
         if self._accumulates_gradients:
             return
         if self._shared:
-            self._shared.sum(self._gradient_of)
+            self._shared.sum(self._as_optimized)
         if self.replicas.are_independent:
             self.replicas.average_gradients()
-
-    def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
-        shard = self._exchanges.shards.get(parameter)
-        optimized = parameter if shard is None else shard.optimized
-        gradient = optimized.grad
-        return (None if gradient is None else local_tensor(gradient)), local_tensor(optimized).detach()
 
     @property
     def block_names(self) -> tuple[str, ...]:

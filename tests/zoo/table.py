@@ -16,6 +16,7 @@ THEMES: dict[str, str] = {
     "attention": "Attention",
     "norms": "Norms, counters and statistics",
     "mixing": "Blocks that mix positions",
+    "idioms": "What PyTorch offers",
     "escapes": "Values that leave blocks",
     "pipelines": "How blocks are used",
     "optimizers": "Optimizers",

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import sum_over
-
-# Returns the local gradient of a parameter as this rank optimizes it, and its local value (for the shape).
-GradientOf = Callable[[nn.Parameter], tuple[Tensor | None, Tensor]]
 
 
 class SharedGradients:
@@ -28,26 +26,29 @@ class SharedGradients:
     def __bool__(self) -> bool:
         return bool(self._shared)
 
-    def sum(self, gradient_of: GradientOf) -> None:
+    def sum(self, optimized_of: Callable[[nn.Parameter], Tensor]) -> None:
         """Replace each gradient by the sum over its group; a collective of each group.
 
-        Raises:
-            RuntimeError: if a parameter has a gradient on another rank of its group, but not on this one.
+        Where this rank has no gradient, because its layers do not use the parameter, it gets that of the others.
+
+        Args:
+            optimized_of: returns the tensor that this rank optimizes in place of a parameter.
         """
         for group, parameters in self._shared.items():
-            found = [gradient_of(parameter) for parameter in parameters]
-            for dtype in dict.fromkeys(part.dtype for _, part in found):
-                _sum([(gradient, part) for gradient, part in found if part.dtype == dtype], group)
+            found = [optimized_of(parameter) for parameter in parameters]
+            for dtype in dict.fromkeys(each.dtype for each in found):
+                _sum([each for each in found if each.dtype == dtype], group)
 
 
-def _sum(found: list[tuple[Tensor | None, Tensor]], group: dist.ProcessGroup) -> None:
-    pieces = [torch.zeros_like(part) if gradient is None else gradient for gradient, part in found]
-    flat = sum_over(group, torch.cat([piece.reshape(-1) for piece in pieces]))
-    for (gradient, part), piece in zip(found, flat.split([piece.numel() for piece in pieces]), strict=True):
-        if gradient is not None:
-            gradient.copy_(piece.view(part.shape))
-        elif piece.any():
-            raise RuntimeError(
-                f"A parameter of shape {tuple(part.shape)} that ranks share contributed to the loss on another rank, "
-                "but not on this one. Use it in every training_step, or freeze it."
-            )
+def _sum(optimized: list[Tensor], group: dist.ProcessGroup) -> None:
+    parts = [local_tensor(each.detach() if each.grad is None else each.grad) for each in optimized]
+    has = parts[0].new_tensor([each.grad is not None for each in optimized])
+    pieces = [part if own else torch.zeros_like(part) for part, own in zip(parts, has.tolist(), strict=True)]
+    flat = sum_over(group, torch.cat([piece.reshape(-1) for piece in (*pieces, has)]))
+    *sums, holders = flat.split([piece.numel() for piece in (*pieces, has)])
+    for each, total, count in zip(optimized, sums, holders.tolist(), strict=True):
+        if count:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+            part = local_tensor(each.grad)
+            part.copy_(total.view(part.shape))
