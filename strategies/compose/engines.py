@@ -33,14 +33,17 @@ from trainwright.strategies.pipeline.schedules import (
     split_blocks,
 )
 from trainwright.strategies.pipeline.stage import UserStepStage
-from trainwright.strategies.plan.blocks import count_parameters
+from trainwright.strategies.plan.blocks import COMPILE_BLOCKS, compiled_modules, count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.names import within
 from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
 
 
 def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions) -> list[str]:
     """Return why ``layout`` is impossible for ``module``. Needs no process group."""
-    problems: list[str] = []
+    problems = _compiled_problems(module, plan, layout)
+    if problems:
+        return problems
     if layout.pipeline > 1:
         split = None if options.split == "balanced" else options.split
         problems += block_problems(len(plan.blocks), layout.pipeline, options.schedule, options.stages_per_rank, split)
@@ -64,6 +67,15 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         found = validate_context(module, plan, layout.context, options.attention, layout.tensor)
         problems += found or sequence_problems(module, plan, layout.context, options.attention)  # type: ignore[arg-type]
     return problems
+
+
+def _compiled_problems(module: nn.Module, plan: ModelPlan, layout: Layout) -> list[str]:
+    """Return what is wrong with modules that the user has compiled."""
+    compiled = compiled_modules(module)
+    if layout.context == 1:  # a pipeline runs each block by itself, compiled or not
+        compiled = [n for n in compiled if layout.pipeline > 1 and any(n != b and within(b, n) for b in plan.blocks)]
+    named = f"{compiled[0]!r}" if compiled and compiled[0] else "the module"
+    return [f"{named} is compiled, which hides its blocks from this layout. {COMPILE_BLOCKS}"] if compiled else []
 
 
 class Engines:

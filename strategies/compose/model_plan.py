@@ -11,7 +11,7 @@ from torch import nn
 from trainwright.checkpoint.foreign.hugging_face import is_pretrained_model
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.engine_options import EngineOptions
-from trainwright.strategies.plan.blocks import count_parameters, find_blocks
+from trainwright.strategies.plan.blocks import COMPILE_BLOCKS, compiled_modules, count_parameters, find_blocks
 from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig
 from trainwright.strategies.plan.names import folded, matched, parent_of, starred, within
 from trainwright.strategies.plan.proof.trace import trace
@@ -251,6 +251,8 @@ def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> 
             "strategy.tensor needs weights that can be split by columns and rows, and none were recognised "
             f"({plan.sources['tensor']})"
         )
+        if compiled_modules(module):
+            problems.append(f"compiled modules hide theirs. {COMPILE_BLOCKS}")
     if "experts" in needs and not plan.experts:
         problems.append("strategy.expert needs experts, and none were found in the model")
     if problems:

@@ -26,8 +26,6 @@ def forms_of(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _form(tensor: Tensor) -> str:
-    if is_lazy(tensor):
-        return "not initialized yet"
     kind = "trained" if tensor.requires_grad else "not trained"
     return f"{tuple(tensor.shape)} ({str(tensor.dtype).removeprefix('torch.')}, {kind})"
 
@@ -48,10 +46,17 @@ def refuse_different_models(module: nn.Module, device: torch.device) -> None:
         device: where collectives run.
 
     Raises:
-        ValueError: on all ranks, if modules differ.
+        ValueError: on all ranks, if modules differ, or if a layer waits for a first batch to know its sizes.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy[:4])}{' and others' if lazy[4:] else ''}: a lazy layer knows its sizes after the first "
+            "batch, and several ranks cannot train a model without sizes. Run the model once on a batch of zeros at "
+            "the end of __init__ or configure_model, or give the layer its sizes."
+        )
     forms = forms_of(module)
     # 63 bits, so that one MAX of (x, -x) gives both the greatest and the least.
     digest = int.from_bytes(blake2b(repr(forms).encode(), digest_size=8).digest(), "big") >> 1

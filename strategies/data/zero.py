@@ -165,9 +165,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
+        self._refuse_different_models()
         self.certificate.begin(self.lightning_module, fitting and self.world_size > 1)
         self._exchanges.release()
-        self._refuse_different_models()
         if fitting:
             module, typed = self.lightning_module, self._sharing.typed_layout
             refuse(gradient_problems(module, self._splits_gradient, self.stage, typed))

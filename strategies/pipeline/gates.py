@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.core.torch_internals import peek_interpreter_stack
 from trainwright.strategies.pipeline.cut import put
 from trainwright.strategies.pipeline.tracing import block_values
 from trainwright.strategies.pipeline.tracing.block_values import BlockValue, Call, Placeholder
@@ -67,6 +68,11 @@ class Gates:
         def gate(*args: Any, **kwargs: Any) -> Any:
             if self.current is None:
                 return call(*args, **kwargs)
+            if peek_interpreter_stack() is not None:  # on every rank, before one sends what the others wait for
+                raise RuntimeError(
+                    "training_step calls a block within a transform of torch.func (vmap, jvp, grad, ...), whose values "
+                    "cannot be sent from stage to stage. Use pipeline=1 for this model."
+                )
             return self.current.block(index, call, args, kwargs)
 
         return gate

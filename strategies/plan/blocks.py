@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.plan.names import joined, matched, parent_of, within
 
+COMPILE_BLOCKS = "Take torch.compile out of the module and type strategy.compile=true, which compiles each block"
 # The first calls may run uncompiled: of a certificate, of a step that a layout watches.
 _ENOUGH_CALLS = 32
 
@@ -157,6 +158,13 @@ def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool
     for block in compiled:
         block.compile(**kwargs)
         block._compiled_call_impl = _CompiledCall(block)
+
+
+def compiled_modules(module: nn.Module) -> list[str]:
+    """Return the names of the modules that the user has compiled, in place or wrapped; ``""``: ``module`` itself."""
+    return [
+        n for n, sub in module.named_modules() if sub._compiled_call_impl is not None or "_orig_mod" in sub._modules
+    ]
 
 
 class _CompiledCall:
