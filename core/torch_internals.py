@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch._C._functorch import peek_interpreter_stack as peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
 from torch.nn._reduction import legacy_get_string as legacy_get_string
 from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as _NormBase

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.core.torch_internals import _disable_current_modes
+from trainwright.core.torch_internals import (
+    _disable_current_modes,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+)
 from trainwright.strategies.base.certificate.determinism import Deterministic
 from trainwright.strategies.base.certificate.state import KeptObjects, KeptState
 from trainwright.strategies.base.certificate.written import WrittenParameter
@@ -241,6 +245,10 @@ class Streamed:
                 return forward(*args, **kwargs)
 
         def streamed(*args: Any, **kwargs: Any) -> Any:
+            if peek_interpreter_stack() is not None:  # a transform of torch.func: nothing can be recomputed in it
+                with temporarily_clear_interpreter_stack():
+                    self.pin(unit)
+                return forward(*args, **kwargs)
             before = _BlockInputs(randomness, block, (args, kwargs))
             try:
                 if not torch.is_grad_enabled():
