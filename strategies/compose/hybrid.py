@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -224,6 +225,9 @@ class HybridStrategy(ZeroStrategy):
         self._watch = engines.parts_watch()
         if engines.has_pipeline:
             self._pipeline.attach(engines)
+            for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, ModelSummary):
+                    self._pipeline.relay_summary(callback)
             optimize_after_zero_grad(self.lightning_module.trainer)
 
     # ---- the step -------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
+from trainwright.strategies.data.sharding.originals import Originals
 from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
@@ -174,6 +175,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             refuse_accumulation_hooks(module)
             self.averaging.check_nodes()
             self._choose_way()
+        originals = Originals(self.lightning_module)
         self._cut_module()
         if self._splits_parameters:
             self._split_parameters(trainer)
@@ -183,7 +185,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self._replicate_parameters()
         if fitting:
             self._choose_shards()
-            self.setup_optimizers(trainer)
+            self._sharing.set_up(trainer, partial(self._make_optimizers, trainer, originals))
             self.tables.take(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
@@ -194,6 +196,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.certificate.set_up(self)
         self.state.load_initial_weights()
         self._wholes.show_in_hooks(trainer)
+        held = list(self.lightning_module.parameters())
+        originals.retire({*held, *map(self._as_optimized, held)})
 
     def setup_precision_plugin(self) -> None:
         """Set up the precision plugin as Lightning does, with clipping and overflow checks over all trained
@@ -271,9 +275,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._make_exchanges()
         self._sharing.divide_anew()
 
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Build the user's optimizers on this rank's rows, or on whole parameters where needed."""
-        self._sharing.set_up(trainer, partial(super().setup_optimizers, trainer))
+    def _make_optimizers(self, trainer: Trainer, originals: Originals) -> None:
+        self.setup_optimizers(trainer)
+        originals.replace_in(self.optimizers, self.lightning_module)
 
     def teardown(self) -> None:
         """Detach from the module; its weights stay usable and appear whole."""

@@ -377,6 +377,14 @@ class TorchDecoder(nn.Module):
         return self.head(self.decoder(x, self.encoder(x.flip(1)), tgt_mask=mask, tgt_is_causal=True))
 
 
+class Example(LanguageModel):
+    """Lightning's summary runs it on an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, LENGTH, dtype=torch.long)
+
+
 # ---- heads and losses -----------------------------------------------------------------------------------------------
 
 
@@ -675,4 +683,11 @@ ROWS = [
     Row("dropped blocks", lambda: Classifier(DropsBlocks), vectors, either="zero3, tensor"),
     Row("positions in parts", mlp(Chunked), tokens, either="tensor, sequence, pipeline, context"),
     Row("repeated samples", lambda: LanguageModel(Repeats), tokens, either=MOST),
+    Row(
+        "an example for the summary",
+        Example,
+        tokens,
+        equal=f"ddp, {MOST}, pipeline x tensor",
+        trainer=lambda: {"enable_model_summary": True},
+    ),
 ]

@@ -321,6 +321,26 @@ def lbfgs(module: nn.Module) -> Optimizer:
 # that are off by 1e-6 move weights by 2e-3.
 IN_BF16 = 3e-4
 
+
+class MadeEarly(Classifier):
+    """The optimizer is made in ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.early
+
+
+class MadeEarlyWithState(MadeEarly):
+    """This optimizer has a state at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
 ROWS = [
     Row("SGD", own(torch.optim.SGD, lr=0.1), vectors, equal="ddp, zero1, zero2, zero3, tensor, pipeline"),
     Row(
@@ -366,4 +386,6 @@ ROWS = [
     Row("sparse gradients", SparseEmbedding, tokens, either="zero2, zero3"),
     Row("SparseAdam for a table", TwoSparse, tokens, either="zero2, zero3"),
     Row("complex parameters", Complex, vectors, either="zero2, zero3"),
+    Row("made in __init__", MadeEarly, vectors, equal="ddp, zero2, zero3, tensor, pipeline, tensor x shard"),
+    Row("made in __init__, with a state", MadeEarlyWithState, vectors, either="ddp, zero2, zero3, tensor, pipeline"),
 ]

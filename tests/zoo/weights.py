@@ -35,6 +35,17 @@ class L1OfBlocks(Penalised):
         return 1e-3 * total(p.abs().sum() for p in self.net.blocks.parameters())
 
 
+class Kept(Penalised):
+    """A penalty on a list of weights made in ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [p for p in self.net.parameters() if p.ndim > 1]
+
+    def penalty(self) -> Tensor:
+        return 1e-2 * total(p.square().sum() for p in self.kept)
+
+
 class L2OfHead(Penalised):
     def penalty(self) -> Tensor:
         return 1e-2 * self.net.head.weight.square().sum()
@@ -384,6 +395,7 @@ ROWS = [
     Row("L2 of all", Penalised, vectors, equal="ddp, zero1, zero2", either="zero3, tensor, pipeline, pipeline x shard"),
     Row("L1 of all", L1, vectors, either="zero3, tensor"),
     Row("L1 of blocks", L1OfBlocks, vectors, either="zero3, tensor, pipeline"),
+    Row("L2 of a kept list", Kept, vectors, equal="ddp", either="zero2, zero3, tensor, pipeline"),
     Row("L2 of the head", L2OfHead, vectors, either="zero3, tensor"),
     Row("norms of weights", NormPenalty, vectors, either="zero3, tensor, pipeline"),
     Row("orthogonality", Orthogonal, vectors, either="zero3, tensor"),

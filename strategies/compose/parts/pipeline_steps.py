@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -141,6 +143,16 @@ class PipelineSteps:
                 return self._engine.relay(step, method)
             finally:
                 self._reshard_blocks()
+
+    def relay_summary(self, callback: ModelSummary) -> None:
+        """Let the callback run the module's ``example_input_array`` on all stages together, once."""
+
+        def summary(trainer: Trainer, module: LightningModule) -> Any:
+            del vars(callback)["_summary"]
+            run = partial(callback._summary, trainer, module)
+            return self.evaluate(run, "forward") if trainer.strategy is self._strategy else run()
+
+        vars(callback)["_summary"] = summary
 
     def end_evaluation(self) -> None:
         """Free parameters of other stages."""
