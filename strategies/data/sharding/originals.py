@@ -31,8 +31,8 @@ class Originals:
                 replaced = [p for p in group["params"] if p in self._names and p is not now[self._names[p]]]
                 if not optimizer.state.keys().isdisjoint(replaced):
                     raise ValueError(
-                        f"The {type(optimizer).__name__} that configure_optimizers returns was made before the module was "
-                        "split, and has a state of whole parameters. Make it in configure_optimizers."
+                        f"The {type(optimizer).__name__} that configure_optimizers returns was made before the module "
+                        "was split, and has a state of whole parameters. Make it in configure_optimizers."
                     )
                 group["params"][:] = [now[self._names[p]] if p in self._names else p for p in group["params"]]
 
