@@ -36,7 +36,7 @@ from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
-from trainwright.strategies.data.sharding.originals import Originals
+from trainwright.strategies.data.sharding.originals import Originals, memory_problems, store_contiguously
 from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
@@ -167,6 +167,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self._refuse_different_models()
+        if fitting:
+            refuse(memory_problems(self.lightning_module))
+            store_contiguously(self.lightning_module)
         self.certificate.begin(self.lightning_module, fitting and self.world_size > 1)
         self._exchanges.release()
         if fitting:
@@ -197,7 +200,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.state.load_initial_weights()
         self._wholes.show_in_hooks(trainer)
         held = list(self.lightning_module.parameters())
-        originals.retire({*held, *map(self._as_optimized, held)})
+        originals.retire({*held, *map(self._as_optimized, held)}, self.lightning_module)
 
     def setup_precision_plugin(self) -> None:
         """Set up the precision plugin as Lightning does, with clipping and overflow checks over all trained

@@ -137,6 +137,8 @@ def gradient_problems(
     """
     remedy = "Type strategy=ddp, or"
     for name, parameter in module.named_parameters():
+        if not parameter.numel() and parameter.requires_grad and is_split(parameter):
+            yield f"{name} has no elements, so {layout} cannot split it. {remedy} freeze it (requires_grad_(False))"
         if stage == 3 and parameter.is_complex() and is_split(parameter):
             yield (
                 f"{name} is complex ({parameter.dtype}), and {layout} splits real numbers only. {remedy} "

@@ -333,6 +333,20 @@ class MadeEarly(Classifier):
         return self.early
 
 
+class GroupsById(Classifier):
+    """Groups by ids collected in ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = {id(p) for p in self.net.head.parameters()}
+
+    def configure_optimizers(self) -> Optimizer:
+        of_head, others = (
+            [p for p in self.parameters() if (id(p) in self.heads) is is_head] for is_head in (True, False)
+        )
+        return torch.optim.SGD([{"params": of_head, "lr": 0.1}, {"params": others, "lr": 0.01}])
+
+
 class MadeEarlyWithState(MadeEarly):
     """This optimizer has a state at once."""
 
@@ -388,4 +402,5 @@ ROWS = [
     Row("complex parameters", Complex, vectors, either="zero2, zero3"),
     Row("made in __init__", MadeEarly, vectors, equal="ddp, zero2, zero3, tensor, pipeline, tensor x shard"),
     Row("made in __init__, with a state", MadeEarlyWithState, vectors, either="ddp, zero2, zero3, tensor, pipeline"),
+    Row("groups by id", GroupsById, vectors, either="ddp, zero1, zero2, zero3, tensor, pipeline"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -90,6 +91,28 @@ class KeepsAverage(Keeps):
 
     def on_train_end(self) -> None:
         self.kept = {name: p.detach().clone() for name, p in self.__dict__["average"].module.named_parameters()}
+
+
+class LoadsBefore(Classifier):
+    """Loads weights when fit starts."""
+
+    def on_fit_start(self) -> None:
+        self.net.load_state_dict({name: 0.5 * value for name, value in self.net.state_dict().items()})
+
+
+class LoadsBlock(Classifier):
+    """Loads the weights of one block into another."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.blocks[1].load_state_dict(self.net.blocks[2].state_dict())
+
+
+class CopiesHead(Keeps):
+    """Copies a module, and calls the copy."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.kept["out"] = deepcopy(self.net.head)(torch.ones(2, DIM))
 
 
 class Validating(Classifier):
@@ -271,6 +294,9 @@ ROWS = [
     Row("on_save_checkpoint", KeepsOnSave, vectors, trainer=saving, observe=kept, either="zero3, tensor, pipeline"),
     Row("state_dict at the end", KeepsStateAtEnd, vectors, observe=kept, either="tensor, pipeline"),
     Row("copies of weights", KeepsWeights, vectors, observe=kept, either="zero3, tensor, pipeline"),
+    Row("load_state_dict as fit starts", LoadsBefore, vectors, equal="zero1, zero3, tensor, pipeline"),
+    Row("load_state_dict of a block", LoadsBlock, vectors, equal="zero2, zero3, tensor, pipeline"),
+    Row("deepcopy of a head", CopiesHead, vectors, observe=kept, either="zero2, zero3, tensor, pipeline", late=True),
     Row("copies of gradients", KeepsGradients, vectors, observe=kept, either="tensor, pipeline"),
     Row("AveragedModel", KeepsAverage, vectors, observe=kept, either="zero3, tensor, pipeline"),
     Row("a callback that reads a weight", Classifier, vectors, trainer=reading, either="tensor, pipeline"),

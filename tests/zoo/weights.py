@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from tests.zoo.base import CLASSES, Classifier, Stack, total, vectors
+from tests.zoo.base import CLASSES, DIM, Classifier, Stack, total, vectors
 from tests.zoo.cells import Row
 
 
@@ -44,6 +44,53 @@ class Kept(Penalised):
 
     def penalty(self) -> Tensor:
         return 1e-2 * total(p.square().sum() for p in self.kept)
+
+
+class TransposedWeight(nn.Module):
+    """A block with a weight that is a transposed view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.2 * torch.randn(32, DIM).t())
+        self.bias = nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(x @ self.weight + self.bias) @ self.weight.t()
+
+
+class NoElements(Stack):
+    """A parameter of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.none.sum()
+
+
+class TiedByData(Stack):
+    """Two parameters in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(DIM, DIM, bias=False)
+        self.again.weight.data = self.stem.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.again(x))
+
+
+class TwoViews(Stack):
+    """Two parameters side by side in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = 0.2 * torch.randn(2, DIM, DIM)
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(self.stem(x) @ self.first) @ self.second)
 
 
 class L2OfHead(Penalised):
@@ -391,11 +438,16 @@ def pruning() -> dict[str, Any]:
     return {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]}
 
 
+SPLITS = "zero1, zero2, zero3, tensor, pipeline"
 ROWS = [
     Row("L2 of all", Penalised, vectors, equal="ddp, zero1, zero2", either="zero3, tensor, pipeline, pipeline x shard"),
     Row("L1 of all", L1, vectors, either="zero3, tensor"),
     Row("L1 of blocks", L1OfBlocks, vectors, either="zero3, tensor, pipeline"),
     Row("L2 of a kept list", Kept, vectors, equal="ddp", either="zero2, zero3, tensor, pipeline"),
+    Row("a transposed weight", lambda: Classifier(lambda: Stack(TransposedWeight)), vectors, either=SPLITS),
+    Row("a weight without elements", lambda: Classifier(NoElements), vectors, either=SPLITS),
+    Row("tied by data", lambda: Classifier(TiedByData), vectors, either=f"ddp, {SPLITS}"),
+    Row("views of one storage", lambda: Classifier(TwoViews), vectors, equal=SPLITS),
     Row("L2 of the head", L2OfHead, vectors, either="zero3, tensor"),
     Row("norms of weights", NormPenalty, vectors, either="zero3, tensor, pipeline"),
     Row("orthogonality", Orthogonal, vectors, either="zero3, tensor"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,10 @@ class _Table(dict[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         self._refuse(key, "a parameter is removed from its module (pruning or weight_norm)")
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        """Copy the parameters alone, which refuse it by name."""
+        return copy.deepcopy(dict(self), memo)
 
     def pop(self, key: str, *default: Any) -> Any:
         """Refuse to remove a parameter."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from trainwright.strategies.plan.names import folded, joined
 
 
 class Originals:
@@ -36,11 +41,60 @@ class Originals:
                     )
                 group["params"][:] = [now[self._names[p]] if p in self._names else p for p in group["params"]]
 
-    def retire(self, used: Collection[Tensor]) -> None:
-        """Make further use of parameters that are not ``used`` any more an error, rather than a use of old values."""
-        for parameter in self._names.keys() - used:
+    def retire(self, used: Collection[Tensor], module: nn.Module) -> None:
+        """Make further use of parameters that are not ``used`` any more an error, rather than a use of old values.
+
+        Raises:
+            ValueError: if an attribute of ``module`` holds an ``id()`` of one.
+        """
+        retired = self._names.keys() - used
+        here = dict(module.named_parameters())  # without those of other stages
+        kept = _attribute_with({id(parameter) for parameter in retired if self._names[parameter] in here}, module)
+        if kept:
+            raise ValueError(
+                f"{kept} holds the id() of parameters, and this strategy replaces the objects, so none would be found. "
+                "Compare names (named_parameters), or collect the ids in configure_optimizers."
+            )
+        for parameter in retired:
             parameter.__class__ = Retired
         self._names.clear()
+
+
+def _attribute_with(ids: Collection[int], module: nn.Module) -> str | None:
+    """Return the name of an attribute of ``module`` that is a collection with one of these numbers."""
+    for name, sub in module.named_modules():
+        for key, value in vars(sub).items():
+            if isinstance(value, set | frozenset | list | tuple | dict) and any(
+                type(v) is int and v in ids for v in value
+            ):
+                return joined(name, key)
+    return None
+
+
+def memory_problems(module: nn.Module) -> Iterator[str]:
+    """Yield each pair of distinct parameters that share memory, which parts of them would not."""
+    spans = []
+    for name, p in module.named_parameters():
+        if p.numel() and not p.is_meta and not isinstance(p, DTensor):
+            last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            start = p.storage_offset() * p.element_size()
+            end = start + (last + 1) * p.element_size()
+            spans.append((p.untyped_storage().data_ptr(), start, end, name))
+    for (storage, _, end, name), (other, start, _, second) in pairwise(sorted(spans)):
+        if storage == other and start < end:
+            yield (
+                f"{name} and {second} are two parameters in the same memory (tied by .data?), and ranks would hold "
+                "parts of each. Tie them as one parameter (head.weight = embedding.weight), or type strategy=ddp"
+            )
+
+
+def store_contiguously(module: nn.Module) -> None:
+    """Copy parameters with other strides, which cannot be split or sent as they are, such as a transposed view."""
+    found = {n: p for n, p in module.named_parameters() if not isinstance(p, DTensor) and not p.is_contiguous()}
+    for parameter in found.values():
+        parameter.data = parameter.data.contiguous()
+    if found:
+        rank_zero_info(f"Stored contiguously, so that ranks can share it: {', '.join(folded(found))}.")
 
 
 class Retired(nn.Parameter):

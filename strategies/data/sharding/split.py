@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainwright.strategies.contract.precision import autocast_dtype, named_dtype
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
+from trainwright.strategies.data.sharding.gathering import all_parameter_groups
 from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
 from trainwright.strategies.data.sharding.rounded import gather_rounded
 from trainwright.strategies.data.sharding.step import GatherOnCall, Step, existing_step
@@ -79,6 +80,9 @@ class Splitter:
         _place(strategy, step)
         hooks = hooks_of(_whole_in(step))
         fully_shard(step, **{**options, "reshard_after_forward": False})
+        for each in (each for group in all_parameter_groups(step) for each in group.fsdp_params):
+            # It would take the whole weights that a hook of the user loads for the shards.
+            each._post_load_hook_handle.remove()
         run_when_gathered(step, hooks)
         step.writes = GatheredWrites(step._get_fsdp_state())
         shard_weights_on_load(module)
