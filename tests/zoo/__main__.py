@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 
 from tests.zoo.table import THEMES, count, recorded
 
@@ -48,7 +49,8 @@ def _others(rows: dict[str, dict[str, str]]) -> Iterator[str]:
         for layout, outcome in row.items():
             if outcome != "equal":
                 kind, _, words = outcome.partition(": ")
-                escaped = words.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+                first = shorten(words, 72, placeholder="").rstrip(".,:;")
+                escaped = first.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
                 reason = f"“{escaped}…”" if kind == "refused" else "**wrong**"
                 cells.setdefault(reason, {}).setdefault(name, []).append(layout)
     if cells:
