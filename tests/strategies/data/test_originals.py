@@ -1,0 +1,83 @@
+"""Parameter objects that user code kept from before a strategy replaced them."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.strategies.data.sharding.originals import Originals, memory_problems, store_contiguously
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+def replaced(net: Net) -> Originals:
+    """Replace the parameters of the head, as a strategy does."""
+    originals = Originals(net)
+    net.head.weight = nn.Parameter(net.head.weight.detach()[:1].clone())
+    net.head.bias = nn.Parameter(net.head.bias.detach()[:1].clone())
+    return originals
+
+
+def test_optimizers_get_the_present_parameters() -> None:
+    net, apart = Net(), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD(
+        [{"params": [*net.head.parameters(), apart]}, {"params": net.body.parameters()}], lr=0.1
+    )
+    replaced(net).replace_in([optimizer], net)
+    held = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    assert held == [[id(p) for p in (*net.head.parameters(), apart)], [id(p) for p in net.body.parameters()]]
+
+
+def test_state_of_a_replaced_parameter_is_refused() -> None:
+    net = Net()
+    optimizer = torch.optim.Adagrad(net.parameters())
+    with pytest.raises(ValueError, match="The Adagrad that configure_optimizers returns was made before"):
+        replaced(net).replace_in([optimizer], net)
+
+
+def test_use_of_a_retired_parameter_is_refused() -> None:
+    net = Net()
+    kept = list(net.parameters())
+    replaced(net).retire(set(net.parameters()), net)
+    assert repr(kept[2]) == "<parameter replaced by the strategy>"
+    assert kept[0].sum().requires_grad
+    for use in (lambda p: p.square(), lambda p: 2 * p, lambda p: p.grad, lambda p: torch.stack([p])):
+        with pytest.raises(RuntimeError, match="a parameter that was kept from before training"):
+            use(kept[2])
+
+
+@pytest.mark.parametrize("collect", [set, list, dict.fromkeys, tuple])
+def test_ids_of_replaced_parameters_are_refused(collect) -> None:
+    net = Net()
+    net.body.ids = collect(id(p) for p in net.parameters())
+    with pytest.raises(ValueError, match=r"^body\.ids holds the id\(\) of parameters"):
+        replaced(net).retire(set(net.parameters()), net)
+    net = Net()
+    net.ids = collect(id(p) for p in net.body.parameters())  # which stay
+    replaced(net).retire(set(net.parameters()), net)
+
+
+def test_parameters_in_the_same_memory() -> None:
+    net = Net()
+    both = torch.randn(2, 4, 4)
+    net.body.weight, net.head.weight = nn.Parameter(both[0]), nn.Parameter(both[1])
+    assert list(memory_problems(net)) == []  # side by side
+    net.head.weight = nn.Parameter(both[0].t())
+    (problem,) = memory_problems(net)
+    assert problem.startswith("body.weight and head.weight are two parameters in the same memory")
+    net.head.weight = net.body.weight
+    assert list(memory_problems(net)) == []  # one parameter
+    assert list(memory_problems(nn.Linear(2, 2, device="meta"))) == []
+
+
+def test_transposed_weights_are_stored_contiguously() -> None:
+    net = Net()
+    weight = torch.randn(4, 2)
+    net.head.weight = kept = nn.Parameter(weight.t())
+    store_contiguously(net)
+    assert net.head.weight is kept
+    assert kept.is_contiguous()
+    assert torch.equal(kept, weight.t())
