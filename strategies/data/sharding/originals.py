@@ -56,7 +56,8 @@ class Originals:
                 "Compare names (named_parameters), or collect the ids in configure_optimizers."
             )
         for parameter in retired:
-            parameter.__class__ = Retired
+            if type(parameter) is nn.Parameter:  # others, such as quantized ones, may have a layout of their own
+                parameter.__class__ = Retired
         self._names.clear()
 
 
