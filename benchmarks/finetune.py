@@ -93,13 +93,12 @@ def prepare(folder: Path, sizes: Mapping[str, int], task: Task, seq_len: int) ->
     torch.save([{**row, "shift_labels": row["labels"]} for row in shared], folder / "rows.pt")
 
 
-def sides_of(folder: Path, seq_len: int, loss_chunk: int = 0) -> list[Side]:
-    """The peers, and ours with ``module.loss_chunk=loss_chunk``."""
+def sides_of(folder: Path, seq_len: int) -> list[Side]:
+    """The peers and ours."""
 
     def ours(place: Place) -> list[str]:
         options = [
             *overrides(folder, place.layout, place.task, seq_len),
-            f"module.loss_chunk={loss_chunk}",
             *(f"strategy={'single' if place.ranks == 1 else 'ddp'}", f"devices={place.ranks}", "accelerator=cpu"),
             *(f"micro_batch_size={place.task.batch // place.ranks}", f"global_batch_size={place.task.batch}"),
             *(f"run_dir={place.folder / 'run'}", "checkpoint=none", "report=false", "trainer.limit_val_batches=0"),
@@ -190,7 +189,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--width", default=256, help="of the hidden states (default: %(default)s)")
     add("--vocabulary", default=2048, help="symbols (default: %(default)s)")
     add("--seq-len", default=256, help="tokens of a row (default: %(default)s)")
-    add("--loss-chunk", default=0, help="module.loss_chunk of trainwright (default: 0 = off)")
     add("--batch", default=4, help="rows of a step, over all processes (default: %(default)s)")
     add("--pieces", default=8, help="of each side (default: %(default)s)")
     add("--steps", default=2, help="optimizer steps of a piece (default: %(default)s)")
@@ -223,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
         prepare(folder, sizes, task, options.seq_len)
         for kind in options.kinds:
             place = Place(kind, options.devices, default_cache(), folder, task)
-            found = measure_layout(sides_of(folder, options.seq_len, options.loss_chunk), place, threads)
+            found = measure_layout(sides_of(folder, options.seq_len), place, threads)
             difference = check_losses(kind, found, task.total)
             ran = rows_of(kind, found, options.batch * options.seq_len)
             rows += ran

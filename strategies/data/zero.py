@@ -36,7 +36,7 @@ from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
-from trainwright.strategies.data.sharding.originals import Originals, memory_problems, store_contiguously
+from trainwright.strategies.data.sharding.originals import Originals, check_memory
 from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
@@ -163,22 +163,20 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.accelerator.setup(trainer)
         self._failed = False
         self.tables.find(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.lightning_module)
+            self.model = self._layer_sync.apply(module)
         self._refuse_different_models()
         if fitting:
-            refuse(memory_problems(self.lightning_module))
-            store_contiguously(self.lightning_module)
-        self.certificate.begin(self.lightning_module, fitting and self.world_size > 1)
+            check_memory(module)
+        self.certificate.begin(module, fitting and self.world_size > 1)
         self._exchanges.release()
         if fitting:
-            module, typed = self.lightning_module, self._sharing.typed_layout
-            refuse(gradient_problems(module, self._splits_gradient, self.stage, typed))
+            refuse(gradient_problems(module, self._splits_gradient, self.stage, self._sharing.typed_layout))
             refuse_accumulation_hooks(module)
             self.averaging.check_nodes()
             self._choose_way()
-        originals = Originals(self.lightning_module)
+        originals = Originals(module)
         self._cut_module()
         if self._splits_parameters:
             self._split_parameters(trainer)
@@ -188,7 +186,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self._replicate_parameters()
         if fitting:
             self._choose_shards()
-            self._sharing.set_up(trainer, partial(self._make_optimizers, trainer, originals))
+            self._sharing.set_up(trainer, partial(self.setup_optimizers, trainer), originals)
             self.tables.take(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
@@ -199,8 +197,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.certificate.set_up(self)
         self.state.load_initial_weights()
         self._wholes.show_in_hooks(trainer)
-        held = list(self.lightning_module.parameters())
-        originals.retire({*held, *map(self._as_optimized, held)}, self.lightning_module)
+        originals.retire(module, self._as_optimized)
 
     def setup_precision_plugin(self) -> None:
         """Set up the precision plugin as Lightning does, with clipping and overflow checks over all trained
@@ -277,10 +274,6 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._sharing.exchange()
         self._make_exchanges()
         self._sharing.divide_anew()
-
-    def _make_optimizers(self, trainer: Trainer, originals: Originals) -> None:
-        self.setup_optimizers(trainer)
-        originals.replace_in(self.optimizers, self.lightning_module)
 
     def teardown(self) -> None:
         """Detach from the module; its weights stay usable and appear whole."""

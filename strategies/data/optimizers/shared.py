@@ -21,6 +21,7 @@ from trainwright.strategies.data.optimizers.optimizer_probe import Behaviour, st
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
 from trainwright.strategies.data.sharding.exchanges import Exchanges
+from trainwright.strategies.data.sharding.originals import Originals
 from trainwright.strategies.state.shards import ParameterShard, spread_like
 from trainwright.strategies.state.wholes import part_like
 
@@ -76,17 +77,23 @@ class SharedOptimizers:
     def _build(self, build: Callable[[], None]) -> None:
         build()
 
-    def set_up(self, trainer: Trainer, build: Callable[[], None]) -> None:
+    def set_up(self, trainer: Trainer, build: Callable[[], None], originals: Originals) -> None:
         """Build the user's optimizers.
 
         Args:
             trainer: of the run.
             build: builds them and gives them to the strategy.
+            originals: parameters that an optimizer of the user may still have.
 
         Raises:
             ValueError: for an optimizer that can step neither parts nor whole parameters.
         """
-        self._build(build)
+
+        def build_on_parts() -> None:
+            build()
+            originals.replace_in(self._strategy.optimizers, self._strategy.lightning_module)
+
+        self._build(build_on_parts)
         optimizers, shards = self._strategy.optimizers, self._exchanges.shards
         self.owners = None
         self._divide()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainwright.core.config.options import refuse
 from trainwright.strategies.plan.names import folded, joined
 
 
@@ -41,14 +42,18 @@ class Originals:
                     )
                 group["params"][:] = [now[self._names[p]] if p in self._names else p for p in group["params"]]
 
-    def retire(self, used: Collection[Tensor], module: nn.Module) -> None:
-        """Make further use of parameters that are not ``used`` any more an error, rather than a use of old values.
+    def retire(self, module: nn.Module, optimized_of: Callable[[nn.Parameter], Tensor]) -> None:
+        """Make further use of parameters that were replaced an error, rather than a use of old values.
+
+        Args:
+            module: as split.
+            optimized_of: returns what is optimized in the place of a parameter.
 
         Raises:
             ValueError: if an attribute of ``module`` holds an ``id()`` of one.
         """
-        retired = self._names.keys() - used
         here = dict(module.named_parameters())  # without those of other stages
+        retired = self._names.keys() - {*here.values(), *map(optimized_of, here.values())}
         kept = _attribute_with({id(parameter) for parameter in retired if self._names[parameter] in here}, module)
         if kept:
             raise ValueError(
@@ -70,6 +75,16 @@ def _attribute_with(ids: Collection[int], module: nn.Module) -> str | None:
             ):
                 return joined(name, key)
     return None
+
+
+def check_memory(module: nn.Module) -> None:
+    """Store parameters such that ranks can hold parts of them.
+
+    Raises:
+        ValueError: if two share memory.
+    """
+    refuse(memory_problems(module))
+    store_contiguously(module)
 
 
 def memory_problems(module: nn.Module) -> Iterator[str]:

@@ -41,7 +41,7 @@ def test_state_of_a_replaced_parameter_is_refused() -> None:
 def test_use_of_a_retired_parameter_is_refused() -> None:
     net = Net()
     kept = list(net.parameters())
-    replaced(net).retire(set(net.parameters()), net)
+    replaced(net).retire(net, lambda parameter: parameter)
     assert repr(kept[2]) == "<parameter replaced by the strategy>"
     assert kept[0].sum().requires_grad
     for use in (lambda p: p.square(), lambda p: 2 * p, lambda p: p.grad, lambda p: torch.stack([p])):
@@ -54,10 +54,10 @@ def test_ids_of_replaced_parameters_are_refused(collect) -> None:
     net = Net()
     net.body.ids = collect(id(p) for p in net.parameters())
     with pytest.raises(ValueError, match=r"^body\.ids holds the id\(\) of parameters"):
-        replaced(net).retire(set(net.parameters()), net)
+        replaced(net).retire(net, lambda parameter: parameter)
     net = Net()
     net.ids = collect(id(p) for p in net.body.parameters())  # which stay
-    replaced(net).retire(set(net.parameters()), net)
+    replaced(net).retire(net, lambda parameter: parameter)
 
 
 def test_parameters_in_the_same_memory() -> None:
