@@ -32,15 +32,15 @@ class Originals:
             ValueError: if one has state of a parameter that was replaced.
         """
         now = dict(module.named_parameters())
+        present = {p: now[name] for p, name in self._names.items() if name in now and now[name] is not p}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                replaced = [p for p in group["params"] if p in self._names and p is not now[self._names[p]]]
-                if not optimizer.state.keys().isdisjoint(replaced):
+                if any(p in present and p in optimizer.state for p in group["params"]):
                     raise ValueError(
                         f"The {type(optimizer).__name__} that configure_optimizers returns was made before the module "
                         "was split, and has a state of whole parameters. Make it in configure_optimizers."
                     )
-                group["params"][:] = [now[self._names[p]] if p in self._names else p for p in group["params"]]
+                group["params"][:] = [present.get(p, p) for p in group["params"]]
 
     def retire(self, module: nn.Module, optimized_of: Callable[[nn.Parameter], Tensor]) -> None:
         """Make further use of parameters that were replaced an error, rather than a use of old values.
