@@ -36,7 +36,8 @@ from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
-from trainwright.strategies.data.sharding.originals import Originals, check_memory
+from trainwright.strategies.data.sharding.originals import Originals
+from trainwright.strategies.data.sharding.parameter_memory import check_memory
 from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
@@ -200,9 +201,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         originals.retire(module, self._as_optimized)
 
     def setup_precision_plugin(self) -> None:
-        """Set up the precision plugin as Lightning does, with clipping and overflow checks over all trained
-        parameters.
-        """
+        """Set up the precision plugin as Lightning does; clipping and overflow checks cover all trained parameters."""
         super().setup_precision_plugin()
         self.tables.attach(self.precision_plugin)
 

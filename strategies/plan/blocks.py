@@ -163,7 +163,9 @@ def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool
 def compiled_modules(module: nn.Module) -> list[str]:
     """Return the names of the modules that the user has compiled, in place or wrapped; ``""``: ``module`` itself."""
     return [
-        n for n, sub in module.named_modules() if sub._compiled_call_impl is not None or "_orig_mod" in sub._modules
+        name
+        for name, sub in module.named_modules()
+        if not isinstance(sub._compiled_call_impl, _CompiledCall | None) or "_orig_mod" in sub._modules
     ]
 
 

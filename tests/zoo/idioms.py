@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from torch.utils.data import DataLoader
 
 from tests.zoo.base import (
     CLASSES,
     DIM,
     LENGTH,
-    SAMPLES,
     VOCABULARY,
     Attention,
     Block,
@@ -26,8 +24,6 @@ from tests.zoo.base import (
     Layer,
     Mlp,
     Stack,
-    _labels,
-    loader,
     noisy,
     tokens,
     vectors,
@@ -123,14 +119,6 @@ class _Binary(torch.autograd.Function):
         return gradient
 
 
-class BinaryWeights(Mlp):
-    """BitNet's layers: the scale is of the whole weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(F.linear(x, _Binary.apply(self.fc1.weight), self.fc1.bias))
-        return F.linear(hidden, _Binary.apply(self.fc2.weight), self.fc2.bias)
-
-
 class RoundedWeights(Mlp):
     """Fake quantization: straight through by detach, the scale by the largest weight."""
 
@@ -142,6 +130,12 @@ class RoundedWeights(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(F.linear(x, self.rounded(self.fc1.weight), self.fc1.bias))
         return F.linear(hidden, self.rounded(self.fc2.weight), self.fc2.bias)
+
+
+class BinaryWeights(RoundedWeights):
+    """BitNet's layers: the scale is of the whole weight."""
+
+    rounded = staticmethod(_Binary.apply)
 
 
 class RoundedRows(RoundedWeights):
@@ -609,12 +603,6 @@ class Repeats(Gpt):
         return super().run(x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).mean(1)
 
 
-def regression(batch: int) -> DataLoader[Any]:
-    """``(x: (B, 16), y: (B,))``."""
-    x = torch.randn(SAMPLES, DIM, generator=torch.Generator().manual_seed(11))
-    return loader(batch, x, _labels(SAMPLES))
-
-
 def lm(block: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
     """A GPT of these blocks."""
     return lambda: LanguageModel(lambda: Gpt(block))
@@ -642,7 +630,7 @@ ROWS = [
     Row("rounded weights", mlp(RoundedWeights), tokens, either="zero3, tensor, sequence, pipeline"),
     Row("rounded weights by row", mlp(RoundedRows), tokens, either="zero3, tensor, pipeline"),
     Row("rounded activations", mlp(RoundedActivations), tokens, either="zero3, tensor, sequence, pipeline, context"),
-    Row("reversed gradients", Adversarial, regression, either=DATA),
+    Row("reversed gradients", Adversarial, vectors, either=DATA),
     Row("scripted function", mlp(Scripted), tokens, either="zero3, tensor, sequence, pipeline"),
     Row("compiled function", mlp(CompiledFunction), tokens, either="zero3, tensor, pipeline"),
     Row("compiled blocks", lambda: LanguageModel(CompiledBlocks), tokens, either=f"ddp, {MOST}"),

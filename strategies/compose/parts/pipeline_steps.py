@@ -150,7 +150,8 @@ class PipelineSteps:
         def summary(trainer: Trainer, module: LightningModule) -> Any:
             del vars(callback)["_summary"]
             run = partial(callback._summary, trainer, module)
-            return self.evaluate(run, "forward") if trainer.strategy is self._strategy else run()
+            relays = trainer.strategy is self._strategy and module.example_input_array is not None
+            return self.evaluate(run, "forward") if relays else run()
 
         vars(callback)["_summary"] = summary
 

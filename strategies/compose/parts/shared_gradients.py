@@ -41,12 +41,14 @@ class SharedGradients:
 
 
 def _sum(optimized: list[Tensor], group: dist.ProcessGroup) -> None:
+    has = [each.grad is not None for each in optimized]
     parts = [local_tensor(each.detach() if each.grad is None else each.grad) for each in optimized]
-    has = parts[0].new_tensor([each.grad is not None for each in optimized])
-    pieces = [part if own else torch.zeros_like(part) for part, own in zip(parts, has.tolist(), strict=True)]
-    flat = sum_over(group, torch.cat([piece.reshape(-1) for piece in (*pieces, has)]))
-    *sums, holders = flat.split([piece.numel() for piece in (*pieces, has)])
-    for each, total, count in zip(optimized, sums, holders.tolist(), strict=True):
+    pieces = [part if own else torch.zeros_like(part) for part, own in zip(parts, has, strict=True)]
+    pieces.append(parts[0].new_tensor(has))
+    *sums, holders = sum_over(group, torch.cat([p.reshape(-1) for p in pieces])).split([p.numel() for p in pieces])
+    # Read from the device only if this rank may have to follow others.
+    counts = has if all(has) else holders.tolist()
+    for each, total, count in zip(optimized, sums, counts, strict=True):
         if count:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)

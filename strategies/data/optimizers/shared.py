@@ -86,7 +86,7 @@ class SharedOptimizers:
             originals: parameters that an optimizer of the user may still have.
 
         Raises:
-            ValueError: for an optimizer that can step neither parts nor whole parameters.
+            ValueError: for an optimizer that can step neither parts nor whole parameters, or that was made too early.
         """
 
         def build_on_parts() -> None:
@@ -94,6 +94,7 @@ class SharedOptimizers:
             originals.replace_in(self._strategy.optimizers, self._strategy.lightning_module)
 
         self._build(build_on_parts)
+        originals.refuse_ids(self._strategy.lightning_module)
         optimizers, shards = self._strategy.optimizers, self._exchanges.shards
         self.owners = None
         self._divide()

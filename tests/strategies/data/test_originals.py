@@ -1,10 +1,13 @@
-"""Parameter objects that user code kept from before a strategy replaced them."""
+"""Parameter objects that user code kept from before a strategy replaced them, and the memory of parameters."""
+
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from trainwright.strategies.data.sharding.originals import Originals, memory_problems, store_contiguously
+from trainwright.strategies.data.sharding.originals import Originals
+from trainwright.strategies.data.sharding.parameter_memory import memory_problems, store_contiguously
 
 
 class Net(nn.Module):
@@ -49,15 +52,23 @@ def test_use_of_a_retired_parameter_is_refused() -> None:
             use(kept[2])
 
 
+def test_replaced_parameters_are_freed() -> None:
+    net = Net()
+    parameter = weakref.ref(net.head.weight)
+    originals = replaced(net)
+    assert parameter() is None
+    originals.retire(net, lambda parameter: parameter)
+
+
 @pytest.mark.parametrize("collect", [set, list, dict.fromkeys, tuple])
 def test_ids_of_replaced_parameters_are_refused(collect) -> None:
     net = Net()
     net.body.ids = collect(id(p) for p in net.parameters())
     with pytest.raises(ValueError, match=r"^body\.ids holds the id\(\) of parameters"):
-        replaced(net).retire(net, lambda parameter: parameter)
+        replaced(net).refuse_ids(net)
     net = Net()
     net.ids = collect(id(p) for p in net.body.parameters())  # which stay
-    replaced(net).retire(net, lambda parameter: parameter)
+    replaced(net).refuse_ids(net)
 
 
 def test_parameters_in_the_same_memory() -> None:

@@ -1,0 +1,49 @@
+"""Memory of parameters, of which ranks will hold parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainwright.core.config.options import refuse
+from trainwright.strategies.plan.names import folded
+
+
+def check_memory(module: nn.Module) -> None:
+    """Store parameters so that ranks can hold parts of them.
+
+    Raises:
+        ValueError: if two share memory.
+    """
+    refuse(memory_problems(module))
+    store_contiguously(module)
+
+
+def memory_problems(module: nn.Module) -> Iterator[str]:
+    """Yield each pair of distinct parameters that share memory, which parts of them would not."""
+    spans = []
+    for name, p in module.named_parameters():
+        if p.numel() and not p.is_meta and not isinstance(p, DTensor):
+            last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            start = p.storage_offset() * p.element_size()
+            end = start + (last + 1) * p.element_size()
+            spans.append((p.untyped_storage().data_ptr(), start, end, name))
+    for (storage, _, end, name), (other, start, _, second) in pairwise(sorted(spans)):
+        if storage == other and start < end:
+            yield (
+                f"{name} and {second} are two parameters in the same memory (tied by .data?), and ranks would hold "
+                "parts of each. Tie them as one parameter (head.weight = embedding.weight), or type strategy=ddp"
+            )
+
+
+def store_contiguously(module: nn.Module) -> None:
+    """Copy parameters with other strides, which cannot be split or sent as they are, such as a transposed view."""
+    found = {n: p for n, p in module.named_parameters() if not isinstance(p, DTensor) and not p.is_contiguous()}
+    for parameter in found.values():
+        parameter.data = parameter.data.contiguous()
+    if found:
+        rank_zero_info(f"Stored contiguously, so that ranks can share it: {', '.join(folded(found))}.")
