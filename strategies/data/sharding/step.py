@@ -112,10 +112,6 @@ class GatherOnCall:
                 sub.register_forward_pre_hook(self._enter)
                 sub.register_forward_hook(self._leave, always_call=True)
 
-    def __deepcopy__(self, memo: Any) -> GatherOnCall:
-        """Return the same object: copies of a module have its hooks, not a second root."""
-        return self
-
     def _is_within_step(self) -> bool:
         # In backward only recomputed forwards call modules, while the root is gathered.
         return self._root.running or torch._C._current_graph_task_id() != -1
