@@ -181,10 +181,10 @@ def independent(options: dict[str, Any]) -> Any:
     """Train with independent steps, saving within an epoch, and resume."""
     saver = RunStateCheckpoint("saved", every_n_steps=5, save_at_end=False)
     more = {"callbacks": [saver], "enable_checkpointing": True}
-    module, trainer = fit("parameter_server", options, 54, gamma=1.0, **more)
+    module, trainer = fit("parameter_server", options, 104, gamma=1.0, **more)
     buffers = torch.cat([buffer.detach().view(-1).float() for buffer in module.buffers()])
     parameters, _, loss = outcome(module, trainer)
-    resumed, again = fit("parameter_server", options, 56, ckpt=saver.last_model_path, gamma=1.0)
+    resumed, again = fit("parameter_server", options, 106, ckpt=saver.last_model_path, gamma=1.0)
     return parameters, buffers, loss, again.global_step, len(resumed.losses)
 
 
@@ -198,7 +198,7 @@ def test_independent_workers_converge_to_equal_parameters(ranks, options):
     assert torch.equal(first, second[0])
     assert torch.equal(buffers, second[1])
     assert loss < 1.0  # of targets with a variance of 4
-    assert (steps, made) == (56, 6)  # resumed from step 50
+    assert (steps, made) == (106, 6)  # resumed from step 100
 
 
 class TooFast(Groups):
