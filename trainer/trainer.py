@@ -111,7 +111,6 @@ class Trainer(RunTrainer):
         data_key: with ``"hash"``, the key of a sample: a function ``(dataset, index) -> str | int | bytes`` or
             ``"package.module:function"``; ``None``: the index.
         seed_samples: draw each sample of map-style training data under random number generators seeded from (seed,
-            epoch, index), so that augmentations do not depend on layout, workers or resuming; ``False`` (off) leaves
             epoch, index), so that augmentations do not depend on layout, workers or resuming; ``False`` (off) uses
             the generators of the process.
         allow_changed_data: ``False`` refuses to resume with another global batch, data set, order or partition than

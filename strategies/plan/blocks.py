@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -158,6 +160,12 @@ def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool
     for block in compiled:
         block.compile(**kwargs)
         block._compiled_call_impl = _CompiledCall(block)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled modules run as written."""
+    has_compiler = "torch._dynamo" in sys.modules  # nothing is compiled without it, and importing it takes seconds
+    return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
 
 def compiled_modules(module: nn.Module) -> list[str]:

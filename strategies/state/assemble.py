@@ -200,7 +200,14 @@ class Assembly:
                 elif name in self.cuts and own.get(name) != state[key].shape:  # otherwise already this rank's part
                     state[key] = self.part(name, state[key])
 
-        register_splitting(module, take)
+        def ignore(module: nn.Module, incompatible: Any) -> None:
+            """Ignore what hooks of other stages' blocks miss, such as those of ``torch.nn.utils.spectral_norm``."""
+            elsewhere = {name.rpartition(".")[0] for name in known - module.state_dict().keys()}
+            missing = incompatible.missing_keys
+            missing[:] = [name for name in missing if name.rpartition(".")[0] not in elsewhere]
+
+        register_splitting(module.register_load_state_dict_pre_hook, take)
+        register_splitting(module.register_load_state_dict_post_hook, ignore)
 
     def optimizer_parts(
         self,

@@ -122,13 +122,13 @@ def shard_weights_on_load(module: nn.Module) -> None:
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
                 state_dict[prefix + name] = part_like(value.to(parameter.dtype), parameter)
 
-    register_splitting(module, split)
+    register_splitting(module.register_load_state_dict_pre_hook, split)
 
 
-def register_splitting(module: nn.Module, hook: Callable[..., None]) -> None:
-    """Register a pre-hook of ``module.load_state_dict`` that only splits whole tensors."""
+def register_splitting(register: Callable[[Callable[..., None]], Any], hook: Callable[..., None]) -> None:
+    """Register a hook of ``load_state_dict`` that only splits whole tensors."""
     hook.only_splits = True  # type: ignore[attr-defined]
-    module.register_load_state_dict_pre_hook(hook)
+    register(hook)
 
 
 def only_splits(hook: Any) -> bool:

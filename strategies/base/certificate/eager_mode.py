@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
-import torch
-
 from trainwright.core.torch_internals import TorchDispatchMode
+from trainwright.strategies.plan.blocks import uncompiled
 
 
 class EagerMode(TorchDispatchMode):
@@ -24,8 +22,7 @@ class EagerMode(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         """Enter the mode."""
-        has_compiler = "torch._dynamo" in sys.modules  # nothing is compiled without it, and importing it takes seconds
-        stance = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
+        stance = uncompiled()
         stance.__enter__()
         self._stances.append(stance)
         super().__enter__()

@@ -16,6 +16,7 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.base.whole.tensors import METADATA
 from trainwright.strategies.contract.cuts import Cut
+from trainwright.strategies.plan.blocks import uncompiled
 
 # Element-wise functions, which commute with splitting.
 _ELEMENTWISE = {
@@ -64,7 +65,7 @@ class PartsWatch(TorchFunctionMode):
             handles.append(owner.register_forward_hook(self._leave, always_call=True))
         before, self._within = self._within, 0
         try:
-            with self:
+            with uncompiled(), self:  # compiled code would not call the hooks of owners
                 yield
         finally:
             self._within = before
