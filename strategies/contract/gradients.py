@@ -167,6 +167,38 @@ def clip_gradient_norm(
     return norm
 
 
+def sum_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by the sum over a group, with one all-reduce per dtype. A collective of the group.
+
+    Where this rank has no gradient, because its layers do not use the parameter, it gets that of the others.
+
+    Args:
+        parameters: the same on all ranks.
+        group: of the ranks.
+    """
+    for dtype in dict.fromkeys(each.dtype for each in parameters):
+        _sum_gradients([each for each in parameters if each.dtype == dtype], group)
+
+
+def _sum_gradients(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
+    for each in parameters:
+        if each.grad is not None and each.grad.is_sparse:
+            each.grad = each.grad.to_dense()
+    has = [each.grad is not None for each in parameters]
+    parts = [local_tensor(each.detach() if each.grad is None else each.grad) for each in parameters]
+    pieces = [part if own else torch.zeros_like(part) for part, own in zip(parts, has, strict=True)]
+    pieces.append(parts[0].new_tensor(has))
+    *sums, holders = sum_over(group, torch.cat([p.reshape(-1) for p in pieces])).split([p.numel() for p in pieces])
+    # Read from the device only if this rank may have to follow others.
+    counts = has if all(has) else holders.tolist()
+    for each, total, count in zip(parameters, sums, counts, strict=True):
+        if count:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+            part = local_tensor(each.grad)
+            part.copy_(total.view(part.shape))
+
+
 def refuse_nonfinite(norm: float, max_norm: float) -> None:
     """Raise a ``RuntimeError`` if ``norm`` is not finite."""
     if not math.isfinite(norm):

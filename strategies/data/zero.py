@@ -37,7 +37,7 @@ from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
 from trainwright.strategies.data.sharding.originals import Originals
-from trainwright.strategies.data.sharding.parameter_memory import check_memory
+from trainwright.strategies.base.parameter_memory import check_memory
 from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step

@@ -19,6 +19,7 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.core.run.traits import Traits
+from trainwright.strategies.base.parameter_memory import memory_problems
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.parameter_server.dedicated_ranks import FitSignals, split_world
@@ -39,6 +40,7 @@ from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.factory import EndpointFactory
 from trainwright.strategies.parameter_server.worker.optimizer import ServedClipping, ServedOptimizer
+from trainwright.strategies.parameter_server.worker.parameter_readers import may_use_gradients
 from trainwright.strategies.parameter_server.worker.rejoining import (
     current_prefix,
     incarnation,
@@ -200,6 +202,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             how = f"consistency={self.options.consistency}"
             alone = how if self._incarnation is None else "launch.recovery=rejoin"
             refuse(list(setup_problems(trainer, self.options, None if self.traits.steps_are_collective else alone)))
+            refuse(memory_problems(self.lightning_module))
         if self.service.serves:
             # The same code as on the other ranks, without memory and communication.
             self.precision_plugin.convert_module(self.lightning_module)
@@ -304,7 +307,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _connect(self, served: ServedOptimizer, plan: ShardPlan, meeting: ServerRendezvous) -> Client:
         client = self._client = self._factory.client(self.lightning_module, self.global_rank, served, plan, meeting)
         client.connect()
-        served.serve(client, plan)
+        served.serve(client, plan, self._factory.written(client, self.lightning_module.trainer))
+        together = self.traits.steps_are_collective and self.world_size > 1
+        served.shows_averages = together and may_use_gradients(self.lightning_module.trainer)
         return client
 
     def _upload(self) -> None:

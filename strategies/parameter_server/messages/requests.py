@@ -33,6 +33,7 @@ class Operation(IntEnum):
     PARTS = 10
     OFFER = 11
     TRAFFIC = 12
+    PUT = 13
 
 
 class Status(IntEnum):

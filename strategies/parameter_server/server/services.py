@@ -437,6 +437,13 @@ class ShardServices:
             self.shard.load(states)
         self._reply(link)
 
+    def _put(self, link: Link, worker: int, request: Tensor) -> None:
+        flat = torch.empty_like(self.shard.flat)
+        link.receive(flat, PAYLOAD).wait(COMING)
+        with self._changed:
+            self.shard.fill(flat)
+        self._reply(link)
+
     def _offer(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:
             clock = self._clocks.clock(worker)

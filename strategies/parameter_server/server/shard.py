@@ -284,7 +284,7 @@ def _joined(parts: list[tuple[Slice, State]]) -> State:
 
 
 def refuse_unserved(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that needs a closure, or takes sparse gradients only.
+    """Raise for an optimizer that needs a closure, takes sparse gradients only or has complex parameters.
 
     Raises:
         ValueError: with what to use instead.
@@ -297,6 +297,12 @@ def refuse_unserved(optimizer: Optimizer) -> None:
             "SparseAdam takes sparse gradients only, but a server reconstructs the dense gradient from the pushed "
             "rows. Use Adagrad, which leaves rows without a gradient unchanged, or strategy=ddp."
         )
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.is_complex():
+            raise ValueError(
+                f"A parameter of shape {tuple(parameter.shape)} is complex, which servers do not hold. Store it as "
+                "real numbers (torch.view_as_real), or use strategy=ddp."
+            )
 
 
 def _is_alike(value: Any, shape: Shape) -> bool:

@@ -23,7 +23,7 @@ from trainwright.strategies.parameter_server.server.rendezvous import ServerRend
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, join_norms, join_state, split_state
 from trainwright.strategies.parameter_server.server.sharder import Slice
 from trainwright.strategies.parameter_server.worker.deferred_pull import DeferredPull, put_slices
-from trainwright.strategies.parameter_server.worker.overlapped_push import OverlappedPush, copy_slice
+from trainwright.strategies.parameter_server.worker.overlapped_push import OverlappedPush, copy_slice, rows
 from trainwright.strategies.parameter_server.worker.rejoining import Offer
 
 
@@ -370,14 +370,33 @@ class Client:
     def load(self, states: Sequence[State]) -> None:
         """Send this worker's parameters and optimizer states to the servers; no worker may push meanwhile."""
         for server, of_server in enumerate(split_state(self.plan, states)):
-            flat, (data, text) = self._pulled[server], pack(of_server)
-            position = 0
-            for piece in self.plan.held[server]:
-                parameter = self._parameters[piece.parameter].detach()
-                copy_slice(parameter, piece, flat[position : position + piece.numel])
-                position += piece.numel
-            bodies = (flat, PAYLOAD), (data, BYTES)
+            data, text = pack(of_server)
+            bodies = (self._own_values(server), PAYLOAD), (data, BYTES)
             self._receive({server: self._send(server, Operation.LOAD, *bodies, bytes=data.numel(), text=text)})
+
+    def put(self) -> None:
+        """Send this worker's parameters to the servers, which keep the optimizer states; no worker may step
+        meanwhile."""
+        sent = {s: self._send(s, Operation.PUT, (self._own_values(s), PAYLOAD)) for s in range(len(self._links))}
+        self._receive(sent)
+
+    @property
+    def has_pulled_values(self) -> bool:
+        """True if the parameters are those of the last pull, so that nobody has written them since."""
+        self.settle()
+        return all(
+            _are_equal(value.view(piece.shape), rows(self._parameters[piece.parameter].detach(), piece))
+            for held, flat in zip(self.plan.held, self._pulled, strict=True)
+            for piece, value in zip(held, flat.split([piece.numel for piece in held]), strict=True)
+        )
+
+    def _own_values(self, server: int) -> Tensor:
+        flat, position = self._pulled[server], 0
+        for piece in self.plan.held[server]:
+            parameter = self._parameters[piece.parameter].detach()
+            copy_slice(parameter, piece, flat[position : position + piece.numel])
+            position += piece.numel
+        return flat
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -433,3 +452,8 @@ class Client:
             f"Parameter server {server} is gone ({why}), with the parameters that it held. Resume from the latest "
             "checkpoint with ckpt_path=last, or let the command do so automatically with launch.max_restarts=3."
         )
+
+
+def _are_equal(pulled: Tensor, held: Tensor) -> bool:
+    pulled = pulled.to(held)
+    return torch.equal(pulled, held) or bool(((pulled == held) | (pulled.isnan() & held.isnan())).all())

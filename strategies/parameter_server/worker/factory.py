@@ -19,7 +19,8 @@ from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
-from trainwright.strategies.parameter_server.worker.parameter_readers import may_read_parameters
+from trainwright.strategies.parameter_server.worker.parameter_readers import may_read_parameters, may_use_gradients
+from trainwright.strategies.parameter_server.worker.written import WrittenParameters
 
 
 class EndpointFactory:
@@ -75,6 +76,11 @@ class EndpointFactory:
         # Workers that step independently clip by the norm of all their gradients.
         client.pushes_early = self.rules.consistency == "sync" or trainer.gradient_clip_val is None
         return client
+
+    def written(self, client: Client, trainer: Any) -> WrittenParameters:
+        """Create the watch over parameters that user code writes."""
+        always = may_read_parameters(trainer) or may_use_gradients(trainer)
+        return WrittenParameters(client, self.rules.consistency == "sync", always)
 
 
 def _tables(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:

@@ -15,6 +15,7 @@ from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.parameter_server.messages.packing import State
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
+from trainwright.strategies.parameter_server.worker.written import WrittenParameters
 
 
 class ServedOptimizer(Optimizer):
@@ -34,8 +35,13 @@ class ServedOptimizer(Optimizer):
         """True if loaded values must be uploaded to servers."""
         self.skips_state = False
         """True if ``state_dict`` returns groups only, without requests to servers."""
+        self.ends_step = False
+        """True while the last micro-batch of a step runs."""
+        self.shows_averages = False
+        """True if hooks get the averaged gradients of all workers, which step together."""
         self._client: Client | None = None
         self._plan: ShardPlan | None = None
+        self._written: WrittenParameters | None = None
         self._clip_value = 0.0
         self._coefficient: float | None = None  # of pushed gradients that are not stepped yet
         self.__setstate__({})
@@ -71,9 +77,9 @@ class ServedOptimizer(Optimizer):
 
     # ---- serving ----------------------------------------------------------------------------------------------------
 
-    def serve(self, client: Client, plan: ShardPlan) -> None:
+    def serve(self, client: Client, plan: ShardPlan, written: WrittenParameters) -> None:
         """Let servers make the steps from now on."""
-        self._client, self._plan = client, plan
+        self._client, self._plan, self._written = client, plan, written
 
     def upload(self) -> None:
         """Send this rank's parameters and loaded state to the servers."""
@@ -126,16 +132,21 @@ class ServedOptimizer(Optimizer):
         """Run the closure, push gradients and pull parameters."""
         loss = None
         if closure is not None:
-            if self._client is not None:
+            if self._client is not None and not self.shows_averages:
                 self._client.begin()
-            with torch.enable_grad():
-                loss = closure()
-        if self._client is None or self._plan is None:
+            self.ends_step = True
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            finally:
+                self.ends_step = False
+        if self._client is None or self._plan is None or self._written is None:
             raise RuntimeError("The optimizer steps on parameter servers, which run while trainer.fit does.")
         if self.inner.state:
             self.inner.state.clear()  # outdated state of a checkpoint
         clip_value, self._clip_value = self._clip_value, 0.0
         coefficient, self._coefficient = self._coefficient, None
+        self._written.share()
         self._client.step(self._plan.hyper.read(self.param_groups), clip_value, coefficient)
         inner: Any = self.inner
         inner._opt_called = True  # else schedulers warn

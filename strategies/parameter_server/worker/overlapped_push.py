@@ -147,10 +147,11 @@ def copy_slice(gradient: Tensor | None, piece: Slice, target: Tensor) -> None:
     if gradient is None:
         target.zero_()
     else:
-        target.view(piece.shape).copy_(_rows(gradient, piece))
+        target.view(piece.shape).copy_(rows(gradient, piece))
 
 
-def _rows(gradient: Tensor, piece: Slice) -> Tensor:
+def rows(gradient: Tensor, piece: Slice) -> Tensor:
+    """Return a slice of a gradient or parameter."""
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     return gradient[piece.start : piece.stop] if gradient.dim() else gradient
 
@@ -158,4 +159,4 @@ def _rows(gradient: Tensor, piece: Slice) -> Tensor:
 def _differs(gradient: Tensor | None, piece: Slice, sent: Tensor) -> bool:
     if gradient is None:
         return bool(sent.any())
-    return not torch.equal(sent.view(piece.shape), _rows(gradient, piece).to(sent.device, sent.dtype))
+    return not torch.equal(sent.view(piece.shape), rows(gradient, piece).to(sent.device, sent.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.compression.options import CompressionChoice
 from trainwright.strategies.averaging.replica_averaging import Averaging
+from trainwright.strategies.contract.gradients import sum_gradients
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.state.rank_state import COMPRESSION, NOTHING_KEPT, KeptBack, of_rank, rank_of
 
@@ -79,7 +81,7 @@ class PushResiduals:
 
 
 class PushedAverages(Averaging):
-    """Averages made by servers, with residuals of pushes.
+    """Averages made by servers, with residuals of pushes; made by workers before where hooks read gradients.
 
     Args:
         strategy: of parameter servers.
@@ -88,6 +90,20 @@ class PushedAverages(Averaging):
 
     def __init__(self, strategy: Any, residuals: PushResiduals) -> None:
         self._strategy, self._residuals = strategy, residuals
+
+    @property
+    def runs(self) -> bool:  # type: ignore[override]
+        """See the base class."""
+        served = self._strategy._served
+        return served is not None and served.shows_averages and served.ends_step
+
+    def average(self) -> None:
+        """See the base class; servers then average equal gradients."""
+        trained = [parameter for parameter in self._strategy._served.parameters if parameter.requires_grad]
+        sum_gradients(trained, dist.group.WORLD)
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad /= self._strategy.world_size
 
     def kept_back(self, complete: bool) -> KeptBack:
         client, is_apart = self._strategy.client, self._strategy.peers.is_apart

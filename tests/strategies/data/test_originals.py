@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainwright.strategies.data.sharding.originals import Originals
-from trainwright.strategies.data.sharding.parameter_memory import memory_problems, store_contiguously
+from trainwright.strategies.base.parameter_memory import memory_problems, store_contiguously
 
 
 class Net(nn.Module):

@@ -1,0 +1,59 @@
+"""Parameters that user code writes on workers, where servers hold the values that count."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from trainwright.strategies.parameter_server.worker.client import Client
+
+# Steps in which parameters are compared although no hook may write them: training_step may.
+_FIRST_STEPS = 3
+
+
+class WrittenParameters:
+    """Parameters written by user code since the last pull, such as clamped or reset weights.
+
+    Args:
+        client: of the servers.
+        in_step: whether all workers make each step together. Then all write the same values, and the first worker
+            sends them to the servers; otherwise they would overwrite steps of others.
+        always: whether hooks may write parameters; else only the first steps are checked.
+    """
+
+    def __init__(self, client: Client, in_step: bool, always: bool) -> None:
+        self._client, self._in_step, self._always = client, in_step, always
+        self._steps, self._has_warned = 0, False
+
+    def share(self) -> None:
+        """Send written parameters to the servers, before a step. Where workers step together, all must call it.
+
+        Raises:
+            RuntimeError: if workers step independently and a parameter was written.
+        """
+        if not self._always and self._steps >= _FIRST_STEPS:
+            return
+        self._steps += 1
+        is_written = not self._client.has_pulled_values
+        if not self._in_step:
+            _refuse(is_written)
+        elif self._client.vote(float(is_written)):
+            self._warn()
+            if self._client.worker == 0:
+                self._client.put()
+            self._client.vote(0.0)  # no worker steps before the servers have them
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned, self._always = True, True
+            rank_zero_warn(
+                "Hooks or training_step write parameters, which parameter servers hold: they are sent to the servers "
+                "in each such step. strategy=ddp does without."
+            )
+
+
+def _refuse(is_written: bool) -> None:
+    if is_written:
+        raise RuntimeError(
+            "A hook or training_step has written parameters, which parameter servers hold and step for other workers "
+            "too, so the written values would be lost. Type strategy.consistency=sync, or strategy=ddp."
+        )
