@@ -176,6 +176,8 @@ class RunStates:
         if not self.any_rank(bool(buffers)):
             return {}
         writes = self._strategy.placement.writes
+        # Of another pipeline stage's buffers, this one may have placeholders, of another type.
+        buffers = {name: each for name, each in buffers.items() if writes(name, True) or type(each) is Tensor}
         mine = {name: (rank_state.digest_of(buffer), writes(name, False)) for name, buffer in buffers.items()}
         found = self.all_gather_values(mine)
         written = {name: digest for rank in found for name, (digest, is_written) in rank.items() if is_written}
