@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.recipes.hugging_face.chunked_logits import logits_in_chunks
+from trainwright.recipes.hugging_face.documents import register_document_attention
 from trainwright.recipes.hugging_face.folders import covers, model_folder, tensor_names
 from trainwright.recipes.language_model import LanguageModule, OptimizerFactory
 
-ATTENTION = "sdpa"
-"""torch's own attention, which has fast GPU kernels and which a context axis can split."""
+# Code of models that treats "sdpa" in a way of its own.
+_ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
 class HuggingFaceModule(LanguageModule):
@@ -85,7 +89,7 @@ class HuggingFaceModule(LanguageModule):
         else:
             config = auto.from_pretrained(self.pretrained, local_files_only=True, trust_remote_code=False, **sizes)
         found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        attention = ATTENTION if getattr(found, "_supports_sdpa", True) else None  # state space models have none
+        attention = _attention_of(found)
         if self.pretrained is not None and not self.deferred:
             return self._load(config, attention)
         made: Any = transformers.AutoModelForCausalLM.from_config(
@@ -150,3 +154,15 @@ class HuggingFaceModule(LanguageModule):
         assert self.model is not None, "configure_model has not run"
         with logits_in_chunks(self.model, self.loss_chunk):
             return super()._logits_and_targets(windows)
+
+
+def _attention_of(model: Any) -> str | None:
+    """Return the attention of a model's class: torch's, which has fast GPU kernels and which a context axis can split,
+    by document where rows are packed; ``None``: state space models have none."""
+    if not getattr(model, "_supports_sdpa", True):
+        return None
+    if not getattr(model, "_supports_attention_backend", False) or _ASKS.search(
+        inspect.getsource(sys.modules[model.__module__])
+    ):
+        return "sdpa"
+    return register_document_attention()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         TensorParallelStrategy,
     )
     from trainwright.strategies.compose.world import options_of
+    from trainwright.strategies.context.documents import document_attention, document_mask
     from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
     from trainwright.strategies.data.ddp import DDPStrategy
     from trainwright.strategies.data.ddp_options import DDPOptions
@@ -71,6 +72,8 @@ _LOCATIONS = {
     "ShardedStream": "trainwright.trainer.data.streams.sharded",
     "Watchdog": "trainwright.launch.watchdog.callback",
     "compose": "trainwright.command.schema.compose",
+    "document_attention": "trainwright.strategies.context.documents",
+    "document_mask": "trainwright.strategies.context.documents",
     "options_of": "trainwright.strategies.compose.world",
     "run": "trainwright.command.run",
 }
@@ -107,6 +110,8 @@ __all__ = [
     "ZeroStrategy",
     "__version__",
     "compose",
+    "document_attention",
+    "document_mask",
     "options_of",
     "run",
 ]

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.context.collectives import gather_all, to_heads, to_positions
+from trainwright.strategies.context.documents import attend_documents, document_mask, is_starts
 from trainwright.strategies.context.kernels import PartialAttention
 from trainwright.strategies.context.order import SequenceOrder
 from trainwright.strategies.contract.collectives.flat import gather_parts, scatter_sum
@@ -69,7 +70,7 @@ class DistributedAttention:
             key, value: like ``query``; with a different number of positions, a replicated other sequence
                 (cross-attention).
             attn_mask: boolean or additive; rows: this rank's, the whole sequence's or one for all; columns: the whole
-                sequence's, or this rank's if it has one row.
+                sequence's, or this rank's if it has one row. Or starts of documents, see ``document_attention``.
             dropout_p: of attention weights; not with ``ring``. The pattern differs from that of one process.
             is_causal: position t sees positions 0 to t of the whole sequence.
             scale: of the scores; ``None``: one over the root of ``d``.
@@ -175,6 +176,8 @@ class DistributedAttention:
         )
 
     def _own_rows(self, mask: Tensor | None, held: int) -> Tensor | None:
+        if mask is not None and is_starts(mask):
+            return document_mask(mask, self.order.positions(mask.size(-1), mask.device))
         is_whole = mask is not None and mask.size(-2) == held * self.order.size
         return self.order.part(mask, mask.ndim - 2) if mask is not None and is_whole else mask
 
@@ -192,6 +195,9 @@ class _Call(NamedTuple):
 
     def computed(self, attention: Callable[..., Tensor]) -> Tensor:
         gqa = self.query.size(1) != self.key.size(1)
+        if self.mask is not None and is_starts(self.mask):
+            query, key, value, starts, dropout, _, scale = self
+            return attend_documents(attention, query, key, value, starts, dropout, scale)
         *given, scale = self
         return attention(*given, scale=scale, enable_gqa=gqa)
 

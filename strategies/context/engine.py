@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.attention import METHODS, DistributedAttention, Method, heads_problem
 from trainwright.strategies.context.collectives import make_whole
+from trainwright.strategies.context.documents import document_attention
 from trainwright.strategies.context.order import SequenceOrder
 from trainwright.strategies.context.slices import SequenceRows, SequenceSlice
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
@@ -66,7 +67,7 @@ def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str,
     for name, submodule in module.named_modules():
         config = getattr(submodule, "config", None)
         chosen = getattr(config, "_attn_implementation", None)
-        if chosen not in (None, "sdpa"):
+        if chosen not in (None, "sdpa", document_attention.__name__):
             problems.append(
                 f"attn_implementation={chosen!r} of {name or type(module).__name__} with context={size} (allowed: "
                 "'sdpa'; build the model with attn_implementation='sdpa')"

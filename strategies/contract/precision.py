@@ -246,7 +246,7 @@ def before_update(plugin: Precision, function: Callable[[Optimizer], None] | Non
 
 
 def _agreed(scaler: torch.amp.GradScaler | None, device: str) -> torch.amp.GradScaler | None:
-    if scaler is None or type(scaler) is not torch.amp.GradScaler:
+    if scaler is None or type(scaler) is not torch.amp.GradScaler or not scaler.is_enabled():
         return scaler
     return AgreedGradScaler(
         device=device,
@@ -254,5 +254,4 @@ def _agreed(scaler: torch.amp.GradScaler | None, device: str) -> torch.amp.GradS
         growth_factor=scaler.get_growth_factor(),
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
-        enabled=scaler.is_enabled(),
     )

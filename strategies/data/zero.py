@@ -23,6 +23,7 @@ from trainwright.core.lightning_internals import _optimizers_to_device
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.certificate.certified import Certified
+from trainwright.strategies.base.parameter_memory import check_memory
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
 from trainwright.strategies.base.whole.strategy import Wholes
@@ -37,7 +38,6 @@ from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
 from trainwright.strategies.data.sharding.originals import Originals
-from trainwright.strategies.base.parameter_memory import check_memory
 from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step

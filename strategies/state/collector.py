@@ -117,7 +117,7 @@ class Collector:
         averages = {
             name: state[_AVERAGE]
             for name, state in states.items()
-            if name.startswith(_AVERAGING) and isinstance(state, dict) and state.get(_AVERAGE) is not None
+            if str(name).startswith(_AVERAGING) and isinstance(state, dict) and state.get(_AVERAGE) is not None
         }
         rest = {name: {**state, _AVERAGE: None} if name in averages else state for name, state in states.items()}
         tree = encode(rest, self._put, _CALLBACKS)

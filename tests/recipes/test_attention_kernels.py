@@ -72,7 +72,7 @@ def calls(folder: str, packed: bool, options: dict[str, Any]) -> Counter[str]:
 
 
 RING = {"context": 2, "shard": 1}  # computes masked pieces without a fused kernel
-# Options of a layout, and calls in a step; None: more than one for each block.
+# Options of a layout, and calls in a step where documents are not packed; None: more than one for each block.
 LAYOUTS: tuple[tuple[dict[str, Any], int | None], ...] = (
     ({"stage": 3}, BLOCKS),
     ({"tensor": 2, "shard": 1}, BLOCKS),
@@ -96,5 +96,5 @@ def test_fused_kernel(ranks: Any, tmp_path: Path, packed: bool, options: dict[st
         write_chats(tmp_path / "chats.jsonl", even=True)
     for found in ranks(calls, 2, str(tmp_path), packed, options):
         assert found[FUSED] == found[f"{FUSED}_backward"] >= BLOCKS, found
-        assert times in (None, found[FUSED])
+        assert times in (None, found[FUSED]) or (packed and found[FUSED] > times)  # each document by itself
         assert not [name for name in found if name.removeprefix("aten::") in ("bmm", "baddbmm", "_softmax")], found

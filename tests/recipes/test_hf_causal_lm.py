@@ -70,7 +70,7 @@ def test_weights_and_sizes_of_a_folder(tmp_path: Path) -> None:
     assert module.model.training
     assert module.model.config.attention_dropout == 0.25
     assert module.model.config.use_cache  # exports must generate like the folder
-    assert module.model.config._attn_implementation == "sdpa"
+    assert module.model.config._attn_implementation == "document_attention"
     for (name, found), value in zip(module.named_parameters(), wanted.parameters(), strict=True):
         assert found.dtype == torch.float32
         assert torch.equal(found, value), name

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.strategies.contract.gradients import local_tensor, sum_gradients
-from trainwright.strategies.contract.groups import sum_over
+from trainwright.strategies.contract.gradients import sum_gradients
 
 
 class SharedGradients:

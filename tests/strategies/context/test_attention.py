@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.strategies.contract.traffic import Collective, recorded
 from trainwright.strategies.context.attention import METHODS, DistributedAttention, heads_problem
+from trainwright.strategies.context.documents import attend_documents, document_attention, document_mask
 from trainwright.strategies.context.order import SequenceOrder
 
 LENGTH = 24
@@ -27,7 +28,15 @@ def mask_of(kind: str | None) -> torch.Tensor | None:
         mask = torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)
         mask[1, ..., -7:] = False
         return mask
+    if kind == "documents":
+        starts = torch.tensor([[0] * 7 + [7] * 12 + [19] * 5, [0] * 24])
+        return document_mask(starts[:, None, None])
     return None
+
+
+def starts_of(kind: str | None) -> torch.Tensor | None:
+    """Return the starts of documents, the first position that each row of their mask sees."""
+    return mask_of(kind).int().argmax(-1)[:, None] if kind == "documents" else None
 
 
 def tensors(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -55,6 +64,7 @@ CASES = [
     (4, "padding", torch.float32, {}),
     (4, None, torch.bfloat16, {"is_causal": True}),
     (4, None, torch.float32, {"is_causal": True, "strided": True}),
+    (2, "documents", torch.float32, {"enable_gqa": True}),
 ]
 
 
@@ -66,7 +76,7 @@ def split_attention(method: str, balance: bool, local_padding: bool) -> list[lis
     results = []
     for kv_heads, kind, dtype, kwargs in CASES:
         inputs = [order.part(t.detach(), 2).requires_grad_() for t in tensors(kv_heads, dtype)]
-        mask = mask_of(kind)
+        mask = starts_of(kind) if kind == "documents" else mask_of(kind)
         if kind == "padding" and local_padding:
             mask = order.part(mask, 3)
         parts = attend(attention, inputs, mask, kwargs)
@@ -92,6 +102,33 @@ def test_attention_matches_one_process(ranks, method, world_size, balance):
             for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
                 assert a.dtype is dtype
                 torch.testing.assert_close(a, b, **tolerance, msg=lambda m, n=name, i=i: f"{n} of case {CASES[i]}: {m}")
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_documents_match_a_mask(scale):
+    starts, mask = starts_of("documents"), mask_of("documents")
+    inputs = tensors(2, torch.float64)
+    want = attend(ATTENTION, inputs, mask, {"enable_gqa": True, "scale": scale})
+    got = attend(
+        lambda *given, attn_mask, **further: document_attention(*given, attn_mask, **further),
+        inputs,
+        starts,
+        {"scale": scale},
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_masked_scores_of_documents_are_not_computed():
+    scores = []
+
+    def attention(query, key, *given, **further):
+        scores.append(query.size(2) * key.size(2))
+        return ATTENTION(query, key, *given, **further)
+
+    starts = (torch.arange(256) // 32 * 32).view(1, 1, 1, -1)
+    attend_documents(attention, *(torch.randn(1, 2, 256, 8) for _ in range(3)), starts, 0.0, None)
+    assert scores == [32 * 32] * 8
 
 
 def elements_sent(method: str, causal: bool) -> tuple[int, int]:

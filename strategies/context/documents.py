@@ -1,0 +1,136 @@
+"""Causal attention within the documents of packed sequences."""
+
+# Shapes: B = sequences, H = query heads, K = key-value heads, T = positions, d = width of a head.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_ATTENTION = F.scaled_dot_product_attention
+_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Return attention in which each position sees its document up to itself.
+
+    Equal to ``scaled_dot_product_attention`` with a mask, without its ``T ** 2`` entries and the work for masked
+    pairs: documents are computed separately, on CUDA devices in 16-bit precision by one kernel
+    (``torch.nn.attention.varlen``). Under a context axis it covers the whole sequences. In compiled code, and for
+    tensors without data, the mask is built.
+
+    Args:
+        query: ``(B, H, T, d)``.
+        key, value: ``(B, K, T, d)``; ``K`` divides ``H``.
+        starts: first position of the document of each position, integer ``(B, 1, 1, T)``; it never falls along T.
+        dropout_p: of attention weights; 0: off.
+        scale: of the scores; ``None``: one over the root of ``d``.
+    """
+    attention = F.scaled_dot_product_attention
+    if attention is not _ATTENTION:  # a context axis; its attention takes starts as a mask
+        return attention(query, key, value, starts, dropout_p, scale=scale, enable_gqa=True)
+    return attend_documents(attention, query, key, value, starts, dropout_p, scale)
+
+
+def attend_documents(
+    attention: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Compute :func:`document_attention` of whole sequences.
+
+    Args:
+        attention: ``scaled_dot_product_attention``.
+        query, key, value, starts, dropout_p, scale: see :func:`document_attention`.
+    """
+    gqa = query.size(1) != key.size(1)
+    if torch.compiler.is_compiling() or starts.is_meta or type(starts) is not Tensor:
+        return attention(query, key, value, document_mask(starts), dropout_p, scale=scale, enable_gqa=gqa)
+    packed = _packed(starts)
+    if query.is_cuda and not dropout_p and _fits_varlen(query, value):
+        return _by_varlen(query, key, value, packed, scale)
+    outputs = []
+    for row, documents in enumerate(packed.documents):
+        for begin, end in documents:
+            parts = (each[row : row + 1, :, begin:end] for each in (query, key, value))
+            outputs.append(attention(*parts, None, dropout_p, True, scale=scale, enable_gqa=gqa))
+    whole = torch.cat(outputs, 2)  # one sequence after the other
+    return torch.cat(whole.split(query.size(2), 2)) if query.size(0) > 1 else whole
+
+
+def document_mask(starts: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the boolean mask ``(B, 1, rows, T)``, true where a position sees another.
+
+    Args:
+        starts: see :func:`document_attention`.
+        rows: positions of the rows, ``(rows,)``; ``None``: all.
+    """
+    columns = torch.arange(starts.size(-1), device=starts.device)
+    rows = columns if rows is None else rows
+    return (columns <= rows[:, None]) & (columns >= starts[..., rows].transpose(-1, -2))
+
+
+def is_starts(mask: Tensor) -> bool:
+    """Return whether an argument ``attn_mask`` holds the starts of documents."""
+    return not mask.is_floating_point() and mask.dtype is not torch.bool
+
+
+class _Packed(NamedTuple):
+    """Documents of packed sequences.
+
+    Args:
+        documents: begin and end of each document, of each sequence.
+        bounds: begins of all documents in the concatenated sequences and the end, int32, on the device.
+        longest: positions of the longest document.
+    """
+
+    documents: list[list[tuple[int, int]]]
+    bounds: Tensor
+    longest: int
+
+
+_known = WeakIdKeyDictionary()  # starts -> _Packed, so that a batch is read from the device once
+
+
+def _packed(starts: Tensor) -> _Packed:
+    found: _Packed | None = _known.get(starts)
+    if found is None:
+        length = starts.size(-1)
+        begins = [sorted(set(row)) for row in starts.view(-1, length).tolist()]
+        documents = [list(zip(row, [*row[1:], length], strict=True)) for row in begins]
+        flat = [number * length + begin for number, row in enumerate(begins) for begin in row]
+        bounds = torch.tensor([*flat, len(begins) * length], dtype=torch.int32, device=starts.device)
+        found = _known[starts] = _Packed(documents, bounds, max(end - begin for row in documents for begin, end in row))
+    return found
+
+
+def _fits_varlen(query: Tensor, value: Tensor) -> bool:
+    width, device = query.size(-1), query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    return dtype in _VARLEN_DTYPES and width == value.size(-1) and width % 8 == 0 and width <= 256
+
+
+def _by_varlen(query: Tensor, key: Tensor, value: Tensor, packed: _Packed, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, length, _ = query.shape
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    key, value = (t.repeat_interleave(heads // t.size(1), 1) for t in (key, value))
+    flat = (t.transpose(1, 2).reshape(batch * length, heads, -1) for t in (query, key, value))
+    bounds, longest = packed.bounds, packed.longest
+    out = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out.view(batch, length, heads, -1).transpose(1, 2)
