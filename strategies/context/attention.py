@@ -20,6 +20,7 @@ Ring: Liu et al., https://arxiv.org/abs/2310.01889. Ulysses: Jacobs et al., http
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.context.collectives import gather_all, to_heads, to_positions
-from trainwright.strategies.context.documents import attend_documents, document_mask, is_starts
+from trainwright.strategies.context.documents import (
+    attend_documents,
+    document_mask,
+    documents_of,
+    is_readable,
+    is_starts,
+)
 from trainwright.strategies.context.kernels import PartialAttention
 from trainwright.strategies.context.order import SequenceOrder
 from trainwright.strategies.contract.collectives.flat import gather_parts, scatter_sum
@@ -95,6 +102,8 @@ class DistributedAttention:
             call = call._replace(mask=self._whole_columns(attn_mask, query.size(2)))
         if self.method == "ulysses":
             return self._by_heads(call)
+        if call.mask is not None and is_starts(call.mask) and is_readable(call.mask) and not dropout_p:
+            return self._by_pieces(call)
         call = call._replace(mask=self._own_rows(call.mask, query.size(2)))
         if self.method == "gather" and (call.mask is not None or dropout_p):
             return self._by_rows(call)
@@ -122,7 +131,10 @@ class DistributedAttention:
                 "bias). Use the method 'gather' or 'ulysses'."
             )
         scale = query.size(-1) ** -0.5 if scale is None else scale
-        job = _Job(self.group, self.order, self.method == "ring", causal, scale)
+        documents = None
+        if mask is not None and is_starts(mask):
+            documents, mask = documents_of(mask), None
+        job = _Job(self.group, self.order, self.method == "ring", causal, scale, documents)
         # Without autocast, which would round the products of the plain kernel.
         with torch.autocast(query.device.type, enabled=False):
             out: Tensor = _SplitAttention.apply(query, key, value, mask, job)
@@ -234,42 +246,70 @@ def heads_problem(heads: int, kv_heads: int, size: int) -> str | None:
 
 
 class _Piece(NamedTuple):
-    """Part of the attention of a rank's queries to a rank's keys: rows and columns ``(start, length)``, causality."""
+    """Part of the attention of a rank's queries to a rank's keys: rows and columns ``(start, length)``, causality, and
+    the sequences of the batch."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
     causal: bool
+    batch: slice = slice(None)
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        return tensor[self.batch].narrow(2, *self.rows)
+
+    def columns_of(self, tensor: Tensor) -> Tensor:
+        return tensor[self.batch].narrow(2, *self.columns)
 
 
 class _Job(NamedTuple):
-    """One call of attention."""
+    """One call of attention; ``documents`` of each sequence, if attention is causal within these."""
 
     group: dist.ProcessGroup
     order: SequenceOrder
     ring: bool
     causal: bool
     scale: float
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None
 
-    def piece(self, source: int, held: int) -> _Piece | None:
-        """Return the piece for the keys of rank ``source``; ``None`` if they are all masked by causality."""
+    def pieces(self, source: int, held: int) -> list[_Piece]:
+        """Return the pieces for the keys of rank ``source``; none if they are all masked."""
         rank, everything = self.order.rank, (0, held)
+        if self.documents is not None:
+            return [piece for index in range(len(self.documents)) for piece in self._of_documents(index, source, held)]
         if not self.causal or source == rank:
-            return _Piece(everything, everything, self.causal)
+            return [_Piece(everything, everything, self.causal)]
         if not self.order.balance:
-            return _Piece(everything, everything, False) if source < rank else None
+            return [_Piece(everything, everything, False)] if source < rank else []
         half = held // 2
         # All second chunks come after all first chunks, in reverse order of ranks.
         if source < rank:
-            return _Piece(everything, (0, half), False)
-        return _Piece((half, half), everything, False)
+            return [_Piece(everything, (0, half), False)]
+        return [_Piece((half, half), everything, False)]
+
+    def _of_documents(self, index: int, source: int, held: int) -> Iterator[_Piece]:
+        assert self.documents is not None
+        own, others = (self.order.held(rank) for rank in (self.order.rank, source))
+        length = held // len(own)
+        for begin, end in self.documents[index]:
+            for (i, row), (j, column) in product(enumerate(own), enumerate(others)):
+                rows, columns = (
+                    (max(begin, chunk * length), min(end, (chunk + 1) * length)) for chunk in (row, column)
+                )
+                if column <= row and rows[0] < rows[1] and columns[0] < columns[1]:
+                    yield _Piece(
+                        (rows[0] + (i - row) * length, rows[1] - rows[0]),
+                        (columns[0] + (j - column) * length, columns[1] - columns[0]),
+                        row == column,
+                        slice(index, index + 1),
+                    )
 
     def partial(
         self, piece: _Piece, source: int, query: Tensor, packed: Sequence[Tensor], mask: Tensor | None
     ) -> PartialAttention:
         """Return the attention of a piece: rows of ``query`` over keys and values of rank ``source``."""
-        key, value = (tensor.narrow(2, *piece.columns) for tensor in packed)
+        key, value = map(piece.columns_of, packed)
         mask = None if mask is None else self.order.part(mask, mask.ndim - 1, source)
-        return PartialAttention(query.narrow(2, *piece.rows), key, value, mask, piece.causal, self.scale)
+        return PartialAttention(piece.rows_of(query), key, value, mask, piece.causal, self.scale)
 
     def source(self, step: int) -> int:
         """Return the rank whose keys this rank holds at ``step``, its own first."""
@@ -301,12 +341,11 @@ class _SplitAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, job: _Job) -> Tensor:
         packed = _pack(key, value)
         gathered = None if job.ring else gather_parts(packed, job.group)
-        merged = _Merged()
+        merged = _Merged(query.shape[:3])
         for source, flat in job.visits(packed) if gathered is None else _from_own(gathered, job):
-            piece = job.piece(source, query.size(2))
-            if piece is not None:
+            for piece in job.pieces(source, query.size(2)):
                 partial = job.partial(piece, source, query, _unpack(flat, key, value), mask)
-                merged.add(*partial.attend(), *piece.rows)
+                merged.add(*partial.attend(), piece)
         out = merged.out.to(query.dtype)
         ctx.job = job
         ctx.save_for_backward(query, key, value, mask, out, merged.lse, gathered)
@@ -376,34 +415,43 @@ class _Gradient:
     def add(self, source: int, packed: Tensor) -> Tensor:
         """Return this rank's contribution to the packed gradient of the keys and values of ``source``."""
         flat = torch.zeros(packed.shape, dtype=self.dtype, device=packed.device)
-        piece = self.job.piece(source, self.query.size(2))
-        if piece is None:
-            return flat
-        partial = self.job.partial(piece, source, self._query, _unpack(packed, *self._like), self._mask)
-        d_query, *d_packed = partial.backward(*(tensor.narrow(2, *piece.rows) for tensor in self._rows))
-        self.query.narrow(2, *piece.rows).add_(d_query)
-        for total, part in zip(_unpack(flat, *self._like), d_packed, strict=True):
-            total.narrow(2, *piece.columns).copy_(part)
+        for piece in self.job.pieces(source, self.query.size(2)):
+            partial = self.job.partial(piece, source, self._query, _unpack(packed, *self._like), self._mask)
+            d_query, *d_packed = partial.backward(*map(piece.rows_of, self._rows))
+            piece.rows_of(self.query).add_(d_query)
+            for total, part in zip(_unpack(flat, *self._like), d_packed, strict=True):
+                piece.columns_of(total).add_(part)
         return flat
 
 
 class _Merged:
-    """Attention over several sets of keys, merged from that over each."""
+    """Attention over several sets of keys, merged from that over each.
+
+    Args:
+        shape: ``(B, H, S)``.
+    """
 
     out: Tensor
     lse: Tensor
 
-    def add(self, out: Tensor, lse: Tensor, start: int, length: int) -> None:
-        """Merge rows ``start`` to ``start + length``; the first call must have all rows.
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._shape = tuple(shape)
+
+    def add(self, out: Tensor, lse: Tensor, piece: _Piece) -> None:
+        """Merge the rows of a piece.
 
         Args:
             out: ``(B, H, length, d)``.
             lse: log-sum-exp of the scores, ``(B, H, length)``; -inf for fully masked rows.
+            piece: its place.
         """
         if not hasattr(self, "out"):
-            self.out, self.lse = out.to(lse.dtype, copy=True), lse.clone(memory_format=torch.contiguous_format)
-            return
-        so_far, seen = self.out.narrow(2, start, length), self.lse.narrow(2, start, length)
+            if lse.shape == self._shape:
+                self.out, self.lse = out.to(lse.dtype, copy=True), lse.clone(memory_format=torch.contiguous_format)
+                return
+            self.out = lse.new_zeros(*self._shape, out.size(-1))
+            self.lse = lse.new_full(self._shape, -torch.inf)
+        so_far, seen = map(piece.rows_of, (self.out, self.lse))
         both = torch.logaddexp(seen, lse)
         # Fully masked rows: -inf minus -inf would be NaN.
         reference = both.masked_fill(both == -torch.inf, 0.0)

@@ -55,7 +55,7 @@ def attend_documents(
         query, key, value, starts, dropout_p, scale: see :func:`document_attention`.
     """
     gqa = query.size(1) != key.size(1)
-    if torch.compiler.is_compiling() or starts.is_meta or type(starts) is not Tensor:
+    if not is_readable(starts):
         return attention(query, key, value, document_mask(starts), dropout_p, scale=scale, enable_gqa=gqa)
     packed = _packed(starts)
     if query.is_cuda and not dropout_p and _fits_varlen(query, value):
@@ -84,6 +84,16 @@ def document_mask(starts: Tensor, rows: Tensor | None = None) -> Tensor:
 def is_starts(mask: Tensor) -> bool:
     """Return whether an argument ``attn_mask`` holds the starts of documents."""
     return not mask.is_floating_point() and mask.dtype is not torch.bool
+
+
+def is_readable(starts: Tensor) -> bool:
+    """Return whether the values of ``starts`` can be read: not in compiled code, and not of tensors without data."""
+    return type(starts) is Tensor and not starts.is_meta and not torch.compiler.is_compiling()
+
+
+def documents_of(starts: Tensor) -> list[list[tuple[int, int]]]:
+    """Return begin and end of each document, of each sequence."""
+    return _packed(starts).documents
 
 
 class _Packed(NamedTuple):

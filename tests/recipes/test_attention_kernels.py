@@ -71,22 +71,22 @@ def calls(folder: str, packed: bool, options: dict[str, Any]) -> Counter[str]:
     return watch.operators.calls
 
 
-RING = {"context": 2, "shard": 1}  # computes masked pieces without a fused kernel
+CONTEXT = {"context": 2, "shard": 1}
 # Options of a layout, and calls in a step where documents are not packed; None: more than one for each block.
 LAYOUTS: tuple[tuple[dict[str, Any], int | None], ...] = (
     ({"stage": 3}, BLOCKS),
     ({"tensor": 2, "shard": 1}, BLOCKS),
     ({"pipeline": 2, "shard": 1, "micro_batches": 2}, BLOCKS // 2 * 2),
-    (RING, None),
-    ({**RING, "attention": "ulysses"}, BLOCKS),
-    ({**RING, "attention": "gather"}, None),
+    (CONTEXT, None),
+    ({**CONTEXT, "attention": "ulysses"}, BLOCKS),
+    ({**CONTEXT, "attention": "gather"}, None),
 )
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("packed", "options", "times"),
-    [(packed, *layout) for packed in (False, True) for layout in LAYOUTS if not packed or layout[0] is not RING],
+    [(packed, *layout) for packed in (False, True) for layout in LAYOUTS],
     ids=str,
 )
 def test_fused_kernel(ranks: Any, tmp_path: Path, packed: bool, options: dict[str, Any], times: int | None) -> None:

@@ -117,6 +117,7 @@ def test_documents_match_a_mask(scale):
     )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
+    assert torch.equal(document_mask(starts, torch.tensor([3, 20])), mask[:, :, [3, 20]])
 
 
 def test_masked_scores_of_documents_are_not_computed():
