@@ -95,7 +95,7 @@ def sync_batchnorm_problem(layout: Layout) -> list[str]:
 def optimizer_problem(layout: Layout, optimizer: str) -> list[str]:
     """Return why an optimizer cannot step a module partitioned by ``layout``, as far as its name tells.
 
-    Others are tried when they are built, see :mod:`~trainwright.strategies.data.optimizers.optimizer_probe`.
+    Others are tried when they are built, see :mod:`~trainwright.strategies.base.optimizer_probe`.
 
     Args:
         layout: of the run.

@@ -207,10 +207,9 @@ class _Call(NamedTuple):
 
     def computed(self, attention: Callable[..., Tensor]) -> Tensor:
         gqa = self.query.size(1) != self.key.size(1)
-        if self.mask is not None and is_starts(self.mask):
-            query, key, value, starts, dropout, _, scale = self
-            return attend_documents(attention, query, key, value, starts, dropout, scale)
         *given, scale = self
+        if self.mask is not None and is_starts(self.mask):
+            return attend_documents(attention, *given[:3], self.mask, self.dropout, scale)
         return attention(*given, scale=scale, enable_gqa=gqa)
 
 

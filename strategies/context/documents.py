@@ -139,8 +139,8 @@ def _by_varlen(query: Tensor, key: Tensor, value: Tensor, packed: _Packed, scale
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     key, value = (t.repeat_interleave(heads // t.size(1), 1) for t in (key, value))
-    flat = (t.transpose(1, 2).reshape(batch * length, heads, -1) for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2).reshape(batch * length, heads, -1) for t in (query, key, value))
     bounds, longest = packed.bounds, packed.longest
-    out = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
     assert isinstance(out, Tensor)
     return out.view(batch, length, heads, -1).transpose(1, 2)

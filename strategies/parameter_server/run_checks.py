@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import BaseFinetuning, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.strategies.base.optimizer_probe import study
 from trainwright.strategies.contract.same_model import varying_buffers
 from trainwright.strategies.parameter_server.options import ParameterServerOptions, learning_rate_warning
 from trainwright.strategies.parameter_server.problems import needs_interface, rank_problems
@@ -32,6 +33,12 @@ def setup_problems(trainer: Trainer, options: ParameterServerOptions, alone: str
             f"{type(module).__name__} optimizes manually (automatic_optimization=False), but servers must know where a "
             "step ends; use automatic optimization, or strategy=ddp"
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):
+            yield (
+                f"the callback {type(callback).__name__} adds parameter groups during training, but servers step those "
+                "of its start; use strategy=ddp"
+            )
     if trainer.num_nodes > 1 and options.interface is None:
         yield needs_interface(trainer.num_nodes)
     if alone is None:
@@ -44,7 +51,7 @@ def setup_problems(trainer: Trainer, options: ParameterServerOptions, alone: str
         yield f"sync_batchnorm=True, {ending}; leave it out: statistics are averaged when ranks meet"
 
 
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+def refuse_optimizers(optimizers: Sequence[Optimizer], servers: int) -> None:
     """Raise for optimizers that servers cannot step.
 
     Raises:
@@ -52,6 +59,12 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """
     for optimizer in optimizers:
         refuse_unserved(optimizer)
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            behaviour = study(optimizer, lambda parameter: parameter.shape)
+            if behaviour.problem is not None:
+                raise ValueError(f"{behaviour.problem}, so servers cannot make its steps. Type strategy=ddp.")
+            if behaviour.joint is not None and servers > 1:
+                raise ValueError(f"{behaviour.joint}, but each server has a part. Type strategy.servers=1.")
     if len(optimizers) > 1:
         raise ValueError(
             f"configure_optimizers made {len(optimizers)} optimizers; servers step one optimizer, with any number of "

@@ -234,7 +234,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             return  # nothing is trained
-        refuse_optimizers(self.optimizers)
+        refuse_optimizers(self.optimizers, self.servers)
         self.optimizers = [ServedOptimizer(optimizer) for optimizer in self.optimizers]
 
     def setup_precision_plugin(self) -> None:

@@ -21,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ulysses": ("hybrid", {"context": 2, "shard": 1, "attention": "ulysses"}, 2),
     "gather": ("hybrid", {"context": 2, "shard": 1, "attention": "gather"}, 2),
     "expert": ("hybrid", {"expert": 2, "shard": 2}, 2),
+    "servers": ("parameter_server", {"servers": 2}, 2),
     "tensor x shard": ("hybrid", {"tensor": 2, "shard": 2}, 4),
     "pipeline x shard": ("hybrid", {"pipeline": 2, "shard": 2}, 4),
     "pipeline x tensor": ("hybrid", {"pipeline": 2, "tensor": 2, "shard": 1}, 4),
@@ -96,6 +97,10 @@ class Row:
     synced: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     late: bool = False
+
+    def also_on(self, *layouts: str) -> Row:
+        """Return the row with further layouts, on which it may be refused."""
+        return replace(self, either=", ".join(filter(None, (self.either, *layouts))))
 
     @property
     def layouts(self) -> list[str]:

@@ -404,3 +404,4 @@ ROWS = [
     Row("made in __init__, with a state", MadeEarlyWithState, vectors, either="ddp, zero2, zero3, tensor, pipeline"),
     Row("groups by id", GroupsById, vectors, either="ddp, zero1, zero2, zero3, tensor, pipeline"),
 ]
+ROWS = [row.also_on("servers") for row in ROWS]

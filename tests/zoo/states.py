@@ -331,3 +331,4 @@ ROWS = [
     Row("SWA", Classifier, vectors, trainer=averaging, either="zero3, tensor, pipeline"),
     Row("EMA", Classifier, vectors, trainer=ema, either="zero3, pipeline"),
 ]
+ROWS = [row.also_on("servers") for row in ROWS]

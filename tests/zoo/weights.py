@@ -490,3 +490,5 @@ ROWS = [
     Row("noise on gradients", GradientNoise, vectors, either="zero2, zero3, tensor"),
     Row("gradient penalty", GradientPenalty, vectors, either="zero3, pipeline"),
 ]
+# Hooks of parameters run before gradients are averaged.
+ROWS = [row if row.name == "hooks that normalize" else row.also_on("servers") for row in ROWS]

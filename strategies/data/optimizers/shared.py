@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, any_of_ranks
 from trainwright.core.config.options import refuse
+from trainwright.strategies.base.optimizer_probe import Behaviour, study
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.finetuning import show_parameters_to
-from trainwright.strategies.data.optimizers.optimizer_probe import Behaviour, study
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
 from trainwright.strategies.data.sharding.exchanges import Exchanges

@@ -100,6 +100,7 @@ class PushedAverages(Averaging):
     def average(self) -> None:
         """See the base class; servers then average equal gradients."""
         trained = [parameter for parameter in self._strategy._served.parameters if parameter.requires_grad]
+        assert dist.group.WORLD is not None
         sum_gradients(trained, dist.group.WORLD)
         for parameter in trained:
             if parameter.grad is not None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.strategies.data.sharding.originals import Originals
 from trainwright.strategies.base.parameter_memory import memory_problems, store_contiguously
+from trainwright.strategies.data.sharding.originals import Originals
 
 
 class Net(nn.Module):

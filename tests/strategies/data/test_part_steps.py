@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from trainwright.strategies.data.optimizers.optimizer_probe import study
+from trainwright.strategies.base.optimizer_probe import study
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
 
 STEPS = 4
