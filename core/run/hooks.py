@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.hooks import DataHooks
 
 Hook = Callable[..., Any]
 
 
 # Hooks of a step, and those that the module alone may have.
+_BATCH_END = "on_train_batch_end"
 _CALLED = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
+    *("on_train_batch_start", _BATCH_END, "on_before_zero_grad"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
 )
 _OF_MODULE = ("optimizer_step", "configure_gradient_clipping")
@@ -25,6 +27,9 @@ _OF_MODULE = ("optimizer_step", "configure_gradient_clipping")
 
 class HookTable:
     """Overrides of each hook of a trainer, callbacks first and the module last, as Lightning calls them.
+
+    After a batch, callbacks that save follow the module, as Lightning has it after an epoch: else what the module's hook
+    does to weights would be missing in a checkpoint of that step.
 
     Args:
         trainer: its callbacks and module are read once, now.
@@ -36,6 +41,7 @@ class HookTable:
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._listeners: dict[str, tuple[list[Hook], Hook | None]] = {}
         self._overridden: dict[str, bool] = {}
+        self._last: dict[str, list[Hook]] = {}
         called = (hook for hook in _CALLED if self.listeners(hook) != ([], None))
         self.heard = frozenset([*called, *filter(self.module_overrides, _OF_MODULE)])
         """Hooks of a step that have listeners; the others need not be called."""
@@ -44,9 +50,11 @@ class HookTable:
         """Return the callbacks' methods and the module's method for ``hook``; ``None`` if the module does not override
         it."""
         if hook not in self._listeners:
-            callbacks = [getattr(c, hook) for c in self._callbacks if _overrides(c, hook, Callback)]
+            overriding = [c for c in self._callbacks if _overrides(c, hook, Callback)]
             module = getattr(self._module, hook) if self.module_overrides(hook) else None
-            self._listeners[hook] = (callbacks, module)
+            self._listeners[hook] = ([getattr(c, hook) for c in overriding], module)
+            saving = [c for c in overriding if hook == _BATCH_END and isinstance(c, Checkpoint)]
+            self._last[hook] = [getattr(c, hook) for c in saving]
         return self._listeners[hook]
 
     def module_overrides(self, hook: str) -> bool:
@@ -69,11 +77,14 @@ class HookTable:
         names = self._module.__dict__  # avoids nn.Module.__setattr__, which is slow
         before = names["_current_fx_name"]
         names["_current_fx_name"] = hook
-        output = None
+        output, last = None, self._last[hook] if own is not None else ()
         for listener in callbacks:
-            listener(self._trainer, self._module, *args)
+            if listener not in last:
+                listener(self._trainer, self._module, *args)
         if own is not None:
             output = own(*args)
+        for listener in last:
+            listener(self._trainer, self._module, *args)
         names["_current_fx_name"] = before
         return output
 

@@ -209,7 +209,7 @@ class _Call(NamedTuple):
         gqa = self.query.size(1) != self.key.size(1)
         *given, scale = self
         if self.mask is not None and is_starts(self.mask):
-            return attend_documents(attention, *given[:3], self.mask, self.dropout, scale)
+            return attend_documents(attention, self.query, self.key, self.value, self.mask, self.dropout, scale)
         return attention(*given, scale=scale, enable_gqa=gqa)
 
 
