@@ -28,8 +28,8 @@ _OF_MODULE = ("optimizer_step", "configure_gradient_clipping")
 class HookTable:
     """Overrides of each hook of a trainer, callbacks first and the module last, as Lightning calls them.
 
-    After a batch, callbacks that save follow the module, as Lightning has it after an epoch: else what the module's hook
-    does to weights would be missing in a checkpoint of that step.
+    After a batch, callbacks that save follow the module, as Lightning has it after an epoch: else a checkpoint of that
+    step would lack what the module's hook does to weights.
 
     Args:
         trainer: its callbacks and module are read once, now.

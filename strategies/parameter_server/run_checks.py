@@ -59,17 +59,31 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], servers: int) -> None:
     """
     for optimizer in optimizers:
         refuse_unserved(optimizer)
-        if not type(optimizer).__module__.startswith("torch.optim."):
-            behaviour = study(optimizer, lambda parameter: parameter.shape)
-            if behaviour.problem is not None:
-                raise ValueError(f"{behaviour.problem}, so servers cannot make its steps. Type strategy=ddp.")
-            if behaviour.joint is not None and servers > 1:
-                raise ValueError(f"{behaviour.joint}, but each server has a part. Type strategy.servers=1.")
+        refuse_coupled(optimizer, "Type strategy.servers=1" if servers > 1 else "")
     if len(optimizers) > 1:
         raise ValueError(
             f"configure_optimizers made {len(optimizers)} optimizers; servers step one optimizer, with any number of "
             "parameter groups. Put the parameters into groups of one, or use strategy=ddp."
         )
+
+
+def refuse_coupled(optimizer: Optimizer, remedy: str) -> None:
+    """Raise for an optimizer that servers with some of its parameters cannot step as it would step all.
+
+    Args:
+        optimizer: of the user.
+        remedy: what to type for one that uses several parameters at once; empty: one server has them all.
+
+    Raises:
+        ValueError: with what to use instead.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    behaviour = study(optimizer, lambda parameter: parameter.shape)
+    if behaviour.problem is not None:
+        raise ValueError(f"{behaviour.problem}, so servers cannot make its steps. Type strategy=ddp.")
+    if behaviour.joint is not None and remedy:
+        raise ValueError(f"{behaviour.joint}, but servers have some of them. {remedy}.")
 
 
 def refuse_other_optimizers(digests: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from tests.parity.harness import QUIET
@@ -58,6 +59,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "pipeline x tensor": ("hybrid", {"pipeline": 2, "tensor": 2, "shard": 1}, 4),
     "context x shard": ("hybrid", {"context": 2, "shard": 2}, 4),
 }
+# One process of ours, which saves and resumes as the layouts do.
+SINGLE = "single"
+_OWN = {**LAYOUTS, SINGLE: ("single", {}, 1)}
 # Data ranks of the layouts that have more than one.
 DATA_RANKS = {name: options.get("shard", ranks) for name, (_, options, ranks) in LAYOUTS.items()}
 
@@ -187,22 +191,44 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-def train(theme: str, name: str, layout: str | None, certifies: bool = True) -> Run | Last:
-    """Train a row under ``layout`` on the ranks of the default process group; ``None``: with Lightning, alone."""
-    run = _run(theme, name, layout, certifies)
+class _SaveFirst(Checkpoint):
+    """Saves the first optimizer step."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._has_saved = False
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step and not self._has_saved:
+            self._has_saved = True
+            trainer.save_checkpoint(self._path)
+
+
+def train(
+    theme: str, name: str, layout: str | None, certifies: bool = True, saves: str = "", resumes: str | None = None
+) -> Run | Last:
+    """Train a row under ``layout`` on the ranks of the default process group; ``None``: with Lightning, alone.
+
+    Args:
+        theme, name, layout: which.
+        certifies: whether the run has the certificate that it has by default.
+        saves: path of a checkpoint of the first step; empty: none.
+        resumes: path of a checkpoint to resume.
+    """
+    run = _run(theme, name, layout, certifies, saves, resumes)
     # Where ranks are processes of a launcher, it ends those that wait for one that failed.
     return Last(run) if run.error and layout is not None else run
 
 
-def _run(theme: str, name: str, layout: str | None, certifies: bool) -> Run:
+def _run(theme: str, name: str, layout: str | None, certifies: bool, saves: str, resumes: str | None) -> Run:
     warnings.simplefilter("ignore")
     row, watch, run = find(theme, name), _Watch(), Run()
     torch.manual_seed(3)
     module = row.make_module()
     try:
-        trainer, data = _prepared(row, layout, watch, certifies)
+        trainer, data = _prepared(row, layout, [watch, *([_SaveFirst(saves)] if saves else [])], certifies)
         torch.manual_seed(5)
-        trainer.fit(module, *data) if isinstance(data, tuple) else trainer.fit(module, data)
+        trainer.fit(module, *(data if isinstance(data, tuple) else [data]), ckpt_path=resumes)
         run.losses = watch.losses
         run.logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         if row.observe:
@@ -217,9 +243,9 @@ def _run(theme: str, name: str, layout: str | None, certifies: bool) -> Run:
     return run
 
 
-def _prepared(row: Row, layout: str | None, watch: _Watch, certifies: bool) -> tuple[Any, Any]:
+def _prepared(row: Row, layout: str | None, first: list[Any], certifies: bool) -> tuple[Any, Any]:
     extra = row.trainer()
-    callbacks = [watch, *extra.pop("callbacks", [])]
+    callbacks = [*first, *extra.pop("callbacks", [])]
     options = {
         **QUIET,
         "max_steps": row.steps,
@@ -228,16 +254,18 @@ def _prepared(row: Row, layout: str | None, watch: _Watch, certifies: bool) -> t
         **extra,
         "callbacks": callbacks,
     }
+    if any(isinstance(callback, _SaveFirst) for callback in first):
+        options["enable_checkpointing"] = True
     micro = row.batch // options.get("accumulate_grad_batches", 1)
     if layout is None:
         return pl.Trainer(devices=1, **options), row.make_data(micro)
     from trainwright.strategies.contract.registry import make_strategy
     from trainwright.trainer.trainer import Trainer
 
-    name, chosen, ranks = LAYOUTS[layout]
+    name, chosen, ranks = _OWN[layout]
     choice = {} if certifies else {"certificate": "off"}
     strategy = make_strategy(name, **chosen, **choice, **row.options.get(layout, {}))
-    return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS[layout])
+    return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS.get(layout, 1))
 
 
 def _tensors(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
@@ -297,17 +325,42 @@ def _outcome(
     certifies: bool,
 ) -> str:
     try:
-        answers = ranks(train, LAYOUTS[layout][2], theme, row.name, layout, certifies, timeout=timeout)
-    except RankTimeout:
-        return "wrong: hung"
-    except RankError as error:
-        return f"wrong: died: {' '.join(str(error).split())[:300]}"
-    runs: list[Run] = [run for run in answers if run is not None]
+        runs = _runs(ranks, timeout, theme, row.name, layout, certifies)
+    except AssertionError as error:
+        return f"wrong: {error}"
     failed = sorted((run for run in runs if run.error), key=lambda run: run.when)
     if failed:
         return _judged(failed[0], row.late)
-    found = [text for run in runs for text in _differences(row, reference(), run, layout)]
+    return _compared(row, reference(), runs, layout)
+
+
+def _runs(ranks: Callable[..., list[Any]], timeout: float, theme: str, name: str, layout: str, *args: Any) -> list[Run]:
+    """Return what each rank that ended says of :func:`train`; raises an AssertionError if they hung or died."""
+    try:
+        answers = ranks(train, _OWN[layout][2], theme, name, layout, *args, timeout=timeout)
+    except RankTimeout:
+        raise AssertionError("hung") from None
+    except RankError as error:
+        raise AssertionError(f"died: {' '.join(str(error).split())[:300]}") from None
+    return [run for run in answers if run is not None]
+
+
+def _compared(row: Row, reference: Run, runs: list[Run], layout: str) -> str:
+    found = [text for run in runs for text in _differences(row, reference, run, layout)]
     return f"wrong: {found[0]} (and {len(found) - 1} more)" if found else "equal"
+
+
+def resumed(
+    ranks: Callable[..., list[Any]], theme: str, row: Row, layouts: tuple[str, str], folder: str, timeout: float
+) -> str:
+    """Save the first step of a row under one layout and resume it under another; returns as :func:`tried` does."""
+    path = f"{folder}/saved"
+    for layout, saves, resumes in ((layouts[0], path, None), (layouts[1], "", path)):
+        runs = _runs(ranks, timeout, theme, row.name, layout, False, saves, resumes)
+        for run in runs:
+            assert not run.error, run.trace
+    reference = alone(ranks, theme, row)
+    return _compared(row, replace(reference, losses=reference.losses[-len(runs[0].losses) :]), runs, layouts[1])
 
 
 def alone(ranks: Callable[..., list[Any]], theme: str, row: Row) -> Run:
@@ -335,7 +388,7 @@ def _differences(row: Row, reference: Run, run: Run, layout: str) -> Iterator[st
         if not abs(ours - theirs) <= row.tolerance * max(abs(theirs), 1e-3):
             yield f"loss of step {step}: {ours:.7g} instead of {theirs:.7g}"
     for key, theirs in reference.logged.items():
-        if DATA_RANKS[layout] > 1 and key not in row.synced:
+        if DATA_RANKS.get(layout, 1) > 1 and key not in row.synced:
             continue
         ours = run.logged.get(key, float("nan"))
         if not abs(ours - theirs) <= 3 * row.tolerance * max(abs(theirs), 1e-3):

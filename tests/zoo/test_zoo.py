@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.zoo.__main__ import PAGE, page
-from tests.zoo.cells import LAYOUTS, find, tried
+from tests.zoo.cells import LAYOUTS, SINGLE, find, resumed, tried
 from tests.zoo.record import shortened
 from tests.zoo.table import THEMES, count, recorded, rows
 
@@ -60,6 +61,52 @@ def test_row(ranks: Any, theme: str, name: str) -> None:
         if shortened(text) != expected[layout]
     }
     assert differing == {}
+
+
+# Rows whose state a checkpoint does not have, with where it is.
+NOT_RESUMED = {
+    **dict.fromkeys(("counts steps in Python", "dropped blocks"), "a number of Python"),
+    **dict.fromkeys(
+        ("load_state_dict as fit starts", "sets weights at the start of fit", "sets weights at the start of training"),
+        "user code writes weights whenever training starts",
+    ),
+    "AveragedModel": "a module that is not registered",
+    **dict.fromkeys(("BaseFinetuning, stem", "BaseFinetuning, blocks"), "of a pipeline, groups of its first stage"),
+    **dict.fromkeys(
+        (
+            *("accuracy", "F1, AUROC, calibration", "mean and maximum", "sum", "confusion matrix", "all values"),
+            *("a collection", "a metric of one's own", "torchmetrics"),
+        ),
+        "non-persistent torchmetrics",
+    ),
+    **dict.fromkeys(
+        (
+            *("a stream", "a sized stream", "a stream split by rank", "a stream split by environment"),
+            *("a stream split by worker", "a stream of batches"),
+        ),
+        "a stream without a state starts anew",
+    ),
+}
+
+
+def pairs() -> list[tuple[str, str, str, str]]:
+    """Draw two layouts of each row: one to save under, one to resume under."""
+    generator, found = random.Random(0), []
+    for theme in THEMES:
+        for row in rows(theme):
+            trains = [layout for layout in row.layouts if OUTCOMES[theme][row.name][layout] == "equal"]
+            if trains and row.steps > 1 and row.name not in NOT_RESUMED:
+                found.append((theme, row.name, *generator.sample([*trains, SINGLE], 2)))
+    return found
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize(("theme", "name", "saved", "resumed_under"), pairs())
+def test_resumes_under_another_layout(
+    ranks: Any, tmp_path: Path, theme: str, name: str, saved: str, resumed_under: str
+) -> None:
+    row = find(theme, name)
+    assert resumed(ranks, theme, row, (saved, resumed_under), str(tmp_path), TIMEOUT) == "equal"
 
 
 def test_sample_covers_layouts_families_and_refusals() -> None:

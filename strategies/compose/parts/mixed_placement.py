@@ -29,10 +29,12 @@ from trainwright.strategies.parameter_server.problems import (
     steps_are_served,
     tables_are_not_averaged,
 )
+from trainwright.strategies.parameter_server.run_checks import refuse_coupled
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.tables.placement import served_names
 from trainwright.strategies.parameter_server.tables.tables import ServedTables, find_tables, scale_gradients
+from trainwright.strategies.parameter_server.worker.parameter_readers import gradient_hooks
 from trainwright.strategies.plan.deferred import is_deferred
 
 
@@ -114,6 +116,11 @@ class ServedByRanks(Tables):
         compression = self._strategy.averaging.compression
         if compression is not None and compression.needs_adam:
             problems.append(steps_are_served(compression.asked))
+        if hooks := gradient_hooks(trainer):
+            problems.append(
+                f"placement with {' and '.join(hooks)}: hooks do not see the gradients of tables, which go to servers; "
+                "leave placement out (a callback that does not use them may set looks_at_parameters = False)"
+            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
                 problems.append(tables_are_not_averaged(f"the callback {type(callback).__name__}"))
@@ -133,6 +140,7 @@ class ServedByRanks(Tables):
                 "optimizer, with any number of parameter groups. Put the parameters into groups of one."
             )
         refuse_unserved(optimizers[0])
+        refuse_coupled(optimizers[0], "Leave strategy.placement out")
         held = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
         missing = [name for name, table in self._tables.items() if id(table) not in held]
         if missing:

@@ -15,7 +15,7 @@ _OF_DATA = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_ba
 _NON_READERS = tuple(f"lightning.pytorch.callbacks.{name}" for name in ("lr_monitor", "model_checkpoint", "progress"))
 # Hooks between backward and the optimizer's step, and the one that may still see the gradients of the last step.
 _GRADIENT_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
-_GRADIENT_HOOKS_OF_MODULES = ("optimizer_step", "configure_gradient_clipping")
+_CLIPPING = "configure_gradient_clipping"
 _OURS = "trainwright."
 
 
@@ -35,10 +35,14 @@ def may_read_parameters(trainer: Any) -> bool:
 
 def may_use_gradients(trainer: Any) -> bool:
     """Return whether a hook of the user may read or change the gradients of a step."""
+    return HookTable(trainer).module_overrides("optimizer_step") or bool(gradient_hooks(trainer))
+
+
+def gradient_hooks(trainer: Any) -> list[str]:
+    """Return the hooks of the user that are for the gradients of a step."""
     table = HookTable(trainer)
-    if any(map(table.module_overrides, _GRADIENT_HOOKS_OF_MODULES)):
-        return True
-    return any(_may_use(table, hook, ours=False) for hook in _GRADIENT_HOOKS)
+    found = [hook for hook in _GRADIENT_HOOKS if _may_use(table, hook, ours=False)]
+    return [*found, _CLIPPING] if table.module_overrides(_CLIPPING) else found
 
 
 def _may_use(table: HookTable, hook: str, ours: bool = True) -> bool:
