@@ -159,6 +159,11 @@ def test_run_states_move_between_mixed_placement_and_ddp(ranks):
             assert_close(parameters, whole)
 
 
+class ReadsGradients(pl.Callback):
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
 def refusals() -> Any:
     """Return the errors at the start of fits, on every rank."""
     texts = []
@@ -170,7 +175,9 @@ def refusals() -> Any:
         with pytest.raises(ValueError, match="placement: ") as refused:
             fit("hybrid", {"placement": placement}, "adamw", 1)
         texts.append(str(refused.value))
-    return texts
+    with pytest.raises(ValueError, match="placement with ") as refused:
+        fit("hybrid", {"placement": PLACEMENT}, "adamw", 1, callbacks=[ReadsGradients()])
+    return [*texts, str(refused.value)]
 
 
 def test_pattern_errors_on_every_rank(ranks):
@@ -178,6 +185,7 @@ def test_pattern_errors_on_every_rank(ranks):
         ["embeddings.* matches no parameter", "embedding.wide.weight"],
         ["deep.0.0.weight is no table"],
         ["earlier"],
+        ["on_before_optimizer_step", "leave placement out"],
     ]
     for texts in ranks(refusals, 2):
         for text, expected in zip(texts, words, strict=True):
