@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -65,12 +66,14 @@ def generate(
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch to eval mode without gradients between two steps, and restore each submodule's mode afterwards."""
+    """Switch to eval mode without gradients and compiled code between two steps, and restore modes afterwards."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
+        # Compiled blocks would be compiled anew for each length. Importing the compiler takes seconds.
+        stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         # Not inference_mode: sharded parameters are gathered into buffers that training reuses.
-        with torch.no_grad():
+        with torch.no_grad(), stance:
             yield
     finally:
         for part, mode in modes.items():
