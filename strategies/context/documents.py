@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _ATTENTION = F.scaled_dot_product_attention
-_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+_VARLEN_DTYPES, _VARLEN_CAPABILITY = (torch.float16, torch.bfloat16), (8, 0)
 
 
 def document_attention(
@@ -58,7 +58,7 @@ def attend_documents(
     if not is_readable(starts):
         return attention(query, key, value, document_mask(starts), dropout_p, scale=scale, enable_gqa=gqa)
     packed = _packed(starts)
-    if query.is_cuda and not dropout_p and _fits_varlen(query, value):
+    if not dropout_p and _fits_varlen(query, value):
         return _by_varlen(query, key, value, packed, scale)
     outputs = []
     for row, documents in enumerate(packed.documents):
@@ -126,7 +126,10 @@ def _packed(starts: Tensor) -> _Packed:
 
 
 def _fits_varlen(query: Tensor, value: Tensor) -> bool:
+    """Return whether torch's kernel for documents, FlashAttention, supports device, dtype and widths."""
     width, device = query.size(-1), query.device.type
+    if device != "cuda" or torch.cuda.get_device_capability(query.device) < _VARLEN_CAPABILITY:
+        return False
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     return dtype in _VARLEN_DTYPES and width == value.size(-1) and width % 8 == 0 and width <= 256
 
