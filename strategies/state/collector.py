@@ -26,6 +26,8 @@ from trainwright.strategies.state.wrapped_tensors import flattened, is_wrapped
 
 # State of StochasticWeightAveraging: the state_dict of a copy of the module, sharded like the module.
 _CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "average_model_state"
+# State of BaseFinetuning: optimizer index -> groups with names of parameters.
+_GROUPS = "internal_optimizer_metadata"
 _SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
 # Hyper-parameters may be arbitrary objects; training does not need them.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -68,7 +70,7 @@ class Collector:
                 pairs = zip(optimizers, value, strict=True)
                 tree[key] = [self._optimizer(index, *pair) for index, pair in enumerate(pairs)]
             elif key == _CALLBACKS:
-                tree[key] = self._callbacks(value)
+                tree[key] = self._callbacks(self._with_all_groups(value, optimizers))
             elif key in _HYPER_PARAMETERS and isinstance(value, dict):
                 tree[key] = self._hyper_parameters(key, value)
             else:
@@ -112,6 +114,21 @@ class Collector:
             if self._writes(canonical, canonical in self._parameters):
                 self.tensors[f"{section}/{canonical}"] = self._placement.boxes(canonical, value)
         return tree
+
+    def _with_all_groups(self, states: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Complete the groups that finetuning callbacks keep by names of parameters: a pipeline stage knows its own."""
+        found = dict(states)
+        for name, state in states.items():
+            if isinstance(state, dict) and state.get(_GROUPS):
+                found[name] = {
+                    **state,
+                    _GROUPS: {index: self._named_groups(optimizers[index]) for index in state[_GROUPS]},
+                }
+        return found
+
+    def _named_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        names = self._placement.group_names(optimizer, self._name_of)
+        return [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
 
     def _callbacks(self, states: Mapping[str, Any]) -> Any:
         averages = {

@@ -71,7 +71,6 @@ NOT_RESUMED = {
         "user code writes weights whenever training starts",
     ),
     "AveragedModel": "a module that is not registered",
-    **dict.fromkeys(("BaseFinetuning, stem", "BaseFinetuning, blocks"), "of a pipeline, groups of its first stage"),
     **dict.fromkeys(
         (
             *("accuracy", "F1, AUROC, calibration", "mean and maximum", "sum", "confusion matrix", "all values"),
