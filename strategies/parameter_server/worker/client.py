@@ -382,7 +382,7 @@ class Client:
 
     @property
     def has_pulled_values(self) -> bool:
-        """True if the parameters are those of the last pull, so that nobody has written them since."""
+        """True if the parameters are those of the last pull, not written since."""
         self.settle()
         return all(
             _are_equal(value.view(piece.shape), rows(self._parameters[piece.parameter].detach(), piece))
