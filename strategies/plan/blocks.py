@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from trainwright.core.torch_internals import peek_interpreter_stack
 from trainwright.strategies.plan.names import joined, matched, parent_of, within
 
 COMPILE_BLOCKS = "Take torch.compile out of the module and type strategy.compile=true, which compiles each block"
@@ -136,6 +137,8 @@ class _Recomputed:
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+            return self.forward(*args, **kwargs)  # a transform of torch.func: nothing can be recomputed in it
         # Non-reentrant: supports keyword arguments, repeated backward and sharded parameters.
         return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
 
