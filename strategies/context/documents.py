@@ -60,13 +60,13 @@ def attend_documents(
     packed = _packed(starts)
     if not dropout_p and _fits_varlen(query, value):
         return _by_varlen(query, key, value, packed, scale)
-    outputs = []
-    for row, documents in enumerate(packed.documents):
-        for begin, end in documents:
-            parts = (each[row : row + 1, :, begin:end] for each in (query, key, value))
-            outputs.append(attention(*parts, None, dropout_p, True, scale=scale, enable_gqa=gqa))
-    whole = torch.cat(outputs, 2)  # one sequence after the other
-    return torch.cat(whole.split(query.size(2), 2)) if query.size(0) > 1 else whole
+    rows = []
+    for documents, *row in zip(packed.documents, *(each.split(1) for each in (query, key, value)), strict=True):
+        # Split rather than sliced: the gradient of a slice has the size of the whole.
+        parts = zip(*(each.split([end - begin for begin, end in documents], 2) for each in row), strict=True)
+        found = [attention(*part, None, dropout_p, True, scale=scale, enable_gqa=gqa) for part in parts]
+        rows.append(torch.cat(found, 2))
+    return torch.cat(rows)
 
 
 def document_mask(starts: Tensor, rows: Tensor | None = None) -> Tensor:
