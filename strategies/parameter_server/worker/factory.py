@@ -19,7 +19,7 @@ from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
-from trainwright.strategies.parameter_server.worker.parameter_readers import may_read_parameters, may_use_gradients
+from trainwright.strategies.parameter_server.worker.parameter_readers import may_read_parameters, may_write_parameters
 from trainwright.strategies.parameter_server.worker.written import WrittenParameters
 
 
@@ -79,8 +79,7 @@ class EndpointFactory:
 
     def written(self, client: Client, trainer: Any) -> WrittenParameters:
         """Create the watch over parameters that user code writes."""
-        always = may_read_parameters(trainer) or may_use_gradients(trainer)
-        return WrittenParameters(client, self.rules.consistency == "sync", always)
+        return WrittenParameters(client, self.rules.consistency == "sync", may_write_parameters(trainer))
 
 
 def _tables(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:

@@ -38,6 +38,14 @@ def may_use_gradients(trainer: Any) -> bool:
     return HookTable(trainer).module_overrides("optimizer_step") or bool(gradient_hooks(trainer))
 
 
+def may_write_parameters(trainer: Any) -> bool:
+    """Return whether a hook of the user runs in which parameters may be written."""
+    table = HookTable(trainer)
+    if any(map(table.module_overrides, _OF_MODULES)) or any(_may_use(table, hook, ours=False) for hook in _HOOKS):
+        return True
+    return bool(gradient_hooks(trainer))
+
+
 def gradient_hooks(trainer: Any) -> list[str]:
     """Return the hooks of the user that are for the gradients of a step."""
     table = HookTable(trainer)

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor, RichProgressBar, We
 from torch import nn
 
 from trainwright.callbacks.progress.throughput import Throughput
-from trainwright.strategies.parameter_server.worker.parameter_readers import may_read_parameters
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.strategies.parameter_server.worker.parameter_readers import may_read_parameters, may_write_parameters
 
 
 class Reading(pl.Callback):
@@ -53,3 +54,14 @@ def scripted() -> pl.LightningModule:
 def test_may_read_parameters(module, data, callbacks, found):
     trainer = SimpleNamespace(lightning_module=module(), datamodule=data, callbacks=callbacks)
     assert may_read_parameters(trainer) == found
+
+
+@pytest.mark.parametrize(("module", "callbacks", "found"), [
+    (pl.LightningModule, [RunStateCheckpoint("saved"), RichProgressBar(), ReadingThroughput()], True),
+    (pl.LightningModule, [RunStateCheckpoint("saved"), RichProgressBar(), Throughput()], False),
+    (pl.LightningModule, [WeightAveraging()], True),
+    (Steps, [], True),
+])  # fmt: skip
+def test_may_write_parameters(module, callbacks, found):
+    trainer = SimpleNamespace(lightning_module=module(), datamodule=None, callbacks=callbacks)
+    assert may_write_parameters(trainer) == found
