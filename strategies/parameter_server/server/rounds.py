@@ -31,6 +31,7 @@ class Round:
         self._present: dict[int, Sequence[bool]] = {}
         self._committed: set[int] = set()
         self._of: set[int] = set()
+        self._writer: int | None = None
 
     @property
     def workers(self) -> set[int]:
@@ -40,6 +41,13 @@ class Round:
     def add(self, worker: int, gradient: Tensor, present: Sequence[bool], hyper: Tensor) -> None:
         """Add the push of a worker."""
         self._gradients[worker], self._present[worker], self.hyper = gradient, present, hyper
+
+    def takes_values(self, worker: int) -> bool:
+        """Return whether parameters that a worker has written before this step count, as those of the first do."""
+        if self._writer is not None and self._writer < worker:
+            return False
+        self._writer = worker
+        return True
 
     def leave(self, worker: int) -> None:
         """Remove a lost worker's push, unless it is averaged already."""

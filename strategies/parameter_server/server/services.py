@@ -441,7 +441,8 @@ class ShardServices:
         flat = torch.empty_like(self.shard.flat)
         link.receive(flat, PAYLOAD).wait(COMING)
         with self._changed:
-            self.shard.fill(flat)
+            if self._round.takes_values(worker):
+                self.shard.fill(flat)
         self._reply(link)
 
     def _offer(self, link: Link, worker: int, request: Tensor) -> None:

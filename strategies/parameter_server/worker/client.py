@@ -375,8 +375,10 @@ class Client:
             self._receive({server: self._send(server, Operation.LOAD, *bodies, bytes=data.numel(), text=text)})
 
     def put(self) -> None:
-        """Send this worker's parameters to the servers, which keep the optimizer states; no worker may step
-        meanwhile."""
+        """Send this worker's parameters to the servers, which keep the optimizer states, before the push of a step.
+
+        Servers take those of the first worker that sends any.
+        """
         sent = {s: self._send(s, Operation.PUT, (self._own_values(s), PAYLOAD)) for s in range(len(self._links))}
         self._receive(sent)
 

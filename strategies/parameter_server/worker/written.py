@@ -15,8 +15,8 @@ class WrittenParameters:
 
     Args:
         client: of the servers.
-        in_step: whether all workers make each step together. Then all write the same values, and the first worker
-            sends them to the servers; otherwise they would overwrite steps of others.
+        in_step: whether all workers make each step together. Then all write the same values before their pushes, and
+            servers take those of the first; otherwise they would overwrite steps of others.
         always: whether hooks may write parameters; else only the first steps are checked.
     """
 
@@ -25,7 +25,7 @@ class WrittenParameters:
         self._steps, self._has_warned = 0, False
 
     def share(self) -> None:
-        """Send written parameters to the servers, before a step. Where workers step together, all must call it.
+        """Send written parameters to the servers, before a step.
 
         Raises:
             RuntimeError: if workers step independently and a parameter was written.
@@ -33,14 +33,15 @@ class WrittenParameters:
         if not self._always and self._steps >= _FIRST_STEPS:
             return
         self._steps += 1
-        is_written = not self._client.has_pulled_values
+        if self._client.has_pulled_values:
+            return
         if not self._in_step:
-            _refuse(is_written)
-        elif self._client.vote(float(is_written)):
-            self._warn()
-            if self._client.worker == 0:
-                self._client.put()
-            self._client.vote(0.0)  # no worker steps before the servers have them
+            raise RuntimeError(
+                "A hook or training_step has written parameters, which parameter servers hold and step for other "
+                "workers too, so the written values would be lost. Type strategy.consistency=sync, or strategy=ddp."
+            )
+        self._warn()
+        self._client.put()
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -49,11 +50,3 @@ class WrittenParameters:
                 "Hooks or training_step write parameters, which parameter servers hold: they are sent to the servers "
                 "in each such step. strategy=ddp does without."
             )
-
-
-def _refuse(is_written: bool) -> None:
-    if is_written:
-        raise RuntimeError(
-            "A hook or training_step has written parameters, which parameter servers hold and step for other workers "
-            "too, so the written values would be lost. Type strategy.consistency=sync, or strategy=ddp."
-        )

@@ -107,6 +107,33 @@ def test_async_workers_do_not_wait(ranks):
     assert torch.equal(first, second)
 
 
+def write_values(order: tuple[int, int]) -> Any:
+    """Both ranks write their parameters before a step; returns those of the servers, before and after the step."""
+    rank = dist.get_rank()
+    peer = Peer(rank, 2, servers=2, consistency="sync")
+    peer.begin()
+    found = []
+    for _ in range(2):
+        torch.nn.utils.vector_to_parameters(torch.full_like(flat(peer.model), rank + 1.0), peer.model.parameters())
+        for writer in order:
+            if rank == writer:
+                peer.client.put()
+            dist.barrier()
+        peer.client.pull()
+        found.append(flat(peer.model))
+        dist.barrier()
+        peer.step(0)
+    peer.client.meet()
+    peer.end()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_written_values_of_the_first_worker_count(ranks, order):
+    for found in ranks(write_values, 2, order):
+        assert torch.equal(found, torch.ones_like(found))
+
+
 def keep_bound(staleness: int) -> Any:
     """Three workers of different speeds."""
     rank = dist.get_rank()
