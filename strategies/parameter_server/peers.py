@@ -29,13 +29,14 @@ class Workers(Peers):
         return None if client is None or store is None else dist.PrefixStore(client.prefix, store)
 
     def meet(self) -> None:
-        """Wait for all workers, pull parameters, and average buffers."""
+        """Wait for all workers, pull parameters unless they were written, and average buffers."""
         strategy, client = self._strategy, self._strategy.client
         if client is None:
             return
-        client.settle()
+        is_written = strategy._served.rest()
         if not strategy.traits.steps_are_collective:
-            strategy._rebuild_process_group(client.meet())
+            # Written parameters are the result of a training that ends; if it continues, the next step refuses them.
+            strategy._rebuild_process_group(client.meet(keeps=is_written))
         average_buffers(strategy.lightning_module)
 
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:

@@ -363,6 +363,23 @@ class ResetsHead(Classifier):
                 self.net.head.bias.zero_()
 
 
+class ShrinksAfterEpoch(Classifier):
+    """In place, and in a hook that no step has."""
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.9)
+
+
+class ReplacesBeforeEpoch(Classifier):
+    """By other memory."""
+
+    def on_train_epoch_start(self) -> None:
+        for p in self.net.blocks.parameters():
+            p.data = p.data * 0.9
+
+
 class ResetsBlock(Classifier):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -481,11 +498,13 @@ ROWS = [
     Row("unit rows of blocks", UnitRowsOfBlocks, vectors, either="zero3, pipeline"),
     Row("resets the head", ResetsHead, vectors, either="zero3, tensor, pipeline"),
     Row("shrinks a block", ResetsBlock, vectors, either="zero3, tensor"),
+    Row("shrinks weights after an epoch", ShrinksAfterEpoch, vectors, steps=8, equal="zero2, zero3, tensor, pipeline"),
+    Row("replaces weights before an epoch", ReplacesBeforeEpoch, vectors, steps=8, equal="zero1, zero3, tensor"),
     Row("sets weights at the start of fit", InitialisesOnStart, vectors, either="zero3, tensor, pipeline"),
     Row("sets weights at the start of training", ShrinksInStart, vectors, either="zero3, pipeline"),
     Row("the shape of a weight", ReadsShape, vectors, either="zero3, tensor, pipeline"),
     Row("torch's pruning", Pruned, vectors, either="zero3, tensor"),
-    Row("ModelPruning", Classifier, vectors, trainer=pruning, either="zero3, tensor, pipeline"),
+    Row("ModelPruning", Classifier, vectors, trainer=pruning, steps=8, either="ddp, zero2, zero3, tensor, pipeline"),
     Row("proximal steps", ProximalStep, vectors, either="zero3, tensor"),
     Row("noise on gradients", GradientNoise, vectors, either="zero2, zero3, tensor"),
     Row("gradient penalty", GradientPenalty, vectors, either="zero3, pipeline"),

@@ -72,18 +72,17 @@ class Wholes:
         """Wrap user hooks in views, at the end of setup.
 
         Raises:
-            ValueError: for a callback that does not support stand-ins.
+            ValueError: for a callback that replaces parameters.
         """
+        if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "ModelPruning gives modules other parameters, which strategies with shards do not support. Type "
+                "strategy=ddp, or prune after training."
+            )
         self._stop()
         parts = self._strategy._module_parts()
         if parts is None:
             return
-        pruning = any(isinstance(callback, ModelPruning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        if pruning and not all(parts.is_whole(name) for name in parts.shares):
-            raise ValueError(
-                "ModelPruning replaces whole parameters, which are split over ranks under this layout. Use "
-                "strategy=zero2 or ddp, or prune after training."
-            )
         self._view = view = self._view_of(parts)
         self._end_guards = guard_hooks(view, trainer, lambda: self._strategy.optimizers, parts.part)
 

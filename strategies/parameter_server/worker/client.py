@@ -84,6 +84,7 @@ class Client:
         self._overlapped: OverlappedPush | None = None
         self._deferred: DeferredPull | None = None
         self._module = module
+        self._versions: dict[int, int] = {}  # of parameters, after the last pull
         self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
         """Compression residual, one vector per server; ``None`` without a codec."""
 
@@ -109,7 +110,9 @@ class Client:
                 self.plan, self._parameters, self._gradients, self._announce, self._send_part
             )
         if any(self.plan.parts) and self._module is not None:
-            self._deferred = DeferredPull(self.plan, self._parameters, self._pulled, self._module, self._links)
+            self._deferred = DeferredPull(
+                self.plan, self._parameters, self._pulled, self._module, self._links, self._versions
+            )
         return int(max(wire.field(reply, "clock") for reply in replies))
 
     def leave(self) -> None:
@@ -234,15 +237,19 @@ class Client:
                     first += stop - start
         return rows.view(-1, *self.plan.shapes[index][1:])
 
-    def meet(self) -> int:
+    def meet(self, keeps: bool = False) -> int:
         """Wait for all workers, and pull parameters, equal on all.
+
+        Args:
+            keeps: whether this worker's parameters stay as they are.
 
         Returns:
             How often lost workers have rejoined, equal on all.
         """
         replies = self._receive(self._send_all(Operation.MEET), self._pulled)
         self._read_notice(replies[0])
-        self._take()
+        if not keeps:
+            self._take()
         return int(wire.field(replies[0], "returns"))
 
     def _read_notice(self, reply: Tensor) -> None:
@@ -354,7 +361,10 @@ class Client:
     def _take(self, into: Sequence[Tensor] | None = None) -> None:
         """Copy pulled values into parameters."""
         for held, flat in zip(self.plan.held, self._pulled, strict=True):
-            put_slices(held, flat, into or self._parameters)
+            if into is None:
+                put_slices(held, flat, self._parameters, self._versions)
+            else:
+                put_slices(held, flat, into)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -381,6 +391,12 @@ class Client:
         """
         sent = {s: self._send(s, Operation.PUT, (self._own_values(s), PAYLOAD)) for s in range(len(self._links))}
         self._receive(sent)
+
+    @property
+    def has_seen_writes(self) -> bool:
+        """True if torch has counted a write to parameters since the last pull; it does not count those to ``.data``."""
+        self.settle()
+        return any(self._parameters[index]._version != version for index, version in self._versions.items())
 
     @property
     def has_pulled_values(self) -> bool:

@@ -37,6 +37,7 @@ class DeferredPull:
         flats: receive buffers of each server.
         module: of the parameters.
         links: to each server.
+        versions: see :func:`put_slices`.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class DeferredPull:
         flats: Sequence[Tensor],
         module: nn.Module,
         links: Sequence[Link],
+        versions: dict[int, int],
     ) -> None:
         self._plan, self._parameters, self._flats, self._links = plan, parameters, flats, links
+        self._versions = versions
         self._pending: dict[tuple[int, int], _PendingPart] = {}
         self._keys: dict[int, list[tuple[int, int]]] = {}
         for server, held in enumerate(plan.held):
@@ -96,7 +99,7 @@ class DeferredPull:
         if coming is None:
             return
         coming.sending.wait()
-        put_slices(coming.slices, coming.values, self._parameters)
+        put_slices(coming.slices, coming.values, self._parameters, self._versions)
 
     def watch(self) -> TorchFunctionMode:
         """Return a context in which torch functions wait for pending parameters among their arguments."""
@@ -146,9 +149,13 @@ class _PullOnAccess(TorchFunctionMode):
 
 
 @torch.no_grad()
-def put_slices(slices: Sequence[Slice], values: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Copy concatenated values of slices into parameters."""
+def put_slices(
+    slices: Sequence[Slice], values: Tensor, parameters: Sequence[Tensor], versions: dict[int, int] | None = None
+) -> None:
+    """Copy concatenated values of slices into parameters, whose versions after it go into ``versions``, by index."""
     for piece, value in zip(slices, values.split([piece.numel for piece in slices]), strict=True):
         parameter = parameters[piece.parameter]
         target = parameter[piece.start : piece.stop] if parameter.dim() else parameter
         target.copy_(value.view(piece.shape))
+        if versions is not None:
+            versions[piece.parameter] = parameter._version

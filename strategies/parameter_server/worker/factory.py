@@ -54,7 +54,7 @@ class EndpointFactory:
     def plan(self, module: nn.Module, served: ServedOptimizer) -> ShardPlan:
         """Return the plan of a module's parameters."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        plan = ShardPlan.of(served.inner, names, self._options.servers)
+        plan = ShardPlan.of(served.optimizer, names, self._options.servers)
         return plan.in_parts(_tables(module, served.parameters)) if self._options.overlap else plan
 
     def server(self, number: int, plan: ShardPlan, meeting: ServerRendezvous, workers: int, replaces: bool) -> Server:

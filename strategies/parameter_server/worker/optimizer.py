@@ -25,12 +25,12 @@ class ServedOptimizer(Optimizer):
     ``load_state_dict`` have torch's standard form.
 
     Args:
-        inner: the user's optimizer.
+        optimizer: the user's, by the name that Lightning's LearningRateMonitor looks for in a wrapper.
     """
 
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-        self.defaults = inner.defaults
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
         self.outdated = False
         """True if loaded values must be uploaded to servers."""
         self.skips_state = False
@@ -49,20 +49,20 @@ class ServedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the user's optimizer."""
-        return self.inner.param_groups
+        return self.optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
+        self.optimizer.param_groups = groups
 
     @property
     def state(self) -> Any:
         """State fetched for a checkpoint, or loaded; empty while training."""
-        return self.inner.state
+        return self.optimizer.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.inner.state = state
+        self.optimizer.state = state
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -81,13 +81,20 @@ class ServedOptimizer(Optimizer):
         """Let servers make the steps from now on."""
         self._client, self._plan, self._written = client, plan, written
 
+    def rest(self) -> bool:
+        """Record that hooks outside of steps may run; returns whether they or earlier ones have written parameters."""
+        if self._client is None or self._written is None:
+            return False
+        self._written.rest()
+        return not self._client.has_pulled_values
+
     def upload(self) -> None:
         """Send this rank's parameters and loaded state to the servers."""
         self.client.load(self._states())
 
     def forget_state(self) -> None:
         """Clear the local state, which the servers have."""
-        self.inner.state.clear()
+        self.optimizer.state.clear()
         self.outdated = False
 
     def retire(self) -> None:
@@ -96,15 +103,15 @@ class ServedOptimizer(Optimizer):
         self._client = None
 
     def _states(self) -> list[State]:
-        return [dict(self.inner.state.get(parameter, {})) for parameter in self.parameters]
+        return [dict(self.optimizer.state.get(parameter, {})) for parameter in self.parameters]
 
     def _fetch(self) -> None:
         if self._client is None or self.outdated or self.skips_state:
             return
-        self.inner.state.clear()
+        self.optimizer.state.clear()
         for parameter, state in zip(self.parameters, self._client.state(), strict=True):
             if state:
-                self.inner.state[parameter] = {
+                self.optimizer.state[parameter] = {
                     key: value.to(parameter.device) if _is_like(value, parameter) else value
                     for key, value in state.items()
                 }
@@ -142,24 +149,24 @@ class ServedOptimizer(Optimizer):
                 self.ends_step = False
         if self._client is None or self._plan is None or self._written is None:
             raise RuntimeError("The optimizer steps on parameter servers, which run while trainer.fit does.")
-        if self.inner.state:
-            self.inner.state.clear()  # outdated state of a checkpoint
+        if self.optimizer.state:
+            self.optimizer.state.clear()  # outdated state of a checkpoint
         clip_value, self._clip_value = self._clip_value, 0.0
         coefficient, self._coefficient = self._coefficient, None
         self._written.share()
         self._client.step(self._plan.hyper.read(self.param_groups), clip_value, coefficient)
-        inner: Any = self.inner
-        inner._opt_called = True  # else schedulers warn
+        given: Any = self.optimizer
+        given._opt_called = True  # else schedulers warn
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups and the state of all servers; while training, a collective of all ranks."""
         self._fetch()
-        return self.inner.state_dict()
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state; uploaded to servers before the next step."""
-        self.inner.load_state_dict(state_dict)
+        self.optimizer.load_state_dict(state_dict)
         self.outdated = True
 
 

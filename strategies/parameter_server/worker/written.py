@@ -6,7 +6,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.strategies.parameter_server.worker.client import Client
 
-# Steps in which parameters are compared although no hook may write them: training_step may.
+# Steps after a rest in which parameters are compared although no hook of steps may write them and torch has counted no
+# write: hooks of epochs and training_step may write to ``.data``.
 _FIRST_STEPS = 3
 
 
@@ -17,12 +18,16 @@ class WrittenParameters:
         client: of the servers.
         in_step: whether all workers make each step together. Then all write the same values before their pushes, and
             servers take those of the first; otherwise they would overwrite steps of others.
-        always: whether hooks may write parameters; else only the first steps are checked.
+        always: whether hooks of steps may write parameters; else only steps after a rest are checked.
     """
 
     def __init__(self, client: Client, in_step: bool, always: bool) -> None:
         self._client, self._in_step, self._always = client, in_step, always
         self._steps, self._has_warned = 0, False
+
+    def rest(self) -> None:
+        """Record that hooks of an epoch, a validation or a save may run."""
+        self._steps = 0
 
     def share(self) -> None:
         """Send written parameters to the servers, before a step.
@@ -30,9 +35,9 @@ class WrittenParameters:
         Raises:
             RuntimeError: if workers step independently and a parameter was written.
         """
-        if not self._always and self._steps >= _FIRST_STEPS:
-            return
         self._steps += 1
+        if not (self._always or self._steps <= _FIRST_STEPS or self._client.has_seen_writes):
+            return
         if self._client.has_pulled_values:
             return
         if not self._in_step:
