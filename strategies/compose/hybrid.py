@@ -165,7 +165,9 @@ class HybridStrategy(ZeroStrategy):
         # Otherwise it was broadcast before partitioning.
 
     def _find_blocks(self) -> dict[str, nn.Module]:
-        return self._engines.owned_blocks if self._engines.is_cut else super()._find_blocks()
+        # An encoder and a decoder are no chain of blocks; then no rank lacks any.
+        has_chain = self._engines.is_cut and bool(self._engines.plan.blocks)
+        return self._engines.owned_blocks if has_chain else super()._find_blocks()
 
     def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
         super()._fill([piece for piece in pieces if self._engines.holds(piece.name)], seed, real)

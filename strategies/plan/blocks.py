@@ -127,20 +127,43 @@ def checkpoint_activations(
             "Name them: strategy.blocks=['model.layers.*']."
         )
     for target in chosen:
-        target.forward = _Recomputed(target.forward)
+        # True in transformers where layers share keys through the cache.
+        target.forward = _Recomputed(target.forward, getattr(target, "_can_checkpoint_with_cache", False))
 
 
 class _Recomputed:
-    """A ``forward`` that saves only its inputs and is recomputed in backward."""
+    """A ``forward`` that saves only its inputs and is recomputed in backward.
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
+    It gets no key-value cache of transformers, to which a recomputation would append the same keys again.
+    """
+
+    def __init__(self, forward: Callable[..., Any], keeps_cache: bool) -> None:
+        self.forward, self._keeps_cache = forward, keeps_cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
         if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
             return self.forward(*args, **kwargs)  # a transform of torch.func: nothing can be recomputed in it
+        if not self._keeps_cache:
+            args, kwargs = tuple(map(_uncached, args)), {name: _uncached(each) for name, each in kwargs.items()}
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
         # Non-reentrant: supports keyword arguments, repeated backward and sharded parameters.
         return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
+
+
+def _uncached(value: Any) -> Any:
+    """Return ``None`` for an empty key-value cache of transformers, anything else as it is."""
+    count = getattr(value, "get_seq_length", None)
+    if count is None:
+        return value
+    if length := int(count()):
+        raise RuntimeError(
+            f"A block with recomputed activations got a key-value cache of {length} earlier position(s), which its "
+            "recomputation would extend again. Type strategy.activation_checkpointing=none, or train without a cache."
+        )
+    return None
 
 
 def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool | dict[str, Any]) -> None:

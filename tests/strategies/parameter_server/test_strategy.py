@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -236,6 +238,30 @@ class Clamps(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         with torch.no_grad():
             pl_module.first.weight.clamp_(-0.01, 0.01)
+
+
+class Fills(pl.Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.fill_(0.5)
+
+
+def fill_at_the_end(consistency: str) -> Any:
+    """Return the smallest and largest parameter, and the logged learning rates, after callbacks of a fit."""
+    callbacks = [Fills(), LearningRateMonitor()]
+    options = {"logger": DummyLogger(), "log_every_n_steps": 1, "callbacks": callbacks}
+    trainer, module = make_trainer("parameter_server", {"consistency": consistency}, max_steps=4, **options), Groups()
+    trainer.fit(module, loader())
+    values = nn.utils.parameters_to_vector(module.parameters())
+    return float(values.min()), float(values.max()), {name for name in trainer.callback_metrics if "lr-" in name}
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_callbacks_see_the_users_optimizer_and_may_write_at_the_end(ranks, consistency):
+    for least, largest, rates in ranks(fill_at_the_end, 2, consistency):
+        assert (least, largest) == (0.5, 0.5)
+        assert rates == {"lr-AdamW/pg1", "lr-AdamW/pg2"}
 
 
 def refusals() -> Any:

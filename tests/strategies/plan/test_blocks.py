@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainwright.strategies.data.single import SingleDeviceStrategy
 from trainwright.strategies.plan.blocks import checkpoint_activations, compile_blocks, find_blocks
@@ -110,6 +111,29 @@ def test_checkpointing_recomputes(mode, patterns):
     recomputed = [layer.calls for layer in checked.layers]
     assert recomputed == ([2, 2, 2] if mode == "full" else [2, 1, 1])
     assert type(checked.layers[0]) is Block
+
+
+def small_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    # Masks of the eager attention have as many columns as there are keys.
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager"))
+
+
+def test_recomputed_blocks_get_no_cache():
+    """transformers creates one by default, which every run of a block extends."""
+    tokens = torch.arange(12).view(2, 6)
+    models = small_llama(), small_llama()
+    checkpoint_activations(models[1], "full", find_blocks(models[1]).values(), None)
+    for model in models:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    for own, plain in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(own.grad, plain.grad)
+    with torch.no_grad():
+        earlier = models[1](input_ids=tokens).past_key_values
+    assert earlier.get_seq_length() == 6
+    with pytest.raises(RuntimeError, match="6 earlier position.*activation_checkpointing=none"):
+        models[1](input_ids=tokens, past_key_values=earlier)
 
 
 def test_full_checkpointing_needs_blocks():
