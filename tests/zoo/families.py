@@ -123,7 +123,9 @@ EXPERTS = {
     "num_experts_per_tok": 2,
 }
 ALL = "zero3, tensor, pipeline"
+RECOMPUTED = dict.fromkeys(ALL.split(", "), {"activation_checkpointing": "full"})
 ROWS = [
+    Row("gemma2, recomputed", lm("gemma2", head_dim=4), texts, equal=ALL, options=RECOMPUTED),
     *(
         Row(family, lm(family), texts, either=ALL)
         for family in [
@@ -206,6 +208,7 @@ ROWS = [
         texts,
         either=ALL,
     ),
+    Row("bart, recomputed", seq2seq("bart"), texts, equal="zero3, tensor", options=RECOMPUTED),
     *(Row(f, seq2seq(f), texts, either=ALL) for f in ("bart", "pegasus", "marian", "mbart", "blenderbot-small")),
     *(Row(family, vision(family), images, either=ALL) for family in ("vit", "dinov2", "beit")),
     Row(
