@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -153,20 +153,42 @@ def _choose_blocks(
         if patterns is not None:
             chosen = list(find_blocks(module, patterns))
             return tuple(chosen), chosen, {"blocks": source}
-    found = find_blocks(module)
-    runs: dict[str, list[str]] = {}
-    for name in found:
-        runs.setdefault(parent_of(name), []).append(name)
-    repeated = {parent: names for parent, names in runs.items() if len(names) > 1} or runs
-    candidates = [name for names in repeated.values() for name in names]
-    weights = {p: sum(count_parameters(found[name]) for name in names) for p, names in repeated.items()}
-    ranked = sorted(repeated, key=lambda parent: -weights[parent])
-    if len(ranked) > 1 and weights[ranked[0]] < _CLEARLY_HEAVIER * weights[ranked[1]]:
-        lists = ", ".join(f"{_span(repeated[parent])} ({weights[parent]:,} parameters)" for parent in ranked)
-        return (), candidates, {"blocks": f"ambiguous: {lists}"}
+    lists = _block_lists(module)
+    candidates = [name for names in lists.values() for name in names]
+    ranked = _heaviest(module, lists)
+    if len(ranked) > 1:
+        # A frozen list is a teacher, a reference or an average of the trained one.
+        ranked = [p for p in ranked if any(each.requires_grad for each in _parameters(module, lists[p]))] or ranked
+    if len(ranked) > 1:
+        spans = ", ".join(f"{_span(lists[p])} ({_weight(module, lists[p]):,} parameters)" for p in ranked)
+        return (), candidates, {"blocks": f"ambiguous: {spans}"}
     from_metadata = any(getattr(sub, "_no_split_modules", None) for sub in module.modules())
     source = "Hugging Face's _no_split_modules" if from_metadata else "structure"
-    return tuple(repeated[ranked[0]]) if ranked else (), candidates, {"blocks": source if ranked else "not found"}
+    return tuple(lists[ranked[0]]) if ranked else (), candidates, {"blocks": source if ranked else "not found"}
+
+
+def _block_lists(module: nn.Module) -> dict[str, list[str]]:
+    """Return the names of blocks by the name of their list, longest chains only."""
+    runs: dict[str, list[str]] = {}
+    for name in find_blocks(module):
+        runs.setdefault(parent_of(name), []).append(name)
+    return {parent: names for parent, names in runs.items() if len(names) > 1} or runs
+
+
+def _heaviest(module: nn.Module, lists: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the list with the most parameters and those that are not clearly lighter, heaviest first."""
+    weights = {parent: _weight(module, names) for parent, names in lists.items()}
+    most = max(weights.values(), default=0)
+    return sorted((p for p in weights if most < _CLEARLY_HEAVIER * weights[p]), key=lambda parent: -weights[parent])
+
+
+def _weight(module: nn.Module, names: Sequence[str]) -> int:
+    return sum(count_parameters(module.get_submodule(name)) for name in names)
+
+
+def _parameters(module: nn.Module, names: Sequence[str]) -> Iterator[nn.Parameter]:
+    for name in names:
+        yield from module.get_submodule(name).parameters()
 
 
 def _span(names: Sequence[str]) -> str:
@@ -290,7 +312,8 @@ def _tried(module: nn.Module) -> str:
 def _example(module: nn.Module, plan: ModelPlan, missing: Iterable[str]) -> str:
     lines = []
     if "blocks" in missing:
-        lists = [name for name, sub in module.named_modules() if isinstance(sub, nn.ModuleList | nn.Sequential)]
+        named = [name for name, sub in module.named_modules() if isinstance(sub, nn.ModuleList | nn.Sequential)]
+        lists = _heaviest(module, _block_lists(module)) or named
         lines.append(f"'strategy.plan.blocks=[{f'{lists[0]}.*' if lists and lists[0] else '*'}]'")
     if "tensor" in missing:
         lines.append(f"'strategy.plan.tensor={{{', '.join(_tensor_lines(module, plan.blocks))}}}'")

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
+
+
+def _getters(*names: str) -> set[Any]:
+    of_class: Any = Tensor
+    return {getattr(of_class, name).__get__ for name in names}
+
+
+# Functions that need no values, so that they may be asked of what stands for a parameter.
+METADATA = {
+    *_getters("shape", "dtype", "device", "ndim", "is_cuda", "is_leaf", "layout", "is_sparse", "is_meta", "itemsize"),
+    *_getters("is_quantized", "is_mkldnn", "is_xla", "is_mps", "is_cpu", "is_nested", "grad_fn", "output_nr"),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.__len__),
+    Tensor.__hash__,
+}
 
 
 @dataclass(frozen=True)

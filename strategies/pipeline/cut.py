@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.strategies.pipeline.absent import AbsentParameter
 from trainwright.strategies.pipeline.tracing.block_values import HookRange, placeholder
 from trainwright.strategies.plan.model_plan import ModelPlan
 
@@ -61,6 +62,8 @@ class PipelineCut:
         own = set(self.mine)
         self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
         self.ghosts: dict[str, Tensor] = {}
+        self._absent: dict[str, AbsentParameter] = {}
+        self._names = {(id(owner), key): name for name, slots in self._slots.items() for owner, key in slots}
         self._order = [(sub, tuple(sub._parameters)) for sub in module.modules() if sub._parameters]
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self.used_outside: set[str] = set()
@@ -148,14 +151,42 @@ class PipelineCut:
                 owner.__dict__.pop(key, None)
                 owner._parameters[key] = made[name]
         for owner, keys in self._order:
-            ordered = {key: owner._parameters[key] for key in keys if key in owner._parameters} | owner._parameters
-            owner._parameters.clear()
-            owner._parameters.update(ordered)
+            _sort(owner, keys)
         try:
             yield set(made.values())
         finally:
             for name in made:
                 self.put_ghost_back(name)
+
+    @contextmanager
+    def listed_ghosts(self) -> Iterator[None]:
+        """Let code inside that iterates over parameters find those of other stages, in their order, without values.
+
+        Else it would pair (``zip(a.parameters(), b.parameters())``) or add up what does not belong together.
+        """
+        added = []
+        for owner, keys in self._order:
+            missing = [key for key in keys if key not in owner._parameters and self._name(owner, key) in self.ghosts]
+            for key in missing:
+                owner._parameters[key] = self._absent_for(self._name(owner, key))
+            if missing:
+                added.append((owner, missing))
+                _sort(owner, keys)
+        try:
+            yield
+        finally:
+            for owner, missing in added:
+                for key in missing:
+                    owner._parameters.pop(key, None)
+
+    def _name(self, owner: nn.Module, key: str) -> str:
+        return self._names[id(owner), key]
+
+    def _absent_for(self, name: str) -> Any:
+        ghost, absent = self.ghosts[name], self._absent.get(name)
+        if absent is None or not absent.is_like(ghost):
+            absent = self._absent[name] = AbsentParameter.of(ghost, name, self._trained[name])
+        return absent
 
     def _put_ghost(self, name: str, ghost: Tensor) -> None:
         self.ghosts[name] = ghost
@@ -249,6 +280,13 @@ def put(slots: Iterable[Slot], tensor: Tensor) -> None:
         owner._parameters.pop(key, None)
         owner.__dict__[key] = tensor
         refresh_recurrent(owner)
+
+
+def _sort(owner: nn.Module, keys: Iterable[str]) -> None:
+    """Sort the parameters of a module as ``keys`` are; others follow."""
+    ordered = {key: owner._parameters[key] for key in keys if key in owner._parameters} | owner._parameters
+    owner._parameters.clear()
+    owner._parameters.update(ordered)
 
 
 def refresh_recurrent(owner: nn.Module) -> None:

@@ -160,7 +160,8 @@ class PipelineEngine:
         """
         run = self._gates.current
         if isinstance(run, StagePass):
-            return run.run(function)
+            with self.cut.listed_ghosts():
+                return run.run(function)
         if isinstance(run, RelayPass) and run.trace is not None:
             run.trace.refresh()
         return function()
@@ -443,7 +444,8 @@ class PipelineEngine:
                     run.trace.check_generators()
                     stack.enter_context(run.trace)
                     stack.enter_context(run.trace.in_user_code())
-                output = function()
+                with self.cut.listed_ghosts():
+                    output = function()
                 if run.trace is not None:
                     run.trace.check_generators()
         finally:

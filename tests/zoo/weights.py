@@ -312,6 +312,20 @@ class MomentumAfter(MomentumEncoder):
         return loss
 
 
+class MomentumInHook(MomentumEncoder):
+    """A target for one pass of the network, updated where parameters are whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(batch[0]).softmax(-1)
+        loss = F.cross_entropy(self(batch[0]), target)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.update()
+
+
 class MomentumByData(MomentumEncoder):
     """Through ``.data``, as older code does."""
 
@@ -491,6 +505,7 @@ ROWS = [
     Row("hooks after accumulation", HooksAfter, vectors, either="zero3, tensor, pipeline"),
     Row("momentum encoder", MomentumEncoder, vectors, either="zero3, pipeline"),
     Row("momentum after the step", MomentumAfter, vectors, either="zero3, tensor, pipeline"),
+    Row("momentum in a hook", MomentumInHook, vectors, equal="zero3, tensor, pipeline"),
     Row("momentum by data", MomentumByData, vectors, either="zero3, pipeline"),
     Row("clamps weights", Clamped, vectors, either="zero3, tensor, pipeline"),
     Row("clamps weights first", ClampedFirst, vectors, either="zero3, pipeline"),

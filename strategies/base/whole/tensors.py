@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.contract.cuts import METADATA
 
 _Call = Callable[..., Any]
 
@@ -104,20 +105,6 @@ def stand_ins_to_wholes(value: Any) -> Any:
 
 def _of_class(name: str) -> Any:
     return getattr(Tensor, name)
-
-
-def _getters(*names: str) -> set[Any]:
-    return {_of_class(name).__get__ for name in names}
-
-
-# Functions that need no values.
-METADATA = {
-    *_getters("shape", "dtype", "device", "ndim", "is_cuda", "is_leaf", "layout", "is_sparse", "is_meta", "itemsize"),
-    *_getters("is_quantized", "is_mkldnn", "is_xla", "is_mps", "is_cpu", "is_nested", "grad_fn", "output_nr"),
-    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.__len__),
-    Tensor.__hash__,
-}
 
 
 def _grad(tensor: WholeTensor) -> Tensor | None:

@@ -14,8 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.whole.parts import Slot
-from trainwright.strategies.base.whole.tensors import METADATA
-from trainwright.strategies.contract.cuts import Cut
+from trainwright.strategies.contract.cuts import METADATA, Cut
 from trainwright.strategies.plan.blocks import uncompiled
 
 # Element-wise functions, which commute with splitting.

@@ -96,11 +96,10 @@ class DependencyTrace(TorchFunctionMode):
         """Look up the parameters again: ZeRO replaces them during a step."""
         for name in self._cut.holders:
             for owner, key in self._cut.slots(name):
-                tensor = owner._parameters.get(key)
-                tensor = owner.__dict__.get(key) if tensor is None else tensor
-                if isinstance(tensor, Tensor):
-                    self._parameters[id(tensor)] = name
-                    self._kept.append(tensor)  # so that its id is not reused
+                for tensor in (owner._parameters.get(key), owner.__dict__.get(key)):
+                    if isinstance(tensor, Tensor):
+                        self._parameters[id(tensor)] = name
+                        self._kept.append(tensor)  # so that its id is not reused
 
     def name_state(self, module: nn.Module) -> None:
         """Track the module's tensors beside its parameters."""

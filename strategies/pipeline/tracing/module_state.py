@@ -41,7 +41,8 @@ class Change(NamedTuple):
 class ModuleState:
     """Snapshot of a module's state.
 
-    Includes attributes of the user's objects that modules hold; excludes parameters and hooks.
+    Includes attributes of the user's objects that modules hold; excludes hooks and the values of parameters, but not
+    which memory (``.data``) they have.
 
     Args:
         module: whose state is copied.
@@ -53,6 +54,7 @@ class ModuleState:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._seen: set[int] = set()
+        self._data = [(p, p.data) for p in module.parameters() if type(p.data) is Tensor]
         for path, sub in module.named_modules():
             self._keep_place(path, sub._buffers)
             self._keep_place(path, sub.__dict__)
@@ -110,6 +112,9 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the snapshot."""
+        for parameter, data in self._data:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
         for _, place, kept in self._places:
             for name in [name for name in place if name not in _REGISTERS and name not in kept]:
                 del place[name]

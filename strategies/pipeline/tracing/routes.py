@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.strategies.pipeline.absent import partial_use
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.tracing.block_values import SideOutputs, placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace, Source, explain
@@ -125,7 +126,7 @@ def plan_routes(
         kept = set()
         for source in sorted(sources):
             if source.kind == "parameter" and any(source not in other[stage] for other, _ in found):
-                problems.append(_partial_use_problem(source.name))
+                problems.append(partial_use(source.name))
             elif source.kind == "parameter" and stage not in cut.holders[source.name]:
                 cut.used_outside.add(source.name)
                 if ranks[stage] in {ranks[holder] for holder in cut.holders[source.name]}:
@@ -178,14 +179,6 @@ def _mismatched_outputs(routes: StageRoutes, stage: int) -> set[Source]:
         if routes.forms[block].spec.child(0) != before
         for leaf in range(routes.tensors_of_output(block))
     }
-
-
-def _partial_use_problem(name: str) -> str:
-    return (
-        f"The parameter {name!r} is used outside of its block, by code that sees only the parameters of this rank's "
-        "stage of the pipeline (such as a penalty over self.parameters()), so the result would miss the others. Use "
-        "the optimizer's weight_decay, or pipeline=1."
-    )
 
 
 def _hidden_output_problem(cut: PipelineCut, block: int) -> str:

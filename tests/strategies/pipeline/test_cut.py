@@ -121,6 +121,30 @@ def test_apply_leaves_placeholders() -> None:
     assert set(model.state_dict()) == {*cut.owned, "mask", "head.weight"}
 
 
+def test_iterations_find_absent_parameters_without_values() -> None:
+    """Code of a step that pairs or adds up parameters, from whichever step on, is right or an error."""
+    model, whole = Model(4, tied=True), Model(4, tied=True)
+    cut = cut_of(model, 2, [1])
+    cut.apply()
+    own = list(model.named_parameters())
+    with cut.listed_ghosts():
+        assert [(n, p.shape) for n, p in model.named_parameters()] == [
+            (n, p.shape) for n, p in whole.named_parameters()
+        ]
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in model.parameters())
+        absent = next(p for n, p in model.named_parameters() if n not in cut.owned)
+        for parameter in model.requires_grad_(False).parameters():
+            assert (parameter.grad, parameter.requires_grad) == (None, False)
+        absent.data.clamp_(0, 1)  # its own stage does it
+        absent.data *= 2
+        for use in (lambda: absent.norm(), lambda: 0.5 * absent.data, lambda: int(absent.detach().sum())):
+            with pytest.raises(RuntimeError, match="outside of their modules"):
+                use()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="outside of their modules"):
+            torch.zeros(absent.shape).add_(absent)
+    assert all(a is b for (_, a), (_, b) in zip(model.named_parameters(), own, strict=True))
+
+
 def test_apply_on_meta() -> None:
     with torch.device("meta"):
         model = Model(4)
@@ -286,7 +310,7 @@ MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
     (Twice, {}, "The block 'layers.0' was called when all blocks had run"),
     (Backwards, {}, "The block 'layers.3' was called when 'layers.0' was next"),
     (Short, {}, "ended after the block 'layers.0'"),
-    (Penalty, {}, "sees only the parameters of this rank's stage"),
+    (Penalty, {}, "sees only those of this rank's stage"),
     (Between, {}, None),
     (Opaque, {}, "returns a object, which cannot be sent"),
     (Hidden, {}, "uses a tensor that the block 'layers.0' computes but neither returns nor keeps"),

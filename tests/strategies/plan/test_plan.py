@@ -380,11 +380,21 @@ def test_missing_parts_name_the_option():
     assert "others.0..2 (1,260 parameters), layers.0..11 (912 parameters)" in text
     assert "\n" not in text
     assert "Tried on Odd, in order: the configuration (strategy.plan), a parallel_plan() method (there is none)" in text
+    assert "'strategy.plan.blocks=[others.*]'" in text
     assert "layers.*.a: colwise, layers.*.b: rowwise" in text
     chosen = {"blocks": ["layers.*"], "tensor": {"layers.*.a": "colwise", "layers.*.b": "rowwise"}}
     plan = make_plan(Odd(), chosen, needs=("blocks", "tensor"))
     assert len(plan.blocks) == 12
     assert plan.last == ("others",)
+
+
+def test_blocks_are_trained_ones_rather_than_frozen_ones_of_a_similar_size():
+    module = Odd()
+    module.others.requires_grad_(False)
+    assert make_plan(module, needs=("blocks",)).blocks == tuple(f"layers.{index}" for index in range(12))
+    module.layers.requires_grad_(False)
+    with pytest.raises(ValueError, match="ambiguous"):
+        make_plan(module, needs=("blocks",))
 
 
 class Routed(nn.Module):
