@@ -108,6 +108,12 @@ def test_resumes_under_another_layout(
     assert resumed(ranks, theme, row, (saved, resumed_under), str(tmp_path), TIMEOUT) == "equal"
 
 
+def test_unsharded_optimizer_states_resume(ranks: Any, tmp_path: Path) -> None:
+    """One rank owns the state of each parameter that is stepped whole."""
+    row = find("optimizers", "Muon by hand")
+    assert resumed(ranks, "optimizers", row, ("zero2", "zero2"), str(tmp_path), TIMEOUT) == "equal"
+
+
 def test_sample_covers_layouts_families_and_refusals() -> None:
     cells = [(theme, name, layout) for (theme, name), layouts in SAMPLE.items() for layout in layouts]
     certified = {layout for layouts in SAMPLE.values() for layout, is_certified in layouts.items() if is_certified}
