@@ -38,10 +38,6 @@ class AbsentParameter(Tensor):
         made.parameter_name = name
         return made  # type: ignore[no-any-return]
 
-    def is_like(self, ghost: Tensor) -> bool:
-        """Return whether dtype and device are those of ``ghost``."""
-        return (self.dtype, self.device) == (ghost.dtype, ghost.device)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run functions that need no values, and ignore changes of absent parameters."""

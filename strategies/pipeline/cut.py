@@ -62,9 +62,10 @@ class PipelineCut:
         own = set(self.mine)
         self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
         self.ghosts: dict[str, Tensor] = {}
-        self._absent: dict[str, AbsentParameter] = {}
+        self._gaps: list[tuple[nn.Module, dict[str, Any]]] | None = None
         self._names = {(id(owner), key): name for name, slots in self._slots.items() for owner, key in slots}
         self._order = [(sub, tuple(sub._parameters)) for sub in module.modules() if sub._parameters]
+        self._keys = {id(owner): keys for owner, keys in self._order}
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self.used_outside: set[str] = set()
         self._first_engine_hook = RemovableHandle.next_id
@@ -164,32 +165,27 @@ class PipelineCut:
 
         Else it would pair (``zip(a.parameters(), b.parameters())``) or add up what does not belong together.
         """
-        added = []
-        for owner, keys in self._order:
-            missing = [key for key in keys if key not in owner._parameters and self._name(owner, key) in self.ghosts]
-            for key in missing:
-                owner._parameters[key] = self._absent_for(self._name(owner, key))
-            if missing:
-                added.append((owner, missing))
-                _sort(owner, keys)
+        if self._gaps is None:
+            self._gaps = [(owner, gap) for owner, keys in self._order if (gap := self._gap(owner, keys))]
+        for owner, gap in self._gaps:
+            is_partial = bool(owner._parameters)
+            owner._parameters.update(gap)
+            if is_partial:
+                _sort(owner, self._keys[id(owner)])
         try:
             yield
         finally:
-            for owner, missing in added:
-                for key in missing:
+            for owner, gap in self._gaps:
+                for key in gap:
                     owner._parameters.pop(key, None)
 
-    def _name(self, owner: nn.Module, key: str) -> str:
-        return self._names[id(owner), key]
-
-    def _absent_for(self, name: str) -> Any:
-        ghost, absent = self.ghosts[name], self._absent.get(name)
-        if absent is None or not absent.is_like(ghost):
-            absent = self._absent[name] = AbsentParameter.of(ghost, name, self._trained[name])
-        return absent
+    def _gap(self, owner: nn.Module, keys: Iterable[str]) -> dict[str, Any]:
+        """Return what stands for the absent parameters of a module, by their names in it."""
+        names = {key: name for key in keys if (name := self._names.get((id(owner), key), "")) in self.ghosts}
+        return {key: AbsentParameter.of(self.ghosts[name], name, self._trained[name]) for key, name in names.items()}
 
     def _put_ghost(self, name: str, ghost: Tensor) -> None:
-        self.ghosts[name] = ghost
+        self.ghosts[name], self._gaps = ghost, None
         self.put_ghost_back(name)
 
     @property
