@@ -33,10 +33,11 @@ class Workers(Peers):
         strategy, client = self._strategy, self._strategy.client
         if client is None:
             return
-        is_written = strategy._served.rest()
+        client.settle()
+        strategy._served.rest()
         if not strategy.traits.steps_are_collective:
             # Written parameters are the result of a training that ends; if it continues, the next step refuses them.
-            strategy._rebuild_process_group(client.meet(keeps=is_written))
+            strategy._rebuild_process_group(client.meet(keeps=not client.has_pulled_values))
         average_buffers(strategy.lightning_module)
 
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:

@@ -62,10 +62,9 @@ class PipelineCut:
         own = set(self.mine)
         self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
         self.ghosts: dict[str, Tensor] = {}
-        self._gaps: list[tuple[nn.Module, dict[str, Any]]] | None = None
+        self._gaps: list[tuple[nn.Module, tuple[str, ...], dict[str, Any]]] | None = None
         self._names = {(id(owner), key): name for name, slots in self._slots.items() for owner, key in slots}
         self._order = [(sub, tuple(sub._parameters)) for sub in module.modules() if sub._parameters]
-        self._keys = {id(owner): keys for owner, keys in self._order}
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self.used_outside: set[str] = set()
         self._first_engine_hook = RemovableHandle.next_id
@@ -166,16 +165,17 @@ class PipelineCut:
         Else it would pair (``zip(a.parameters(), b.parameters())``) or add up what does not belong together.
         """
         if self._gaps is None:
-            self._gaps = [(owner, gap) for owner, keys in self._order if (gap := self._gap(owner, keys))]
-        for owner, gap in self._gaps:
+            self._gaps = [(owner, keys, gap) for owner, keys in self._order if (gap := self._gap(owner, keys))]
+        gaps = self._gaps
+        for owner, keys, gap in gaps:
             is_partial = bool(owner._parameters)
             owner._parameters.update(gap)
             if is_partial:
-                _sort(owner, self._keys[id(owner)])
+                _sort(owner, keys)
         try:
             yield
         finally:
-            for owner, gap in self._gaps:
+            for owner, _, gap in gaps:
                 for key in gap:
                     owner._parameters.pop(key, None)
 

@@ -81,12 +81,10 @@ class ServedOptimizer(Optimizer):
         """Let servers make the steps from now on."""
         self._client, self._plan, self._written = client, plan, written
 
-    def rest(self) -> bool:
-        """Record that hooks outside of steps may run; returns whether they or earlier ones have written parameters."""
-        if self._client is None or self._written is None:
-            return False
-        self._written.rest()
-        return not self._client.has_pulled_values
+    def rest(self) -> None:
+        """Record that hooks outside of steps may run."""
+        if self._written is not None:
+            self._written.rest()
 
     def upload(self) -> None:
         """Send this rank's parameters and loaded state to the servers."""
