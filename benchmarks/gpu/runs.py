@@ -77,6 +77,7 @@ _FIT = (
 )
 _FP16 = ("precision=16-mixed",)
 _BF16 = ("precision=bf16-mixed",)
+_FLOAT8 = ("module.float8=tensorwise",)
 
 
 def fit(name: str, *words: str, within: float | None = EXACT) -> Run:
@@ -103,6 +104,8 @@ RUNS = (
     fit("zero2, bf16, compiled", "strategy=zero2", *_BF16, "strategy.compile=true", within=ROUNDED),
     fit("zero1, bf16", "strategy=zero1", *_BF16, within=ROUNDED),
     fit("ddp, bf16", "strategy=ddp", *_BF16, within=ROUNDED),
+    fit("zero3, float8", "strategy=zero3", *_BF16, "module.float8=rowwise", within=ROUNDED),
+    fit("ddp, float8, compiled", "strategy=ddp", *_BF16, *_FLOAT8, "strategy.compile=true", within=ROUNDED),
     fit("single, bf16, compiled", "strategy=single", *_BF16, "strategy.compile=true", within=ROUNDED),
     fit("single, bf16-true", "strategy=single", "precision=bf16-true", within=None),
     fit("zero3, fp16", "strategy=zero3", *_FP16, within=ROUNDED),

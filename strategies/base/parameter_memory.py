@@ -47,3 +47,17 @@ def store_contiguously(module: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
     if found:
         rank_zero_info(f"Stored contiguously, so that ranks can share it: {', '.join(folded(found))}.")
+
+
+def keep_in_place(module: nn.Module) -> None:
+    """Keep a recurrent layer from moving its weights.
+
+    On a GPU it puts those that are new to it into one block of memory for cuDNN. They would no longer be where the
+    strategy gathers values; without that block, cuDNN copies them at each call.
+    """
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["flatten_parameters"] = _leave_in_place
+
+
+def _leave_in_place() -> None:
+    """Do nothing, in place of ``flatten_parameters``."""

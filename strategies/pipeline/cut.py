@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -286,10 +287,12 @@ def _sort(owner: nn.Module, keys: Iterable[str]) -> None:
 
 
 def refresh_recurrent(owner: nn.Module) -> None:
-    """Refresh the weight list of a recurrent layer."""
+    """Refresh the weight list of a recurrent layer, which would take other weights for new ones and move them."""
     names = getattr(owner, "_flat_weights_names", None)
     if names is not None:
-        owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in names]
+        weights = [getattr(owner, name, None) for name in names]
+        references = [None if each is None else weakref.ref(each) for each in weights]
+        owner.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
 
 
 def _longest_match(name: str, prefixes: Iterable[str]) -> int | None:

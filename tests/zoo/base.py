@@ -213,6 +213,7 @@ class Classifier(pl.LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
+        assert x.device == self.device
         return F.cross_entropy(self(x).flatten(0, -2), y.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -230,6 +231,7 @@ class LanguageModel(Classifier):
     network = Gpt
 
     def loss(self, batch: Tensor) -> Tensor:
+        assert batch.device == self.device
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 

@@ -102,6 +102,7 @@ class Recurrent(nn.Module):
         self.rnn, self.head = kind(DIM, DIM, 2, batch_first=True), nn.Linear(DIM, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.rnn.flatten_parameters()  # moves them on a GPU
         return self.head(self.rnn(x)[0])
 
 

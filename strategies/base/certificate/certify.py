@@ -197,7 +197,7 @@ def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_id
             stack.enter_context(untouched(module))
             stack.enter_context(fixed_seed(strategy.root_device))
             stack.enter_context(strategy.ranks.among_data_ranks())  # runs on one rank per group
-            stack.enter_context(written.shown(streamed.parameters))
+            stack.enter_context(written.shown(streamed.parameters, strategy.root_device))
             stack.enter_context(captured(module, trial, backward=module.backward))
             streamed.pin(0)
             stack.enter_context(streamed.around(blocks, randomness))

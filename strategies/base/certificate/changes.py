@@ -43,7 +43,7 @@ def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _number(value: Tensor) -> Tensor:
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+    return value.cpu().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def first_difference(

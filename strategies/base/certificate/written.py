@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.base.parameter_memory import keep_in_place
 from trainwright.strategies.pipeline.cut import refresh_recurrent
 
 # Dicts of every module that are modified in place.
@@ -114,24 +118,30 @@ class AsWritten:
         self.is_new = False
 
     @contextmanager
-    def shown(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Restore the module as written in a ``with`` block, with replacements of its parameters by name."""
+    def shown(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Iterator[None]:
+        """Restore the module as written in a ``with`` block.
+
+        Args:
+            parameters: replacements of its parameters, by name.
+            device: of this rank, to which setup moved the module.
+        """
         now = [_Looks.of(sub) for sub in self._all]
         try:
             for place in range(len(self._all)):
-                self._show(place)
+                self._show(place, device)
             for written in self.parameters:
                 for owner, key in written.slots:
                     owner.__dict__.pop(key, None)  # a placeholder for another stage's parameter
                     owner._parameters[key] = parameters[written.name]
             for sub in self._all:
                 refresh_recurrent(sub)
+                keep_in_place(sub)
             yield
         finally:
             for sub, looks in zip(self._all, now, strict=True):
                 _put(sub, looks, vars(sub))
 
-    def _show(self, place: int) -> None:
+    def _show(self, place: int, device: torch.device) -> None:
         """Undo the strategy's changes of one module."""
         sub = self._all[place]
         before, after, values = self._before[place], self._after[place], vars(sub)
@@ -142,7 +152,7 @@ class AsWritten:
             if was is not became and values.get(key, _ABSENT) is became:
                 values.pop(key, None)
                 if was is not _ABSENT:
-                    values[key] = was
+                    values[key] = pytree.tree_map(partial(_moved, device), was)
         for name, was_table in before.tables.items():
             table, became_table = values[name], after.tables.get(name, {})
             for key in [k for k in table if k in became_table and k not in was_table]:
@@ -150,6 +160,13 @@ class AsWritten:
             for key, value in was_table.items():
                 if table.get(key, _ABSENT) is became_table.get(key, _ABSENT) is not value:
                     table[key] = value
+
+
+def _moved(device: torch.device, value: Any) -> Any:
+    """Return ``value`` as setup moves it, such as the state of a metric and its device."""
+    if isinstance(value, torch.device):
+        return device
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _none() -> None:

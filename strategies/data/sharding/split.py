@@ -15,6 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from trainwright.core.lightning_internals import _update_properties
+from trainwright.strategies.base.parameter_memory import keep_in_place
 from trainwright.strategies.contract.precision import autocast_dtype, named_dtype
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
 from trainwright.strategies.data.sharding.gathering import all_parameter_groups
@@ -80,6 +82,7 @@ class Splitter:
         _place(strategy, step)
         hooks = hooks_of(_whole_in(step))
         fully_shard(step, **{**options, "reshard_after_forward": False})
+        _update_properties(step, device=strategy.root_device)
         for each in (each for group in all_parameter_groups(step) for each in group.fsdp_params):
             # It would take the whole weights that a hook of the user loads for the shards.
             each._post_load_hook_handle.remove()
@@ -139,14 +142,24 @@ def _place(strategy: Any, module: nn.Module) -> None:
     """Convert, move and broadcast the parameters of ``module`` that are not sharded yet."""
     with torch.no_grad():
         strategy.precision_plugin.convert_module(module)
-        for sub in module.modules():
-            for parameter in sub._parameters.values():
-                if parameter is not None and not isinstance(parameter, DTensor):
-                    parameter.data = parameter.data.to(strategy.root_device)
-            for name, buffer in sub._buffers.items():
-                if buffer is not None:
-                    sub._buffers[name] = buffer.to(strategy.root_device)
+        move_whole(module, strategy.root_device)
     strategy._broadcast_from_first(module)
+
+
+def move_whole(module: nn.Module, device: torch.device) -> None:
+    """Move ``module`` to ``device``, except for parameters that are sharded already."""
+    for sub in module.modules():
+        keep_in_place(sub)
+        moves_more = type(sub)._apply is not nn.Module._apply  # the states of a metric
+        if moves_more and not any(isinstance(parameter, DTensor) for parameter in sub.parameters()):
+            sub._apply(lambda tensor: tensor.to(device))
+            continue
+        for parameter in sub._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in sub._buffers.items():
+            if buffer is not None:
+                sub._buffers[name] = buffer.to(device)
 
 
 def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trainwright.core.lightning_internals import _update_properties
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites, forbidding_lost_updates
 
 
@@ -79,6 +80,7 @@ class Step(nn.Module):
         if device.type != "cpu":
             with suppress(RuntimeError) if failed else nullcontext():
                 self.cpu()  # via the root, so that FSDP2 notices the new memory
+                _update_properties(self, device=torch.device("cpu"))
 
     # Added by fully_shard.
     _get_fsdp_state: Callable[[], Any]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import LayoutCase, Texts, run
@@ -276,8 +277,19 @@ def test_as_written_restores_the_module() -> None:
     handle = module[1].register_forward_hook(lambda *_: torch.zeros(1))
     written.set_up()
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in module.named_parameters()}
-    with written.shown(parameters):
+    with written.shown(parameters, torch.device("cpu")):
         assert torch.equal(module(torch.ones(1, 2)), before)
         assert module[0].weight is parameters["0.weight"]
     assert torch.equal(module(torch.ones(1, 2)), torch.zeros(1))
     assert handle.id in module[1]._forward_hooks
+
+
+def test_as_written_stays_on_the_device() -> None:
+    """What moves with a module, besides its parameters and buffers, is where setup has moved it to."""
+    module, device = pl.LightningModule(), torch.device("meta")
+    module.metric = MeanMetric()
+    written = AsWritten(module)
+    module.to(device)
+    written.set_up()
+    with written.shown({}, device):
+        assert module.device == module.metric.device == module.metric.mean_value.device == device

@@ -2,17 +2,20 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from tests.parity.harness import Case, bare_loop, differences, make_trainer, train
 from tests.parity.layouts import LayoutCase, reference, run
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.communication.calls import listen
+from trainwright.strategies.data.sharding.split import move_whole
 from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.data.zero_options import ZeroOptions
 
@@ -140,6 +143,46 @@ def test_unused_prefetched_weights_are_dropped(ranks):
         for _ in range(BLOCKS):
             rows = torch.tanh(rows.sum(1, keepdim=True) / 4 + 0.25).expand(-1, 4)
         torch.testing.assert_close(output, rows)
+
+
+def test_metrics_move_with_the_module():
+    module, device = nn.Sequential(nn.BatchNorm1d(2, affine=False)), torch.device("meta")
+    module.metric = MeanMetric()
+    move_whole(module, device)
+    assert {each.device for each in (*module.state_dict().values(), module.metric.mean_value)} == {device}
+
+
+class Recurrent(Skipping):
+    """A recurrent layer that a GPU would have its weights moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.rnn = nn.LSTM(4, 4)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.rnn.flatten_parameters()
+        return self.rnn(batch)[0]
+
+
+def _move(self: nn.RNNBase) -> None:
+    for weight in self._flat_weights:
+        weight.data = weight.data.clone()
+
+
+def recurrent(strategy: str) -> list[Tensor]:
+    """Return the weights of a trained recurrent layer; those that are new to it are moved, as on a GPU."""
+    torch.manual_seed(0)
+    module, loader = Recurrent(), torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2)
+    with patch.object(nn.RNNBase, "flatten_parameters", _move):
+        make_trainer(strategy, {}, max_steps=3, max_epochs=-1).fit(module, loader)
+    trained = dict(module.state_dict())
+    return [trained[name] for name in sorted(trained)]
+
+
+def test_recurrent_weights_stay_where_they_are_gathered(ranks):
+    for split, whole in zip(*(ranks(recurrent, 2, strategy)[0] for strategy in ("zero3", "ddp")), strict=True):
+        torch.testing.assert_close(split, whole)
 
 
 def test_refusals():
