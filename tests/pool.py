@@ -25,6 +25,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import sys
@@ -410,7 +411,8 @@ class _Rank:
 
     def printed(self) -> str:
         self.output.seek(0)
-        text = self.output.read().decode(errors="replace").strip()
+        # What a crash prints after its stack is as long as what is kept.
+        text = re.sub("^Extension modules: .*", "", self.output.read().decode(errors="replace"), flags=re.M).strip()
         return text if len(text) <= OUTPUT_LIMIT else f"[...]\n{text[-OUTPUT_LIMIT:]}"
 
     @property

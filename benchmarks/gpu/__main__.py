@@ -2,7 +2,8 @@
 
 1. Commands of one rank with NCCL, and of all GPUs if there are several (:mod:`benchmarks.gpu.runs`).
 2. The zoo and tests of ranks, on ranks that share one GPU (:mod:`tests.zoo.on_device`).
-3. Tokens per second, MFU and memory beside torch by hand and Lightning (:mod:`benchmarks.peers.gpu`).
+3. Attention by document beside attention with a mask (:mod:`benchmarks.packed`).
+4. Tokens per second, MFU and memory beside torch by hand and Lightning (:mod:`benchmarks.peers.gpu`).
 
 The outcomes are recorded in ``benchmarks/results``, and docs/gpu.md is written from the last record (half an hour on
 one GPU). ``--device cpu`` tries it out without a GPU; ``--page`` writes the page alone.
@@ -89,6 +90,7 @@ def record(options: argparse.Namespace) -> None:
             "runs": runs,
             "zoo": zoo,
             "tests": _tests(options, folder, notes),
+            "packed": _packed(options.device),
             "peers": _peers(options, folder, notes),
             "notes": notes,
         }
@@ -127,6 +129,14 @@ def _tests(options: argparse.Namespace, folder: Path, notes: list[str]) -> dict[
     return {"ran": len(cases), "failed": failed}
 
 
+def _packed(device: str) -> list[dict[str, Any]]:
+    """Return the rows of attention by document, and with a mask."""
+    sizes = ("--tokens=16384", "--document=2048", "--width=1024", "--layers=4") if device == "cuda" else ()
+    said = _run(["benchmarks.packed", f"--device={device}", *sizes], stdout=subprocess.PIPE).stdout
+    rows: list[dict[str, Any]] = json.loads(said.splitlines()[-1])["rows"]
+    return rows
+
+
 def _peers(options: argparse.Namespace, folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not options.sizes:
         return []
@@ -137,10 +147,10 @@ def _peers(options: argparse.Namespace, folder: Path, notes: list[str]) -> list[
     return [row for file in out.glob("*.json") for row in json.loads(file.read_text())["rows"]]
 
 
-def _run(words: Sequence[str], **variables: str) -> None:
+def _run(words: Sequence[str], stdout: int | None = None, **variables: str) -> subprocess.CompletedProcess[bytes]:
     say(" ".join(words))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environment, check=False)
+    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environment, stdout=stdout, check=False)
 
 
 if __name__ == "__main__":
