@@ -112,7 +112,7 @@ class CopiesHead(Keeps):
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
-            self.kept["out"] = deepcopy(self.net.head)(torch.ones(2, DIM))
+            self.kept["out"] = deepcopy(self.net.head)(torch.ones(2, DIM, device=self.device))
 
 
 class Validating(Classifier):

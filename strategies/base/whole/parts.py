@@ -61,6 +61,8 @@ class ModuleParts:
     ) -> None:
         self.shares = shares
         self._pipeline, self._owners, self.device = pipeline, owners, device
+        # After fit, in host memory.
+        self._home = next((share.part.device for share in shares.values() if share.is_held), device)
 
     def is_whole(self, name: str) -> bool:
         """Return whether every rank holds the whole parameter."""
@@ -82,10 +84,10 @@ class ModuleParts:
                 dtype = share.part.dtype if part is None else part.dtype
                 joined = torch.empty(share.shape, dtype=dtype, device=self.device)
             assert joined is not None
-            joined = joined.to(self.device).contiguous()  # after fit, modules are in host memory
+            joined = joined.to(self.device).contiguous()
             dist.broadcast(joined, group=self._pipeline, group_src=owner)
         assert joined is not None
-        return joined.to(share.part.device)
+        return joined.to(share.part.device if share.is_held else self._home)
 
     def _joined(self, share: Share, part: Tensor) -> Tensor:
         """Gather the whole from the ranks of this stage."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -100,7 +103,12 @@ class Wholes:
             return
         view = self._view_of(parts, like=before)
         # A checkpoint may still be saved, which calls hooks.
-        view.show_until_next_run(guard_hooks(view, module.trainer, lambda: self._strategy.optimizers, parts.part))
+        ends = ExitStack()
+        ends.callback(guard_hooks(view, module.trainer, lambda: self._strategy.optimizers, parts.part))
+        if parts.device.type != "cpu":
+            refuse = partial(_refuse_call, parts.device)
+            ends.callback(module.register_forward_pre_hook(refuse, prepend=True).remove)
+        view.show_until_next_run(ends.close)
 
     def _view_of(self, parts: ModuleParts, like: WholeView | None = None) -> WholeView:
         strategy, module = self._strategy, self._strategy.lightning_module
@@ -110,6 +118,19 @@ class Wholes:
         }
         surroundings[strategy.precision_plugin] = {"clip_gradients": strategy.precision_plugin.clip_gradients}
         return WholeView(module, parts, _Gradients(strategy), surroundings, strategy._ranks_agree, like)
+
+
+def _refuse_call(device: torch.device, module: LightningModule, *_: Any) -> None:
+    """Raise the error of a call of a split module between runs.
+
+    Raises:
+        RuntimeError: always.
+    """
+    name = type(module).__name__
+    raise RuntimeError(
+        f"{name} is split over ranks, which exchange values on {device.type}, and in host memory between runs, so it "
+        f"cannot be called. Use trainer.predict, or load a checkpoint into another module: {name}.load_from_checkpoint."
+    )
 
 
 class _Gradients:

@@ -46,8 +46,11 @@ class Splitter:
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         earlier = existing_step(module)
-        if earlier is not None:
-            return earlier  # another verb with an already sharded module
+        if earlier is not None:  # another run with an already sharded module
+            move = move_whole if strategy.options.offload == "parameters" else nn.Module.to
+            move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
+            _update_properties(earlier, device=strategy.root_device)
+            return earlier
         if any(isinstance(p, DTensor) for p in module.parameters()):
             raise ValueError(
                 "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
