@@ -5,6 +5,9 @@ takes no tensors of the CPU, unless it was made with ``backend="gloo"``: code th
 plugin it has all cases of the rank pool run so:
 
     SHARED_DEVICE=cuda python -m pytest -p tests.shared_device tests/parity/test_strategies.py
+
+``SHARED_DEVICE=simulated`` does the same without a GPU, on :mod:`tests.simulated_device`: it finds tensors left on the
+CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 from torch import Tensor
 
+from tests import simulated_device
 from tests.parity.harness import QUIET
 from tests.pool import RankPool
 from trainwright.strategies.contract.communication.calls import listen
@@ -30,18 +34,26 @@ _get_backend = dist.get_backend
 
 def join(device: str) -> None:
     """Make the default process group of ranks that share ``device``, from the variables of torchrun."""
-    if device == "cuda":
-        torch.cuda.set_device(0)
-        _act_as_nccl()
+    if device != "cpu":
+        _act_as_nccl(device)
+    if device == simulated_device.NAME:
+        dist.init_process_group(_backends(device))
+        return
     for name, staged in {"isend": _isend, "irecv": _irecv, "send": _send, "recv": _recv}.items():
         setattr(c10d, name, staged)
         setattr(dist, name, staged)
-    dist.init_process_group(f"{device}:gloo")
+    dist.init_process_group(_backends(device))
+
+
+def _backends(device: str) -> str:
+    # Collectives of the simulated device are those of the CPU.
+    return f"cpu:gloo,{device}:gloo" if device == simulated_device.NAME else f"{device}:gloo"
 
 
 def accelerator(device: str) -> Accelerator | str:
     """Return an accelerator that gives every rank the same ``device``."""
-    return _SharedGpu() if device == "cuda" else device
+    kinds = {"cuda": _SharedGpu, simulated_device.NAME: _Simulated}
+    return kinds[device]() if device in kinds else device
 
 
 class _SharedGpu(CUDAAccelerator):
@@ -54,12 +66,30 @@ class _SharedGpu(CUDAAccelerator):
         return [torch.device("cuda", 0)] * len(devices)
 
 
+class _Simulated(_SharedGpu):
+    def setup_device(self, device: torch.device) -> None: ...
+    def setup(self, trainer: Any) -> None: ...
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device(simulated_device.NAME, 0)] * len(devices)
+
+
 @cache
-def _act_as_nccl() -> None:
+def _act_as_nccl(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    else:
+        simulated_device.load()
     c10d.get_backend = dist.get_backend = _backend  # type: ignore[assignment]
     objects_on, tensors_on = c10d._get_object_coll_device, c10d._get_pg_default_device
-    c10d._get_object_coll_device = lambda group=None: "cuda" if _is_nccl(group) else objects_on(group)
-    c10d._get_pg_default_device = lambda group=None: torch.device("cuda") if _is_nccl(group) else tensors_on(group)
+    c10d._get_object_coll_device = lambda group=None: device if _is_nccl(group) else objects_on(group)
+    c10d._get_pg_default_device = lambda group=None: torch.device(device) if _is_nccl(group) else tensors_on(group)
     listen(lambda call: call.kind == "barrier" or _check(call.group, call.device))
 
 
@@ -68,7 +98,7 @@ def _backend(group: dist.ProcessGroup | None = None) -> str:
 
 
 def _is_nccl(group: dist.ProcessGroup | None) -> bool:
-    return str(_get_backend(group)) == "cuda:gloo"
+    return str(_get_backend(group)) in ("cuda:gloo", _backends(simulated_device.NAME))
 
 
 def _check(group: dist.ProcessGroup | None, device: str) -> None:
@@ -79,6 +109,8 @@ def _check(group: dist.ProcessGroup | None, device: str) -> None:
 def pytest_configure() -> None:
     """Let cases of the rank pool share the device that the variable names."""
     device, run = os.environ["SHARED_DEVICE"], RankPool.run
+    if device == simulated_device.NAME:
+        simulated_device.compiled()
 
     def shared(self: RankPool, function: Any, world_size: int, *args: Any, init_group: bool = True, **kw: Any) -> Any:
         case = (device if init_group else None, function.__module__, function.__qualname__)
@@ -90,6 +122,8 @@ def pytest_configure() -> None:
 def on_device(device: str, case: tuple[str | None, str, str], *args: Any, **kwargs: Any) -> Any:
     """Call the function of a case in a rank of the pool."""
     group, module, name = case
+    if device == simulated_device.NAME:
+        simulated_device.load()
     if group is not None:
         join(group)
     QUIET["accelerator"] = accelerator(device)

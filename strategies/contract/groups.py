@@ -103,8 +103,12 @@ def new_subgroup(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device | None:
-    """Return the device that the group's tensors must be on: the current CUDA device for NCCL; ``None``: any."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    """Return the device that the group's tensors must be on: the current GPU for NCCL; ``None``: any."""
+    if dist.get_backend(group) != "nccl":
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def sum_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:

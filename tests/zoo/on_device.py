@@ -1,6 +1,7 @@
 """Train cells of the zoo on a GPU that the ranks share: ``python -m tests.zoo.on_device [--all] [--out FILE]``.
 
-Outcomes are compared with ``outcomes.json``; the reference is Lightning on that GPU. ``--device cpu`` tries it out.
+Outcomes are compared with ``outcomes.json``; the reference is Lightning on that GPU. Without one, ``--device
+simulated`` finds tensors left on the CPU (:mod:`tests.simulated_device`); ``--device cpu`` tries this out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests import simulated_device
 from tests.pool import RankPool
 from tests.shared_device import on_device
 from tests.zoo.cells import find, tried
@@ -75,7 +77,7 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     """Train the cells in several workers, and print those whose outcome differs from the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "simulated", "cpu"), default="cuda")
     parser.add_argument("--all", action="store_true", help="all cells (default: those of make test)")
     parser.add_argument("--themes", nargs="+", help="files of the zoo (default: all)")
     parser.add_argument("--limit", type=int, help="at most so many modules")
@@ -86,6 +88,8 @@ def main() -> None:
     if options.share is not None:
         work(options)
         return
+    if options.device == simulated_device.NAME:
+        simulated_device.compiled()
     # Without the first, asking whether there is a GPU would keep a forked process from using it.
     environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
     started, outcomes = time.monotonic(), {}
