@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.distributed.distributed_c10d import _abort_process_group as _abort_process_group
     from torch.distributed.distributed_c10d import _get_default_group as _get_default_group
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
     from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
@@ -50,6 +51,7 @@ _LAZY = {
     "_abort_process_group": "torch.distributed.distributed_c10d",
     "_get_default_group": "torch.distributed.distributed_c10d",
     "FSDPParamGroup": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    "TrainingState": "torch.distributed.fsdp._fully_shard._fsdp_common",
     "stage_backward_input": "torch.distributed.pipelining._backward",
     "stage_backward_weight": "torch.distributed.pipelining._backward",
     "_Action": "torch.distributed.pipelining.schedules",

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, any_of_ranks, problems_of_ranks
 from trainwright.checkpoint.exchange.groups import WorldGroup
@@ -335,6 +336,8 @@ class RunStates:
             )
         else:
             plainly({**checkpoint, WEIGHTS: materialised(state)}, strict)
+        for metric in (each for each in module.modules() if isinstance(each, Metric)):
+            metric.to(metric.device)  # loaded states replace the earlier ones
         self._strategy._weights_changed()
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

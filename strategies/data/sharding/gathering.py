@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trainwright.core.torch_internals import TrainingState
 from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, MeasuredLink
 from trainwright.strategies.contract.communication.prefetch_depth import MOST_AHEAD, BlockTimes, best_depth
 
@@ -131,6 +132,30 @@ def drop_prefetched(root: nn.Module) -> None:
     assert isinstance(root, FSDPModule)
     for group in all_parameter_groups(root):
         drop_gathered(group)
+
+
+def shard_again(root: Any) -> None:
+    """Drop gathered parameters, and what a step that an error has ended left in FSDP2: the next one starts anew.
+
+    More than ``reset_iter_state`` of torch 2.13, which leaves the gradients of gathered parameters.
+    """
+    root_state = root._get_fsdp_state()
+    root_state._comm_ctx.post_forward_order.clear()
+    context = root_state._state_ctx
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+    for state in context.all_states:
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+    for group in all_parameter_groups(root):
+        drop_gathered(group)
+        group._training_state = TrainingState.IDLE  # in a forward, FSDP2 would keep them
+        group._post_forward_indices.clear()
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it was gathered
+                parameter._unsharded_param.grad = None
+        group.reshard()
 
 
 def drop_gathered(group: Any) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.core.lightning_internals import _update_properties
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites, forbidding_lost_updates
+from trainwright.strategies.data.sharding.gathering import shard_again
 
 
 class Step(nn.Module):
@@ -76,7 +77,7 @@ class Step(nn.Module):
             device: of this rank.
             failed: ignore errors of the move, since the traceback of a failed step holds tensors.
         """
-        self.reshard()
+        shard_again(self)
         if device.type != "cpu":
             with suppress(RuntimeError) if failed else nullcontext():
                 self.cpu()  # via the root, so that FSDP2 notices the new memory

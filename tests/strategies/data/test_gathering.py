@@ -185,6 +185,51 @@ def test_recurrent_weights_stay_where_they_are_gathered(ranks):
         torch.testing.assert_close(split, whole)
 
 
+class Failing(Skipping):
+    """Raises an error in the second step, where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.blocks[1].register_forward_pre_hook(self._raise_in_forward)
+
+    def _raise(self, where: str) -> None:
+        if self.where == where and self.trainer.global_step:
+            raise KeyError(where)
+
+    def _raise_in_forward(self, _: Any, given: Any) -> None:
+        self._raise("forward")
+        if given[0].requires_grad:
+            given[0].register_hook(lambda _: self._raise("backward"))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self._raise("step")
+        return loss
+
+
+def trained_after_an_error(where: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return weights that trained on after an error, and of a run that began with what the error had left."""
+    torch.manual_seed(0)
+    module, loader = Failing(where), torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2)
+    with pytest.raises(KeyError, match=where):
+        make_trainer("zero3", {"prefetch": 1}, max_steps=2, max_epochs=-1).fit(module, loader)
+    left = {name: value.clone() for name, value in module.state_dict().items()}
+    anew = Failing("")
+    anew.load_state_dict(left)
+    module.where = ""
+    for each in (module, anew):
+        make_trainer("zero3", {"prefetch": 1}, max_steps=3, max_epochs=-1).fit(each, loader)
+    return dict(module.state_dict()), dict(anew.state_dict())
+
+
+@pytest.mark.parametrize("where", ["forward", "step", "backward"])
+def test_training_goes_on_after_an_error(ranks, where):
+    for module, anew in ranks(trained_after_an_error, 2, where):
+        for name, value in anew.items():
+            torch.testing.assert_close(module[name], value, msg=name)
+
+
 def test_refusals():
     assert list(ZeroOptions(prefetch=2).problems()) == [] == list(ZeroOptions(stage=1).problems())
     assert "stage 2 has no effect" in next(ZeroOptions(stage=2, prefetch=1).problems())
