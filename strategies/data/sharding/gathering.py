@@ -140,6 +140,8 @@ def shard_again(root: Any) -> None:
     More than ``reset_iter_state`` of torch 2.13, which leaves the gradients of gathered parameters.
     """
     root_state = root._get_fsdp_state()
+    if root_state._is_root is None:
+        return  # no step has begun
     root_state._comm_ctx.post_forward_order.clear()
     context = root_state._state_ctx
     context.iter_forward_root, context.post_backward_final_callback_queued = None, False
