@@ -50,13 +50,14 @@ def store_contiguously(module: nn.Module) -> None:
 
 
 def keep_in_place(module: nn.Module) -> None:
-    """Keep a recurrent layer from moving its weights.
+    """Keep the recurrent layers of a module from moving their weights.
 
-    On a GPU it puts those that are new to it into one block of memory for cuDNN. They would no longer be where the
+    On a GPU they put those that are new to them into one block of memory for cuDNN. They would no longer be where the
     strategy gathers values; without that block, cuDNN copies them at each call.
     """
-    if isinstance(module, nn.RNNBase):
-        module.__dict__["flatten_parameters"] = _leave_in_place
+    for sub in module.modules():
+        if isinstance(sub, nn.RNNBase):
+            sub.__dict__["flatten_parameters"] = _leave_in_place
 
 
 def _leave_in_place() -> None:

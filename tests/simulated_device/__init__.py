@@ -7,6 +7,7 @@ compiler and ninja (``pip install ninja``), and takes a minute.
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,12 +24,13 @@ _BUILD = Path(__file__).parents[2] / "build" / "simulated_device"
 
 def compiled() -> Path:
     """Compile the extension, unless that was done for this source and this torch."""
-    library = _BUILD / f"simulated_device_{torch.__version__.translate({46: 95, 43: 95})}.so"
+    name = re.sub(r"\W", "_", f"simulated_device_{torch.__version__}")
+    library = _BUILD / f"{name}.so"
     if not library.exists() or library.stat().st_mtime < _SOURCE.stat().st_mtime:
         from torch.utils.cpp_extension import load as compile_and_load
 
         _BUILD.mkdir(parents=True, exist_ok=True)
-        compile_and_load(library.stem, [str(_SOURCE)], ["-O1", "-w"], build_directory=str(_BUILD))
+        compile_and_load(name, [str(_SOURCE)], ["-O1", "-w"], build_directory=str(_BUILD))
     return library
 
 

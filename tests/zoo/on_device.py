@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     """Train the cells in several workers, and print those whose outcome differs from the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "simulated", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", simulated_device.NAME, "cpu"), default="cuda")
     parser.add_argument("--all", action="store_true", help="all cells (default: those of make test)")
     parser.add_argument("--themes", nargs="+", help="files of the zoo (default: all)")
     parser.add_argument("--limit", type=int, help="at most so many modules")
@@ -86,7 +87,9 @@ def main() -> None:
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.share is not None:
-        work(options)
+        # Rows write their data into the current folder.
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            work(options)
         return
     if options.device == simulated_device.NAME:
         simulated_device.compiled()

@@ -135,7 +135,7 @@ class AsWritten:
                     owner._parameters[key] = parameters[written.name]
             for sub in self._all:
                 refresh_recurrent(sub)
-                keep_in_place(sub)
+            keep_in_place(self._all[0])
             yield
         finally:
             for sub, looks in zip(self._all, now, strict=True):

@@ -73,6 +73,7 @@ class Splitter:
         real: dict[Tensor, Tensor] = {}
         options = self._options(module)
         _refuse_shared(blocks)
+        keep_in_place(module)
         for name, block in blocks.items():
             strategy._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
             pieces = [piece for piece in pieces if not piece.overlaps(name)]
@@ -152,7 +153,6 @@ def _place(strategy: Any, module: nn.Module) -> None:
 def move_whole(module: nn.Module, device: torch.device) -> None:
     """Move ``module`` to ``device``, except for parameters that are sharded already."""
     for sub in module.modules():
-        keep_in_place(sub)
         moves_more = type(sub)._apply is not nn.Module._apply  # the states of a metric
         if moves_more and not any(isinstance(parameter, DTensor) for parameter in sub.parameters()):
             sub._apply(lambda tensor: tensor.to(device))

@@ -153,7 +153,7 @@ def test_metrics_move_with_the_module():
 
 
 class Recurrent(Skipping):
-    """A recurrent layer that a GPU would have its weights moved."""
+    """A recurrent layer, which moves its weights on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
