@@ -318,6 +318,9 @@ def _loss(trainer: Trainer, outputs: Any) -> float | None:
     collected = losses_of(trainer)
     if collected is not None and collected.latest is not None:
         return collected.latest
+    weights = getattr(trainer, "token_weights", None)
+    if weights is not None:  # those of micro-batches are parts of a step's mean
+        return None if weights.step_loss is None else weights.step_loss.item()
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     return loss.item() * trainer.accumulate_grad_batches if isinstance(loss, Tensor) else None
 

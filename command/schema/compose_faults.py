@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.command.schema.removed import REMOVED_CHOICES, REMOVED_KEYS
 from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
+from trainwright.strategies.contract.registry import all_options
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
 _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
@@ -87,6 +88,9 @@ def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None) -> str:
     if not isinstance(node, DictConfig):
         return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all keys"
     names = [str(name) for name in node if name != "_target_"]
+    having = [name for name, options in all_options() if parent == "strategy" and last in options.__dataclass_fields__]
+    if having:
+        return f"{fault.text}: the chosen strategy has no key {last!r}; type strategy={' or '.join(having)} with it"
     text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
     if OmegaConf.get_type(node) is dict:
         text += f" (to add it: +{fault.text.lstrip('+')})"

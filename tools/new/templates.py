@@ -34,7 +34,7 @@ class {title}Module(L.LightningModule):
         inputs, classes = batch
         logits = self(inputs)
         self.log("val_loss", F.cross_entropy(logits, classes))
-        self.log("val_acc", (logits.argmax(-1) == classes).float().mean())
+        self.log("val_acc", (logits.argmax(-1) == classes).float().mean(), prog_bar=True)
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters())

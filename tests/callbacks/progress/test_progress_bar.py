@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
 from rich.console import Console
@@ -14,7 +15,15 @@ from rich.console import Console
 from tests.callbacks.modules import QUIET, Regression, loader, train
 from trainwright import Trainer
 from trainwright.callbacks.progress.global_loss import GlobalLoss
-from trainwright.callbacks.progress.progress_bar import ProgressBar, State, TrainingTimer, _clock, _short, total_steps
+from trainwright.callbacks.progress.progress_bar import (
+    ProgressBar,
+    State,
+    TrainingTimer,
+    _clock,
+    _loss,
+    _short,
+    total_steps,
+)
 from trainwright.callbacks.progress.throughput import Throughput
 
 SHOWN = {"enable_progress_bar": True}
@@ -58,6 +67,14 @@ def test_own_loss_and_speed() -> None:
     lines = fit(plain(), module=module, max_steps=4, accumulate_grad_batches=2, val_data=None).splitlines()
     assert f"training step 4/4  loss {module.losses[7]:.4f}" in lines[-2]
     assert "steps/s" in lines[-2]
+
+
+@pytest.mark.parametrize(("of_step", "shown"), [(torch.tensor(2.5), 2.5), (None, None)])
+def test_loss_weighted_by_tokens(of_step: Any, shown: float | None) -> None:
+    """A micro-batch's loss is only a part of the mean over a step's tokens."""
+    weights = SimpleNamespace(step_loss=of_step)
+    trainer: Any = SimpleNamespace(callbacks=[], token_weights=weights, accumulate_grad_batches=2)
+    assert _loss(trainer, {"loss": torch.tensor(1.0)}) == shown
 
 
 def test_terminal_bar() -> None:
