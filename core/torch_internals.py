@@ -14,6 +14,9 @@ from torch.nn._reduction import legacy_get_string as legacy_get_string
 from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as _NormBase
 from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
+from torch.overrides import _get_current_function_mode as _get_current_function_mode
+from torch.overrides import _pop_mode as _pop_mode
+from torch.overrides import _push_mode as _push_mode
 from torch.utils import _pytree as _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes

@@ -368,7 +368,7 @@ class Engines:
         return found
 
     def parts_watch(self) -> PartsWatch | None:
-        """Return the guard against uses of parts outside of their modules; ``None``: nothing is split."""
+        """Return the watch of uses of parts outside of their modules; ``None``: nothing is split."""
         if not self.cuts or any(module._compiled_call_impl is not None for module in self.module.modules()):
             return None  # would be traced into compiled code
         slots = find_slots(self.module)
@@ -377,7 +377,8 @@ class Engines:
         owners = {owner for places, _ in parts.values() for owner, _ in places}
         attentions = {m for m in self.module.modules() if isinstance(m, nn.MultiheadAttention) and m.out_proj in owners}
         axes = [axis for axis in ("tensor", "expert") if getattr(self._layout, axis) > 1]
-        return PartsWatch(parts, [*owners, *attentions], "use " + " and ".join(f"{axis}=1" for axis in axes))
+        remedy = "use " + " and ".join(f"{axis}=1" for axis in axes)
+        return PartsWatch(self.module, parts, [*owners, *attentions], remedy)
 
     # ---- execution --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ The order in which a module is partitioned is in docs/architecture.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -236,20 +236,26 @@ class HybridStrategy(ZeroStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's ``training_step``; in a pipeline, forward and backward of all micro-batches."""
-        if self._watch is None:
+        with self._watching("training_step"):
             return self._training_step(args, kwargs)
+
+    @contextmanager
+    def _watching(self, method: str) -> Iterator[None]:
+        """Watch uses of split parameters by a method of the module in a ``with`` block."""
+        if self._watch is None:
+            yield
+            return
         module: Any = self.lightning_module
         attributes = module.__dict__
-        users, watched = attributes.get("training_step"), self._watch.around(module.training_step)
-        attributes["training_step"] = watched
+        users, watched = attributes.get(method), self._watch.around(method, getattr(module, method))
+        attributes[method] = watched
         try:
-            return self._training_step(args, kwargs)
+            yield
         finally:
-            self._watch = None  # watching slows every operation, so only the first step is watched
-            if attributes["training_step"] is watched:
-                del attributes["training_step"]
+            if attributes[method] is watched:
+                del attributes[method]
                 if users is not None:
-                    attributes["training_step"] = users
+                    attributes[method] = users
 
     def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.traits.backward_in_step:
@@ -271,15 +277,15 @@ class HybridStrategy(ZeroStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step this rank's parameters."""
-        with self._of_strategy():
-            output = super().optimizer_step(*args, **kwargs)
+        output = super().optimizer_step(*args, **kwargs)
         if self.replicas.are_independent:
             self.replicas.stepped()
         return output
 
-    def _of_strategy(self) -> AbstractContextManager[None]:
-        """Suspend the watch inside the user's manual optimization, where the strategy handles parts."""
-        return nullcontext() if self._watch is None else self._watch.paused()
+    @contextmanager
+    def _of_strategy(self) -> Iterator[None]:
+        with super()._of_strategy(), nullcontext() if self._watch is None else self._watch.paused():
+            yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Sum gradients that several ranks hold parts of."""
@@ -316,9 +322,10 @@ class HybridStrategy(ZeroStrategy):
     def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if method not in self.ranks.compared:
             self.ranks.compare_first(method, args[0] if args else kwargs)
-        if not self.traits.backward_in_step:
-            return super()._evaluate(method, context, *args, **kwargs)
-        return self._pipeline.evaluate(partial(super()._evaluate, method, context, *args, **kwargs), method)
+        with self._watching(method):
+            if not self.traits.backward_in_step:
+                return super()._evaluate(method, context, *args, **kwargs)
+            return self._pipeline.evaluate(partial(super()._evaluate, method, context, *args, **kwargs), method)
 
     def on_validation_start(self) -> None:
         """Show the means of replicas with local steps."""

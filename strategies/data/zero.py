@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -396,12 +396,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _steps_within(self) -> bool:
         """Return whether ``training_step`` runs backward and optimizer steps itself, on gathered parameters."""
         module = self.lightning_module
-        return (
-            self._step is not None
-            and self._in_training_step
-            and module is not None
-            and not module.automatic_optimization
-        )
+        is_manual = module is not None and not module.automatic_optimization
+        return self._step is not None and self._in_training_step and is_manual
 
     def optimizer_step(
         self,
@@ -413,13 +409,18 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Step this rank's rows, then all-gather them."""
         if self._steps_within():
             self._step.writes.keep()  # type: ignore[union-attr]
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._of_strategy():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._drop_prefetched()
         self._publish(optimizer)
         if self._steps_within():
             self._step.reshard()  # type: ignore[union-attr]
             self._step.gather_again(self._exchanges.trained)  # type: ignore[union-attr]
         return output
+
+    def _of_strategy(self) -> AbstractContextManager[None]:
+        """Suspend watches inside the user's manual optimization, where the strategy handles parts."""
+        return nullcontext() if self._step is None else self._step.uses.paused()
 
     def _publish(self, optimizer: Optimizer) -> None:
         """Broadcast every rank's current rows."""

@@ -51,7 +51,10 @@ class Supply:
     ) -> None:
         self.units = units
         self._shapes = {written.name: written.shape for written in parameters}
-        self._held, self._dtypes, self._assembly = held, dtypes, assembly
+        # Aliases, since the parameters themselves stand for those as written meanwhile.
+        parts = {name: held(name) for name in self._shapes}
+        self._held = {name: None if part is None else part.detach() for name, part in parts.items()}
+        self._dtypes, self._assembly = dtypes, assembly
         self._group, self._device = group, device
 
     @property
@@ -111,7 +114,7 @@ class Supply:
         return dist.get_global_rank(pipeline, 0) == dist.get_global_rank(self._group, 0)
 
     def _gather_shards(self, name: str) -> Tensor:
-        held = self._held(name)
+        held = self._held[name]
         assert held is not None
         whole = whole_on_device(held) if isinstance(held, DTensor) else held
         return whole.detach().to(self._device)

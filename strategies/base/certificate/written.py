@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.base.kept_parameters import redirected
 from trainwright.strategies.base.parameter_memory import keep_in_place
 from trainwright.strategies.pipeline.cut import refresh_recurrent
 
@@ -136,10 +137,16 @@ class AsWritten:
             for sub in self._all:
                 refresh_recurrent(sub)
             keep_in_place(self._all[0])
-            yield
+            with redirected(self._placed(now)):
+                yield
         finally:
             for sub, looks in zip(self._all, now, strict=True):
                 _put(sub, looks, vars(sub))
+
+    def _placed(self, looks: Sequence[_Looks]) -> Iterator[tuple[Tensor, nn.Module, str]]:
+        """Yield each parameter that the module had, which user code may have kept, with its place."""
+        for sub, each in zip(self._all, looks, strict=True):
+            yield from ((p, sub, key) for key, p in each.tables["_parameters"].items() if p is not None)
 
     def _show(self, place: int, device: torch.device) -> None:
         """Undo the strategy's changes of one module."""

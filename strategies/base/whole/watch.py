@@ -1,95 +1,181 @@
-"""Detection, in the first step of a run, of split weights used as if they were whole."""
+"""Uses of split weights by the user's step outside of the modules that support them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainwright.core.torch_internals import _get_current_function_mode, _pop_mode, _push_mode
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.base.kept_parameters import present
+from trainwright.strategies.base.whole.gathered import gathered, is_write
 from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.contract.cuts import METADATA, Cut
 from trainwright.strategies.plan.blocks import uncompiled
 
 # Element-wise functions, which commute with splitting.
-_ELEMENTWISE = {
+ELEMENTWISE = {
     *("mul", "add", "sub", "div", "lerp", "clamp", "neg", "abs", "square", "sign", "copy", "zero", "fill", "detach"),
     *("clone", "to", "float", "requires_grad", "data", "grad", "clamp_min", "clamp_max", "rsub", "true_divide"),
     *("truediv", "iadd", "isub", "imul", "itruediv", "radd", "rmul", "addcmul"),
 }
 
 
-class PartsWatch(TorchFunctionMode):
-    """Function mode that refuses uses of split parameters outside of their modules, except element-wise ones.
+def is_elementwise(func: Any) -> bool:
+    """Return whether a function of torch commutes with splitting, by its name."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name.strip("_") in ELEMENTWISE
 
-    Element-wise functions of equally split parameters (a momentum encoder) are correct.
+
+class UseWatch(TorchFunctionMode):
+    """Function mode around the user's steps that gives them whole tensors for split parameters.
+
+    A method's first call is watched completely, later ones only outside of the modules that it calls, unless code within
+    those needed the watch.
 
     Args:
-        parts: name -> where it is registered and how it is split.
-        owners: modules that support split parameters.
-        remedy: alternative to this layout, for messages.
+        module: the user's.
     """
 
-    def __init__(
-        self, parts: Mapping[str, tuple[Sequence[Slot], Cut]], owners: Sequence[nn.Module], remedy: str
-    ) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._parts, self._owners, self._remedy = parts, owners, remedy
-        self._names: dict[int, str] = {}
-        self._derived: Any = WeakIdKeyDictionary()
-        self._within = 0
-
-    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step`` wrapped in :meth:`watching`."""
-
-        @functools.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.watching():
-                return step(*args, **kwargs)
-
-        return run
+        self._module = module
+        self._everywhere: dict[str, bool] = {}
+        self._depth = self._pauses = 0
+        self._is_popped = False
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch a ``with`` block, except within calls of the owners."""
-        handles: list[Any] = []
-        for owner in self._owners:
-            handles.append(owner.register_forward_pre_hook(self._enter, prepend=True))
-            handles.append(owner.register_forward_hook(self._leave, always_call=True))
-        before, self._within = self._within, 0
+    def watching(self, method: str) -> Iterator[None]:
+        """Watch a ``with`` block that runs ``method``."""
+        everywhere = self._everywhere.get(method, True)
+        self._everywhere.setdefault(method, False)
+        before, (self._depth, self._pauses) = (self._depth, self._pauses), (0, 0)
+        enter, leave = partial(self._enter, method, everywhere), self._leave
+        handles: list[RemovableHandle] = []
+        for called in _outermost(self._module):
+            handles.append(called.register_forward_pre_hook(enter, prepend=True))
+            handles.append(called.register_forward_hook(leave, always_call=True))
         try:
-            with uncompiled(), self:  # compiled code would not call the hooks of owners
+            # Compiled code would not call the hooks of modules within.
+            with uncompiled() if everywhere else nullcontext(), self:
                 yield
         finally:
-            self._within = before
+            self._depth, self._pauses = before
             for handle in handles:
                 handle.remove()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not watch a ``with`` block of the strategy's own code."""
-        self._within += 1
+        self._pauses += 1
         try:
             yield
         finally:
-            self._within -= 1
+            self._pauses -= 1
 
-    def _enter(self, *_: Any) -> None:
-        self._within += 1
+    def _enter(self, method: str, everywhere: bool, *_: Any) -> None:
+        self._depth += 1
+        self._method = method
+        if not everywhere and self._depth == 1 and _get_current_function_mode() is self:
+            _pop_mode()
+            self._is_popped = True
 
     def _leave(self, *_: Any) -> None:
-        self._within -= 1
+        if self._depth == 1 and self._is_popped:
+            _push_mode(self)
+            self._is_popped = False
+        self._depth -= 1
+
+    def _has_gathered(self) -> None:
+        """Record a gather."""
+        if self._depth:
+            self._everywhere[self._method] = True
+
+    def _is_metadata(self, func: Any) -> bool:
+        return bool(self._pauses) or func in METADATA or torch._C._current_graph_task_id() != -1
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that a method of ``module`` usually calls."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _outermost(child)
+        elif not isinstance(child, torch.jit.ScriptModule):
+            yield child
+
+
+class PartsWatch(UseWatch):
+    """Watch of parameters that are split along the tensor or expert axis.
+
+    Element-wise functions of equally split parameters (a momentum encoder) are computed split; what was computed so is
+    gathered when it is used otherwise. Writes that are not element-wise are refused.
+
+    Args:
+        module: the user's.
+        parts: name -> where it is registered and how it is split.
+        owners: modules that support split parameters.
+        remedy: alternative to this layout, for messages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Mapping[str, tuple[Sequence[Slot], Cut]],
+        owners: Sequence[nn.Module],
+        remedy: str,
+    ) -> None:
+        super().__init__(module)
+        self._parts, self._owners, self._remedy = parts, owners, remedy
+        self._names: dict[int, str] = {}
+        self._derived: Any = WeakIdKeyDictionary()
+
+    def around(self, method: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``step`` wrapped in :meth:`watching`."""
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.watching(method):
+                return step(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def watching(self, method: str) -> Iterator[None]:
+        """See the base class; the first call, and those watched within modules, not within the owners."""
+        owners = self._owners if self._everywhere.get(method, True) else ()
+        handles: list[RemovableHandle] = []
+        for owner in owners:
+            handles.append(owner.register_forward_pre_hook(self._enter_owner, prepend=True))
+            handles.append(owner.register_forward_hook(self._leave_owner, always_call=True))
+        try:
+            with super().watching(method):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_owner(self, *_: Any) -> None:
+        self._pauses += 1
+
+    def _leave_owner(self, *_: Any) -> None:
+        self._pauses -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, unless its result for a part differs from that for the whole."""
-        kwargs = kwargs or {}
-        if self._within or func in METADATA or torch._C._current_graph_task_id() != -1:
+        """Run ``func`` on parts if that is right, else on whole tensors; raise if it writes to a part."""
+        args, kwargs = present((args, kwargs or {}))
+        if self._is_metadata(func):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         sources = [self._source(tensor) for tensor in tensors]
@@ -97,11 +183,25 @@ class PartsWatch(TorchFunctionMode):
         if name is None:
             return func(*args, **kwargs)
         if not self._is_elementwise(func, tensors, sources):
-            raise RuntimeError(self._message(name, func))
+            if is_write(func):
+                raise RuntimeError(self._message(name, func))
+            self._has_gathered()
+            args, kwargs = pytree.tree_map_only(Tensor, self._gathered, (args, kwargs))
+            return func(*args, **kwargs)
         output = func(*args, **kwargs)
         for tensor in (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)):
             self._derived[tensor] = name
         return output
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a part; other tensors as they are."""
+        name = self._source(tensor)
+        if name is None:
+            return tensor
+        if isinstance(tensor, DTensor):
+            tensor = gathered(tensor)
+        whole: Tensor = _Whole.apply(tensor, self._parts[name][1])
+        return whole
 
     def _source(self, tensor: Tensor) -> str | None:
         """Return the name of the split parameter that a tensor is, or was computed from."""
@@ -117,10 +217,7 @@ class PartsWatch(TorchFunctionMode):
         return found
 
     def _is_elementwise(self, func: Callable[..., Any], tensors: list[Tensor], sources: list[str | None]) -> bool:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name.strip("_") not in _ELEMENTWISE:
+        if not is_elementwise(func):
             return False
         cuts = {(cut.group, cut.dim, cut.sections) for s in sources if s is not None for cut in [self._parts[s][1]]}
         parts = {tensor.shape for tensor, source in zip(tensors, sources, strict=True) if source is not None}
@@ -129,8 +226,20 @@ class PartsWatch(TorchFunctionMode):
 
     def _message(self, name: str, func: Any) -> str:
         return (
-            f"training_step uses the parameter {name!r} outside of the module that owns it "
-            f"({getattr(func, '__name__', func)}), and this rank holds a part of it. Do this in a hook such as "
-            f"on_after_backward or on_train_batch_end, where parameters are whole, use the optimizer's weight_decay "
-            f"instead of a penalty, or {self._remedy}."
+            f"training_step writes to the parameter {name!r} ({getattr(func, '__name__', func)}), and this rank holds a "
+            f"part of it. Do this in a hook such as on_after_backward or on_train_batch_end, where parameters are whole, "
+            f"or {self._remedy}."
         )
+
+
+class _Whole(torch.autograd.Function):
+    """Gathers a part; its gradient is this rank's part of the whole's, which all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return cut.whole(part.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.cut.part(gradient), None

@@ -8,15 +8,13 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from trainwright.strategies.data.sharding.gathering import parameter_groups
 from trainwright.strategies.state.shards import rows_of
 
 _DATA: Any = Tensor.data
-_SET_DATA = _DATA.__set__
+SET_DATA = _DATA.__set__
 
 
 class GatheredWrites:
@@ -78,18 +76,8 @@ def forbidding_lost_updates() -> Iterator[None]:
             )
         return run_backward(*args, **kwargs)
 
-    with patch.object(torch.autograd, "_engine_run_backward", checked), RefusesNewData():
+    with patch.object(torch.autograd, "_engine_run_backward", checked):
         yield
-
-
-class RefusesNewData(TorchFunctionMode):
-    """Raises on assignments to ``.data`` of a split parameter, which would be lost."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, unless it assigns the data of a DTensor."""
-        if func is _SET_DATA and isinstance(args[0], DTensor) and isinstance(args[0], nn.Parameter):
-            refuse_new_data(f"of shape {tuple(args[0].shape)}")
-        return func(*args, **(kwargs or {}))
 
 
 def refuse_new_data(which: str) -> NoReturn:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainwright.strategies.base.kept_parameters import redirect
 from trainwright.strategies.plan.names import joined
 
 
@@ -60,15 +60,17 @@ class Originals:
             )
 
     def retire(self, module: nn.Module, optimized_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Make further use of parameters that were replaced an error, rather than a use of old values.
+        """Make parameters that were replaced stand for the present ones, and free their values.
 
         Args:
             module: as split.
             optimized_of: returns what is optimized in the place of a parameter.
         """
         used = {each for parameter in module.parameters() for each in (parameter, optimized_of(parameter))}
-        for parameter in [each for each in self._names if each not in used]:
-            parameter.__class__ = Retired
+        for parameter, name in [(each, name) for each, name in self._names.items() if each not in used]:
+            path, _, key = name.rpartition(".")
+            parameter.data = parameter.data.new_empty(0)
+            redirect(parameter, module.get_submodule(path), key)
 
 
 def _attribute_with(ids: Collection[int], module: nn.Module) -> str | None:
@@ -79,22 +81,3 @@ def _attribute_with(ids: Collection[int], module: nn.Module) -> str | None:
             if any(type(item) is int and item in ids for item in items):
                 return joined(name, key)
     return None
-
-
-class Retired(nn.Parameter):
-    """A parameter that its module no longer has."""
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Return a name; there is no value to show."""
-        return "<parameter replaced by the strategy>"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse every use."""
-        raise RuntimeError(
-            f"{getattr(func, '__name__', func)} uses a parameter that was kept from before training, as in a list, "
-            "which the strategy has replaced by this rank's part. Get it from the module where it is used, for example "
-            "by self.parameters(), or type strategy=ddp."
-        )

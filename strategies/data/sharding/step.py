@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from trainwright.core.lightning_internals import _update_properties
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites, forbidding_lost_updates
 from trainwright.strategies.data.sharding.gathering import shard_again
+from trainwright.strategies.data.sharding.split_uses import SplitUses
 
 
 class Step(nn.Module):
@@ -27,7 +28,8 @@ class Step(nn.Module):
         super().__init__()
         self.module = module
         self.running = False
-        self._is_new = True
+        self.uses = SplitUses(module)
+        self._seen: set[str] = set()  # methods that have run
         # Called inside the root's hooks; a pipeline ends a stage's part of the step there.
         self.guard: Callable[[Callable[[], Any]], Any] = _call
         self.writes: GatheredWrites  # set once it is sharded
@@ -36,19 +38,23 @@ class Step(nn.Module):
         self.running = True
         self.writes.begin()
         try:
-            with self._watch():
+            with self._watching(method):
                 output = self.guard(partial(getattr(self.module, method), *args, **kwargs))
         finally:
             self.running = False
         self.writes.keep()
         return output
 
-    def _watch(self) -> AbstractContextManager[Any]:
-        """Watch the first step only, and no compiled code, which would be traced with the watch."""
-        is_new, self._is_new = self._is_new, False
-        if not is_new or any(module._compiled_call_impl is not None for module in self.module.modules()):
-            return nullcontext()
-        return forbidding_lost_updates()
+    @contextmanager
+    def _watching(self, method: str) -> Iterator[None]:
+        """Watch uses of split parameters, unless code is compiled, which would be traced with the watch."""
+        if any(module._compiled_call_impl is not None for module in self.module.modules()):
+            yield
+            return
+        is_new = method not in self._seen
+        self._seen.add(method)
+        with forbidding_lost_updates() if is_new else nullcontext(), self.uses.watching(method):
+            yield
 
     def begin_backward(self, loss: Tensor) -> None:
         """Prepare a backward pass run by the user's step."""

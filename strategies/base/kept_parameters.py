@@ -1,0 +1,74 @@
+"""Parameter objects that user code has kept: each stands for the one that the module has in its place now."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainwright.core.torch_internals import _pytree as pytree
+
+
+class KeptParameter(nn.Parameter):
+    """A parameter that its module no longer has, as in a list of user code.
+
+    Functions of torch get the module's present one: this rank's part, the whole in a hook, a stand-in.
+    """
+
+    kept_place: tuple[nn.Module, str]
+
+    def now(self) -> Tensor:
+        """Return what the module has in its place."""
+        owner, key = self.kept_place
+        found: Tensor = getattr(owner, key)
+        if found is self:  # the module has it again
+            self.__class__ = nn.Parameter
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the present one."""
+        return copy.deepcopy(self.now(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the present one."""
+        return self.now().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func`` with present parameters."""
+        args, kwargs = present((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def present(value: Any) -> Any:
+    """Return ``value`` with every kept parameter replaced by the module's present one."""
+    return pytree.tree_map_only(KeptParameter, KeptParameter.now, value)
+
+
+def redirect(parameter: nn.Parameter, owner: nn.Module, key: str) -> None:
+    """Make ``parameter`` stand for what ``owner`` has under ``key``."""
+    parameter.__class__ = KeptParameter
+    parameter.kept_place = owner, key  # type: ignore[attr-defined]
+
+
+@contextmanager
+def redirected(parameters: Iterable[tuple[Tensor, nn.Module, str]]) -> Iterator[None]:
+    """Redirect plain parameters in a ``with`` block in which their module has others.
+
+    Args:
+        parameters: each with its module and its name there.
+    """
+    chosen = [each for each in parameters if type(each[0]) is nn.Parameter]
+    for parameter, owner, key in chosen:
+        redirect(parameter, owner, key)
+    try:
+        yield
+    finally:
+        for parameter, _, _ in chosen:
+            parameter.__class__ = nn.Parameter
+            parameter.__dict__.pop("kept_place", None)
