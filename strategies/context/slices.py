@@ -141,6 +141,11 @@ class SequenceSlice(Tensor):
         result = NotImplemented if handler is None or not args else handler(func, args, kwargs)
         if result is not NotImplemented:
             return result
+        if name == "__setitem__" or name in _WRITES or isinstance(kwargs.get("out"), SequenceSlice):
+            raise RuntimeError(
+                f"{name} writes to an output whose sequence is split over the context axis, which would lose the "
+                "values. Compute a new tensor, as torch.where and masked_fill do."
+            )
         args, kwargs = pytree.tree_map_only(SequenceSlice, SequenceSlice.whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -169,6 +174,8 @@ _BYPASSED = (
 def _refuse_gradient(_: Tensor) -> Tensor:
     raise RuntimeError(f"A function {_BYPASSED}")
 
+
+_WRITES = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} - {"requires_grad_"}
 
 # torch's own functions: observers of losses replace them in torch.nn.functional.
 _LOSSES = (F.cross_entropy, F.nll_loss)

@@ -141,14 +141,16 @@ class _GradientRules(Precision):
         if self.clipper is not None:
             self.clipper.clip_value(optimizer, clip_val)
             return
-        clip_gradient_value(self.main_params(optimizer), clip_val)
+        with torch._C.DisableTorchFunction():  # modes that watch user code
+            clip_gradient_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scale gradients so that the norm over all shards is at most ``clip_val``."""
         if self.clipper is not None:
             self.clipper.clip_norm(optimizer, clip_val, self.error_if_nonfinite)
             return
-        clip_gradient_norm(self.main_params(optimizer), clip_val, self.error_if_nonfinite, self.scope)
+        with torch._C.DisableTorchFunction():
+            clip_gradient_norm(self.main_params(optimizer), clip_val, self.error_if_nonfinite, self.scope)
 
 
 class FullPrecision(_GradientRules):

@@ -2,7 +2,7 @@
 
 # No postponed annotations: torch inspects that of a hook's bucket.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from trainwright.strategies.averaging.means import OverlappedMean
 from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.base.whole.parts import differ_between_ranks
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
 from trainwright.strategies.contract.communication.options import ALL_REDUCE
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
@@ -65,6 +66,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self.measures = _ReducerMeasures(self)
         self._beside: OverlappedMean | None = None
         self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
+        self._has_run_backward = False
         choice, average_by, given = self.averaging.compression, self.averaging.asked, None
         if choice is not None:
             given = f"compression={choice.name}"
@@ -181,6 +183,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Check for unused parameters after the backward of a step."""
         super().post_backward(closure_loss)
+        self._has_run_backward = True
         if self.lightning_module.automatic_optimization:
             self._refuse_unused()
 
@@ -196,12 +199,28 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         if not model.require_backward_grad_sync:  # more micro-batches follow
             return
         averaged, self._averaged = self._averaged, None
+        if not self._has_run_backward:
+            self._refuse_unequal({name: p.grad for name, p in averaged.items() if p.grad is not None})
         if model.find_unused_parameters or model.static_graph:
             return
         missing = [name for name, parameter in averaged.items() if parameter.grad is None]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise RuntimeError(f"Parameters were not used in the loss ({', '.join(missing[:3])}{more}), {_UNUSED}")
+
+    def _refuse_unequal(self, gradients: Mapping[str, Tensor]) -> None:
+        """Raise if gradients that no backward has averaged differ between ranks.
+
+        Raises:
+            RuntimeError: naming one.
+        """
+        differing = differ_between_ranks(list(gradients.items()), self.root_device)
+        if differing:
+            raise RuntimeError(
+                f"The first step of an optimizer uses gradients that were assigned ({differing[0]}, for example by "
+                "torch.autograd.grad) and differ between ranks: only those of backward are averaged. Type "
+                "self.manual_backward(loss), or average them: p.grad = self.all_gather(gradient).mean(0)."
+            )
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain torch's error for parameters unused in a later step."""

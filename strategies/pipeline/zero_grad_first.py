@@ -6,20 +6,31 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer import call
 
 from trainwright.core.lightning_internals import _AutomaticOptimization
 
 
 class ZeroGradFirst(_AutomaticOptimization):
-    """Lightning's automatic optimization with ``zero_grad`` before ``training_step`` instead of after it."""
+    """Lightning's automatic optimization with ``optimizer_zero_grad`` before ``training_step`` instead of after it.
+
+    ``on_before_zero_grad``, which may update what the step reads (an average of the weights), stays after it.
+    """
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
-        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        starts = self._make_zero_grad_fn(batch_idx, optimizer) is not None  # else gradients accumulate
+        trainer = self.trainer
 
         def step() -> ClosureResult:
-            if zero_grad is not None:
-                zero_grad()
-            return self._training_step(kwargs)
+            if starts:
+                call._call_lightning_module_hook(
+                    trainer, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer
+                )
+            output = self._training_step(kwargs)
+            if starts:
+                call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
+                call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
+            return output
 
         return Closure(step_fn=step, backward_fn=self._make_backward_fn(optimizer))
 

@@ -203,16 +203,17 @@ def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_id
             stack.enter_context(streamed.around(blocks, randomness))
             stack.enter_context(randomness)
             stack.enter_context(WatchedTensors(streamed.before))
-            stack.enter_context(stopped_at_step(strategy, trial))
             losses, before = [], StateBefore(module)
-            for part, trial.share in parts:
-                with strategy.precision_plugin.train_step_context():
-                    output = module.training_step(*arguments(module, part, batch_idx))
-                loss = loss_of(output)
-                if loss is not None and module.automatic_optimization:
-                    losses.append(float(loss.detach().float().item()) * trial.share)
-                    if loss.requires_grad:
-                        module.backward(loss * trial.share)
+            with stopped_at_step(strategy, trial):
+                for part, trial.share in parts:
+                    with strategy.precision_plugin.train_step_context(), streamed.keeping_gradients():
+                        output = module.training_step(*arguments(module, part, batch_idx))
+                    loss = loss_of(output)
+                    if loss is not None and module.automatic_optimization:
+                        losses.append(float(loss.detach().float().item()) * trial.share)
+                        if loss.requires_grad:
+                            module.backward(loss * trial.share)
+            streamed.take_kept()
             trial.losses += [sum(losses)] if losses else []
             trial.state, trial.written = before.changes(), streamed.changed()
     except Exception as error:

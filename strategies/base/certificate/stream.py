@@ -147,6 +147,7 @@ class Streamed:
         self._supply, self._take = supply, take
         self.parameters: dict[str, nn.Parameter] = {}
         self._hooks = []
+        self._keeps_gradients = False
         for written in parameters:
             tensor = torch.empty(written.shape, dtype=dtypes[written.name], device=device)
             tensor.untyped_storage().resize_(0)
@@ -166,11 +167,28 @@ class Streamed:
 
     def _taking(self, name: str) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self._take(name, parameter.grad)
-            parameter.grad = None
+            if not self._keeps_gradients:
+                assert parameter.grad is not None
+                self._take(name, parameter.grad)
+                parameter.grad = None
 
         return take
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Keep gradients in a ``with`` block of user code, which may read, change or drop those that it computes."""
+        self._keeps_gradients = True
+        try:
+            yield
+        finally:
+            self._keeps_gradients = False
+
+    def take_kept(self) -> None:
+        """Take the gradients that user code has left."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self._take(name, parameter.grad)
+                parameter.grad = None
 
     def fill(self, unit: int) -> None:
         """Fetch the parameters of ``unit``, and drop those of other units that are not pinned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,23 @@ from torch.distributed.tensor import DTensor
 
 def gathered(tensor: DTensor) -> Tensor:
     """Return the whole of a split tensor, differentiably. A collective of its ranks."""
-    mesh = tensor.device_mesh
-    groups = [mesh.get_group(axis) for axis, placed in enumerate(tensor.placements) if not placed.is_replicate()]
-    whole: Tensor = _MeanGradient.apply(tensor.full_tensor(), groups)
+    whole: Tensor = _MeanGradient.apply(tensor.full_tensor(), ranks_of(tensor))
     return whole
+
+
+def ranks_of(tensor: DTensor) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks over which a tensor is split."""
+    placed = enumerate(tensor.placements)
+    return [tensor.device_mesh.get_group(axis) for axis, placement in placed if not placement.is_replicate()]
+
+
+def mean_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Return the mean of a tensor over groups of ranks, in new memory. A collective."""
+    tensor = tensor.detach().contiguous().clone()
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
+        tensor /= group.size()
+    return tensor
 
 
 class _MeanGradient(torch.autograd.Function):
@@ -28,14 +42,10 @@ class _MeanGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        gradient = gradient.contiguous().clone()
-        for group in ctx.groups:
-            dist.all_reduce(gradient, group=group)
-            gradient /= group.size()
-        return gradient, None
+        return mean_over(gradient, ctx.groups), None
 
 
 def is_write(func: Any) -> bool:
     """Return whether a function of torch writes to an argument, by its name."""
     name = getattr(func, "__name__", "")
-    return name == "__set__" or name.rstrip("_") != name and not name.startswith("__") or name.startswith("__i")
+    return name == "__set__" or (name.rstrip("_") != name and not name.startswith("__")) or name.startswith("__i")

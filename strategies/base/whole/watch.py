@@ -36,14 +36,14 @@ def is_elementwise(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name.strip("_") in ELEMENTWISE
+    return name.removeprefix("_foreach").strip("_") in ELEMENTWISE
 
 
 class UseWatch(TorchFunctionMode):
     """Function mode around the user's steps that gives them whole tensors for split parameters.
 
-    A method's first call is watched completely, later ones only outside of the modules that it calls, unless code within
-    those needed the watch.
+    A method's first call is watched completely, later ones only outside of the modules that it calls, unless code
+    within those needed the watch.
 
     Args:
         module: the user's.
@@ -182,7 +182,7 @@ class PartsWatch(UseWatch):
         name = next((source for source in sources if source is not None), None)
         if name is None:
             return func(*args, **kwargs)
-        if not self._is_elementwise(func, tensors, sources):
+        if not self._is_elementwise(func, args, tensors, sources):
             if is_write(func):
                 raise RuntimeError(self._message(name, func))
             self._has_gathered()
@@ -216,9 +216,13 @@ class PartsWatch(UseWatch):
         found: str | None = self._derived.get(tensor) or self._names.get(id(tensor))
         return found
 
-    def _is_elementwise(self, func: Callable[..., Any], tensors: list[Tensor], sources: list[str | None]) -> bool:
+    def _is_elementwise(
+        self, func: Callable[..., Any], args: Any, tensors: list[Tensor], sources: list[str | None]
+    ) -> bool:
         if not is_elementwise(func):
             return False
+        if getattr(func, "__name__", "").startswith("_foreach"):
+            return all(tensor.dim() == 0 for tensor in tensors[len(args[0]) :])
         cuts = {(cut.group, cut.dim, cut.sections) for s in sources if s is not None for cut in [self._parts[s][1]]}
         parts = {tensor.shape for tensor, source in zip(tensors, sources, strict=True) if source is not None}
         others = all(t.dim() == 0 for t, source in zip(tensors, sources, strict=True) if source is None)
@@ -226,9 +230,9 @@ class PartsWatch(UseWatch):
 
     def _message(self, name: str, func: Any) -> str:
         return (
-            f"training_step writes to the parameter {name!r} ({getattr(func, '__name__', func)}), and this rank holds a "
-            f"part of it. Do this in a hook such as on_after_backward or on_train_batch_end, where parameters are whole, "
-            f"or {self._remedy}."
+            f"A step writes to the parameter {name!r} ({getattr(func, '__name__', func)}), and this rank holds a part "
+            f"of it. Do this in a hook such as on_after_backward or on_train_batch_end, where parameters are whole, or "
+            f"{self._remedy}."
         )
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.strategies.compose.parts.whole_shapes import configured_by_whole_shapes
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.data.optimizers.shared import SharedOptimizers
@@ -42,7 +43,12 @@ class CutOptimizers(SharedOptimizers):
 
     def _build(self, build: Callable[[], None]) -> None:
         """Show all parameters to a pipeline stage's optimizers, then remove those of other stages."""
-        with self._strategy._engines.registered_ghosts() as ghosts:
+        module = self._strategy.lightning_module
+        cuts = self._strategy._assembly.cuts
+        parts = {name: p for name, p in module.named_parameters() if name in cuts}
+        shapes = {id(part): cuts[name].whole_shape(part.shape) for name, part in parts.items()}
+        engines = self._strategy._engines
+        with engines.registered_ghosts() as ghosts, configured_by_whole_shapes(module, shapes):
             build()
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:

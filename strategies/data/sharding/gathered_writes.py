@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainwright.strategies.data.sharding.gathering import parameter_groups
 from trainwright.strategies.state.shards import rows_of
@@ -56,6 +57,11 @@ class GatheredWrites:
             info = parameter.mesh_info
             rows = self._rows[id(parameter)] = rows_of(whole, info.shard_mesh_size, info.shard_mesh_rank)
         return rows
+
+    def gathered(self) -> Iterator[tuple[Tensor, DTensor]]:
+        """Yield each gathered parameter and its shard."""
+        for parameter in self._gathered():
+            yield parameter._unsharded_param, parameter.sharded_param
 
     def _gathered(self) -> Iterable[Any]:
         for group in self._groups:

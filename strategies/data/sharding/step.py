@@ -28,7 +28,7 @@ class Step(nn.Module):
         super().__init__()
         self.module = module
         self.running = False
-        self.uses = SplitUses(module)
+        self.uses = SplitUses(module, lambda: self.writes.gathered())
         self._seen: set[str] = set()  # methods that have run
         # Called inside the root's hooks; a pipeline ends a stage's part of the step there.
         self.guard: Callable[[Callable[[], Any]], Any] = _call
