@@ -77,8 +77,8 @@ def unpack(data: bytes) -> Any:
 
 
 def _octets_of(tensor: Tensor) -> Any:
-    """Return the memory of a contiguous tensor as an array of bytes."""
-    return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    """Return the elements of a tensor, in order, as an array of bytes."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
 
 
 def _octets(tensor: Tensor) -> bytes:

@@ -198,9 +198,10 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
             return
         if not model.require_backward_grad_sync:  # more micro-batches follow
             return
+        if not self._has_run_backward:  # a closure may follow
+            self._refuse_unequal({name: p.grad for name, p in self._averaged.items() if p.grad is not None})
+            return
         averaged, self._averaged = self._averaged, None
-        if not self._has_run_backward:
-            self._refuse_unequal({name: p.grad for name, p in averaged.items() if p.grad is not None})
         if model.find_unused_parameters or model.static_graph:
             return
         missing = [name for name, parameter in averaged.items() if parameter.grad is None]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -148,9 +148,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _make_mesh(self) -> DeviceMesh:
         layout = self.layout
         refuse(self.options.layout_problems(layout) if self._open_layout.is_open else [])
-        sizes = {"replicate": layout.replicate, "shard": layout.shard}
-        if layout.replicate == 1:
-            sizes.pop("replicate")
+        sizes = {"replicate": layout.replicate} if layout.replicate > 1 else {}
+        sizes["shard"] = layout.shard
         return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
@@ -165,10 +164,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._failed = False
         self.tables.find(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(module)
         self._refuse_different_models()
         if fitting:
+            self.model = self._layer_sync.apply(module) if self._layer_sync else self.model
             check_memory(module)
         self.certificate.begin(module, fitting and self.world_size > 1)
         self._exchanges.release()
@@ -190,9 +188,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self._sharing.set_up(trainer, partial(self.setup_optimizers, trainer), originals)
             self.tables.take(self.optimizers)
         self.setup_precision_plugin()
+        if fitting and self.options.offload == "none":
+            _optimizers_to_device(self.optimizers, self.root_device)
         if fitting:
-            if self.options.offload == "none":
-                _optimizers_to_device(self.optimizers, self.root_device)
             self.averaging.set_up(plain_after_backward=True)
             self._record_frozen()
         self.certificate.set_up(self)
@@ -315,7 +313,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's ``training_step``; stage 3 gathers parameters on the way."""
         if self._step is None:
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+            self._exchanges.keep_memory()
+            return output
         self._in_training_step = True
         try:
             with self.precision_plugin.train_step_context():
@@ -374,7 +374,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Set aside the gradients of toggled-off optimizers."""
         if self._steps_within():
             assert self._step is not None
-            # FSDP2 recorded requires_grad when it gathered the root, before the optimizer was toggled.
+            # FSDP2 recorded requires_grad when it gathered the root, before the toggle.
             self._set_aside = {p: p.grad for p in self._optimized_parameters() if not p.requires_grad}
             self._step.begin_backward(closure_loss)
 
@@ -399,18 +399,13 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         is_manual = module is not None and not module.automatic_optimization
         return self._step is not None and self._in_training_step and is_manual
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step this rank's rows, then all-gather them."""
+        self._exchanges.keep_memory()
         if self._steps_within():
             self._step.writes.keep()  # type: ignore[union-attr]
         with self._of_strategy():
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, *args, **kwargs)
         self._drop_prefetched()
         self._publish(optimizer)
         if self._steps_within():

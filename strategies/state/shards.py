@@ -39,6 +39,7 @@ class ParameterShard:
         self.rows = rows_of(parameter, self.count, mesh.get_local_rank(mesh.ndim - 1)) if self.is_split else None
         self.is_offloaded = offload
         part = self.local_part.to("cpu", copy=True) if offload else self.local_part
+        self._memory = None if offload or isinstance(parameter, DTensor) else parameter.detach()
         # Replaces the parameter in the optimizer.
         self.optimized = nn.Parameter(self.distributed(part), requires_grad=parameter.requires_grad)
 
@@ -66,6 +67,15 @@ class ParameterShard:
     def distributed(self, part: Tensor) -> DTensor:
         """Return ``part`` (this rank's rows) as a DTensor of the parameter's global shape."""
         return _dtensor(part, self.mesh, self.placements, self.parameter)
+
+    def keep_memory(self) -> None:
+        """Move values that user code has put into other memory (``parameter.data = ...``) into the optimizer's."""
+        memory = self._memory
+        if memory is None or type(self.parameter) is not nn.Parameter:  # it stands for that of a trial run
+            return
+        if self.parameter.data_ptr() != memory.data_ptr():
+            memory.copy_(self.parameter.detach())
+            self.parameter.data = memory
 
     def publish(self) -> None:
         """Copy offloaded rows back into the parameter."""

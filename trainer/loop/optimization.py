@@ -247,7 +247,7 @@ class _LeanClosure:
         zeroes_first = getattr(strategy, "traits", Traits).backward_in_step  # absent on Lightning's own strategies
         if zeroes_first:
             strategy.loss_divisor = divisor
-            self._zero_grad_if_due(module)
+            self._zero_grad(module)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
         loop.phases.begin(FORWARD)
         if loop.token_weights is None:
@@ -258,11 +258,14 @@ class _LeanClosure:
         names["_current_fx_name"] = before
         if output is None:
             _refuse_none(trainer)
+        if zeroes_first:  # after the step, which may read what the hook updates
+            self._before_zero_grad()
         self.result = result = _scaled(output, divisor)
         if loop._skip_backward:
             return result.loss
         if not zeroes_first:
-            self._zero_grad_if_due(module)
+            self._before_zero_grad()
+            self._zero_grad(module)
         loop.apply_weights(result, output, divisor)
         if result.closure_loss is not None:
             loop.phases.begin(BACKWARD)
@@ -273,15 +276,20 @@ class _LeanClosure:
         loop.phases.begin(OPTIMIZER)
         return result.loss
 
-    def _zero_grad_if_due(self, module: LightningModule) -> None:
-        trainer = self._loop.trainer
-        if self._batch_idx % trainer.accumulate_grad_batches:
+    def _is_zeroed(self) -> bool:
+        return not self._batch_idx % self._loop.trainer.accumulate_grad_batches
+
+    def _before_zero_grad(self) -> None:
+        if self._is_zeroed() and "on_before_zero_grad" in self._loop.hooks.heard:
+            self._loop.hooks.call("on_before_zero_grad", self._optimizer)
+
+    def _zero_grad(self, module: LightningModule) -> None:
+        if not self._is_zeroed():
             return
+        trainer = self._loop.trainer
         progress: Any = self._loop.optim_progress.optimizer.zero_grad
         total, current = progress.total, progress.current
         total.ready, current.ready = total.ready + 1, current.ready + 1
-        if "on_before_zero_grad" in self._loop.hooks.heard:
-            self._loop.hooks.call("on_before_zero_grad", self._optimizer)
         total.started, current.started = total.started + 1, current.started + 1
         names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_zero_grad"

@@ -307,7 +307,8 @@ def _gather_results(
     strategy: Compared, parameters: Sequence[WrittenParameter], layout: Trial, plain: Trial | None
 ) -> Found:
     """Gather the results of all ranks by one all-reduce."""
-    ranks, logged = strategy.ranks.num_data_ranks, sorted(layout.logged)
+    ranks, names = strategy.ranks.num_data_ranks, all_gather_values(sorted(layout.logged), device=strategy.root_device)
+    logged = sorted(set(names[0]).intersection(*names))  # some ranks may log more, such as rank 0
     losses = torch.zeros(ranks, _LOSSES, 2, dtype=torch.float64)
     values = torch.zeros(ranks, len(logged), 2, dtype=torch.float64)
     table = torch.zeros(len(parameters), 2 * WIDTH + 1, dtype=torch.float64)

@@ -149,27 +149,38 @@ class WrittenWeights:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # With an alias of each, since user code may give a parameter other memory (``.data = ...``).
         self._watched = {
-            t.untyped_storage().data_ptr(): (name, t) for name, t in tensors.items() if t.numel() and not t.is_meta
+            t.untyped_storage().data_ptr(): (name, t, t.detach())
+            for name, t in tensors.items()
+            if t.numel() and not t.is_meta
         }
-        self._saved: dict[str, tuple[Tensor, Tensor]] = {}
+        self._saved: dict[str, Tensor] = {}
 
     def before(self, written: Iterable[Tensor]) -> None:
         """Save every watched parameter that an operator is about to write to."""
         for tensor in written:
-            name, held = self._watched.get(tensor.untyped_storage().data_ptr(), ("", tensor))
+            name, _, memory = self._watched.get(tensor.untyped_storage().data_ptr(), ("", tensor, tensor))
             if name and name not in self._saved:
-                self._saved[name] = held, held.detach().clone()
+                self._saved[name] = memory.clone()
 
     def changed(self) -> set[str]:
         """Return names of parameters whose values have changed."""
-        return {name for name, (held, value) in self._saved.items() if not torch.equal(held, value)}
+        return {
+            name
+            for name, held, memory in self._watched.values()
+            if (name in self._saved or held.data_ptr() != memory.data_ptr())
+            and not torch.equal(held, self._saved.get(name, memory))
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore modified parameters."""
-        for tensor, value in self._saved.values():
-            tensor.detach().copy_(value)
+        for name, held, memory in self._watched.values():
+            if name in self._saved:
+                memory.copy_(self._saved[name])
+            if held.data_ptr() != memory.data_ptr():
+                held.data = memory
         self._saved.clear()
 
 

@@ -241,7 +241,9 @@ class Streamed:
 
     def changed(self) -> set[str]:
         """Return names of parameters whose values user code has changed."""
-        return {name for name, value in self._before_writes.items() if not torch.equal(self.parameters[name], value)}
+        written = {n for n, value in self._before_writes.items() if not torch.equal(self.parameters[n], value)}
+        moved = {n for n, p in self.parameters.items() if p.untyped_storage()._cdata not in self._places}
+        return written | moved
 
     @contextmanager
     def around(self, blocks: Sequence[nn.Module], randomness: Deterministic) -> Iterator[None]:

@@ -24,6 +24,9 @@ class _Table(dict[str, Any]):
         if value is None and key not in self or self.get(key) is value:
             super().__setitem__(key, value)
             return
+        shown = self.get(key)
+        if isinstance(shown, WholeTensor) and isinstance(value, nn.Parameter) and value is shown.whole():
+            return  # as in module.weight *= 0.9
         self._refuse(key, "a module gets another parameter (pruning, weight_norm, or assigning an nn.Parameter)")
 
     def __delitem__(self, key: str) -> None:
@@ -46,14 +49,35 @@ class UnreadableState(dict[Any, Any]):
     def __init__(self, where: str) -> None:
         super().__init__()
         self._where = where
+        self.is_cleared = False
 
-    def _refuse(self, *_: Any) -> Any:
+    def give_back(self, state: Any, shown: Any) -> None:
+        """Clear the real ``state`` if user code has cleared or replaced what it was shown.
+
+        Raises:
+            RuntimeError: if it has assigned another state.
+        """
+        if shown is not self and shown:
+            self._refuse()
+        if shown is not self or self.is_cleared:
+            state.clear()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"{self._where} reads the state of an optimizer, which is split over ranks. Read it from a checkpoint "
-            f"(trainer.save_checkpoint), or use strategy=ddp."
+            f"{self._where} uses the state of an optimizer, which is split over ranks. Read it from a checkpoint "
+            f"(trainer.save_checkpoint), clear it, or use strategy=ddp."
         )
 
+    def clear(self) -> None:
+        """Record that user code resets the state."""
+        self.is_cleared = True
+
+    def __bool__(self) -> bool:
+        """Return ``True``, since nothing else is known."""
+        return True
+
     __getitem__ = __iter__ = __len__ = items = keys = values = get = __contains__ = _refuse
+    __setitem__ = __delitem__ = pop = popitem = update = setdefault = _refuse
 
 
 def whole_tables(

@@ -20,6 +20,9 @@ class WholeTensors(Protocol):
     def parameter(self, name: str) -> Tensor:
         """Return the whole parameter, gathered on first use. A collective."""
 
+    def own(self, name: str) -> Tensor:
+        """Return the whole parameter in memory of its own, which user code may keep or replace. A collective."""
+
     def gradient(self, name: str) -> Tensor:
         """Return the whole averaged gradient. A collective."""
 
@@ -124,11 +127,15 @@ def _set_requires_grad(tensor: WholeTensor, value: bool = True) -> WholeTensor:
     return tensor
 
 
+def _get_data(tensor: WholeTensor) -> Tensor:
+    return tensor.wholes.own(tensor.whole_name).data
+
+
 def _set_data(tensor: WholeTensor, value: Tensor) -> None:
-    whole, value = tensor.whole().detach(), stand_ins_to_wholes(value)
+    whole, value = tensor.wholes.own(tensor.whole_name), stand_ins_to_wholes(value)
     if value.shape != whole.shape or value.dtype != whole.dtype:
         tensor.wholes.refuse(tensor.whole_name, "it gets data of another shape or dtype")
-    whole.copy_(value)
+    whole.data = value.detach()
 
 
 def _refuse_hook(tensor: WholeTensor, *_: Any) -> None:
@@ -147,6 +154,7 @@ _SPECIAL: dict[Any, _Call] = {
     _of_class("requires_grad").__get__: _requires_grad,
     _of_class("requires_grad").__set__: _set_requires_grad,
     Tensor.requires_grad_: _set_requires_grad,
+    _of_class("data").__get__: _get_data,
     _of_class("data").__set__: _set_data,
     Tensor.register_hook: _refuse_hook,
     Tensor.register_post_accumulate_grad_hook: _refuse_hook,

@@ -94,10 +94,10 @@ class WholeView:
         # Group -> its parameters when last shown, and their stand-ins.
         self._shown_groups: dict[int, tuple[list[Any], list[Any]]] = {}
         self._saved_groups: list[tuple[dict[str, Any], Any, list[Any]]] = []
-        self._saved_states: list[tuple[Optimizer, Any]] = []
+        self._saved_states: list[tuple[Optimizer, Any, UnreadableState]] = []
         self._where = ""
         self._is_shown = False
-        self._modules = frozenset(module.modules())
+        self._modules = frozenset(map(id, module.modules()))  # metrics hash by their states
         self._listening: list[RemovableHandle] = []
         weakref.finalize(self, _end_listening, self._listening)
         self._caller: nn.Module | None = None
@@ -115,6 +115,7 @@ class WholeView:
         self._whole_gradients: dict[str, Tensor] = {}
         self._facts: tuple[set[str], set[str]] | None = None
         self._graded: list[str] = []
+        self._owned: set[str] = set()
         self._synced = self._used_in_place = False
 
     # ---- showing and hiding ---------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class WholeView:
     # ---- calls of modules -----------------------------------------------------------------------------------------
 
     def _enter_call(self, module: nn.Module, args: Any) -> None:
-        if self._is_shown and module in self._modules:
+        if self._is_shown and id(module) in self._modules:
             self.hide()
             self._caller = module
             module._forward_hooks[id(self)] = self._leave_call
@@ -235,8 +236,9 @@ class WholeView:
                 self._shown_groups[id(group)] = list(group["params"]), shown
             self._saved_groups.append((group, group["params"], shown))
             group["params"] = list(shown)
-        self._saved_states.append((optimizer, optimizer.state))
-        optimizer.state = UnreadableState(self._where)  # type: ignore[assignment]
+        unreadable = UnreadableState(self._where)
+        self._saved_states.append((optimizer, optimizer.state, unreadable))
+        optimizer.state = unreadable  # type: ignore[assignment]
 
     def _stand_ins_for(self, params: list[Any], within: list[str]) -> list[Any]:
         """Return a group's stand-ins for the names ``within``, followed by its other tensors."""
@@ -245,8 +247,9 @@ class WholeView:
         return [*(self._stand_ins[name] for name in within if name in self._stand_ins), *others]
 
     def _hide_optimizers(self) -> None:
-        for optimizer, state in self._saved_states:
-            optimizer.state = state
+        for optimizer, state, unreadable in self._saved_states:
+            shown, optimizer.state = optimizer.state, state
+            unreadable.give_back(state, shown)
         for group, params, shown in self._saved_groups:
             if list(map(id, group["params"])) != list(map(id, shown)):
                 params = self._held(group["params"])
@@ -296,6 +299,14 @@ class WholeView:
                 parameter.register_post_accumulate_grad_hook(lambda _: graded.append(name))
             self._parameters[name] = parameter
         return self._parameters[name]
+
+    def own(self, name: str) -> Tensor:
+        """Return the whole parameter in memory of its own, which user code may keep or replace. A collective."""
+        parameter = self.parameter(name)
+        if self._is_shown and self._parts.is_whole(name) and name not in self._owned:
+            self._owned.add(name)
+            parameter.data = parameter.detach().clone()
+        return parameter
 
     def gradient_stand_in(self, name: str) -> Tensor | None:
         """Return a stand-in for the gradient; ``None`` if there is none."""
@@ -399,7 +410,8 @@ class WholeView:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        parameters = {name: whole for name, whole in self._parameters.items() if not self._parts.is_whole(name)}
+        in_place = {name for name in self._parameters if self._parts.is_whole(name)} - self._owned
+        parameters = {name: whole for name, whole in self._parameters.items() if name not in in_place}
         gradients = self._whole_gradients
         if self._graded:
             self._is_shown = True  # gradients are read as by user code

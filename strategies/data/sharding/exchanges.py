@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -39,6 +40,12 @@ class Exchanges:
         self.trained: set[str] = set()
         self.reducers: list[GradientReducer] = []
         self.publishers: list[ParameterPublisher] = []
+
+    def keep_memory(self) -> None:
+        """See :meth:`ParameterShard.keep_memory`."""
+        with torch.no_grad():
+            for shard in self.shards.values():
+                shard.keep_memory()
 
     def choose(
         self,
