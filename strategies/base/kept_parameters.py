@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,14 +19,24 @@ class KeptParameter(nn.Parameter):
     Functions of torch get the module's present one: this rank's part, the whole in a hook, a stand-in.
     """
 
-    kept_place: tuple[nn.Module, str]
+    kept_place: tuple[Callable[[], nn.Module | None], str]
+    is_elsewhere: bool
 
     def now(self) -> Tensor:
-        """Return what the module has in its place."""
+        """Return what the module has in its place.
+
+        Raises:
+            RuntimeError: if that is on another pipeline stage, whose ranks need no such collective.
+        """
         owner, key = self.kept_place
-        found: Tensor = getattr(owner, key)
+        found: Tensor = getattr(owner(), key)
+        if self.is_elsewhere and (found.is_meta or type(found) is not nn.Parameter):
+            raise RuntimeError(
+                "A parameter that was kept from before training, as in a list, is used, and another pipeline stage "
+                "holds it. Get it from the module where it is used, for example by self.parameters()."
+            )
         if found is self:  # the module has it again
-            self.__class__ = nn.Parameter
+            self.__class__ = nn.Parameter  # type: ignore[assignment]
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -50,10 +61,18 @@ def present(value: Any) -> Any:
     return pytree.tree_map_only(KeptParameter, KeptParameter.now, value)
 
 
-def redirect(parameter: nn.Parameter, owner: nn.Module, key: str) -> None:
-    """Make ``parameter`` stand for what ``owner`` has under ``key``."""
+def redirect(parameter: Any, owner: nn.Module, key: str, is_elsewhere: bool = False) -> None:
+    """Make ``parameter`` stand for what ``owner`` has under ``key``.
+
+    Args:
+        parameter: a plain one.
+        owner: module, not kept alive.
+        key: name in it.
+        is_elsewhere: whether another pipeline stage holds the present one.
+    """
     parameter.__class__ = KeptParameter
-    parameter.kept_place = owner, key  # type: ignore[attr-defined]
+    # A reference from a tensor may be invisible to the garbage collector.
+    parameter.kept_place, parameter.is_elsewhere = (weakref.ref(owner), key), is_elsewhere
 
 
 @contextmanager
@@ -71,4 +90,4 @@ def redirected(parameters: Iterable[tuple[Tensor, nn.Module, str]]) -> Iterator[
     finally:
         for parameter, _, _ in chosen:
             parameter.__class__ = nn.Parameter
-            parameter.__dict__.pop("kept_place", None)
+            del parameter.kept_place, parameter.is_elsewhere  # type: ignore[attr-defined]

@@ -369,8 +369,8 @@ class Engines:
 
     def parts_watch(self) -> PartsWatch | None:
         """Return the watch of uses of parts outside of their modules; ``None``: nothing is split."""
-        if not self.cuts or any(module._compiled_call_impl is not None for module in self.module.modules()):
-            return None  # would be traced into compiled code
+        if not self.cuts:
+            return None
         slots = find_slots(self.module)
         named = {name: p for name, p in self.module.named_parameters() if name in self.cuts}
         parts = {name: (slots[id(p)], self.cuts[name]) for name, p in named.items()}

@@ -170,26 +170,8 @@ def run(strategy: str, habit: str) -> Record:
     return recorder.record
 
 
-# Refused by ZeRO-3, whose blocks are whole only within their own forward.
-REFUSED = {("zero3", "Penalises")}
-
-
-def run_into_error(strategy: str, habit: str) -> str:
-    with pytest.raises(RuntimeError) as error:
-        run(strategy, habit)
-    return "\n".join([str(error.value), *error.value.__notes__])
-
-
-@pytest.mark.parametrize(("strategy", "habit"), sorted(REFUSED))
-def test_refused_habit(ranks, strategy, habit):
-    for message in ranks(run_into_error, 2, strategy, habit):
-        assert "keeps the parameters of a block split" in message
-        assert "full_tensor()" in message
-        assert "strategy=zero2" in message
-
-
 def run_all(strategy: str) -> dict[str, Record]:
-    return {habit: run(strategy, habit) for habit in HABITS if (strategy, habit) not in REFUSED}
+    return {habit: run(strategy, habit) for habit in HABITS}
 
 
 @pytest.mark.sample(1)

@@ -194,6 +194,11 @@ class Penalises(LanguageModel):
         return self.loss(batch) + 1e-2 * sum(p.square().sum() for p in self.parameters())
 
 
+class PenalisesExperts(Penalises):
+    def __init__(self) -> None:
+        LanguageModel.__init__(self, "mixtral")
+
+
 class Prunes(LanguageModel):
     def __init__(self) -> None:
         super().__init__("gpt-untied")
@@ -223,11 +228,12 @@ EQUAL = [
     ("tensor", Clamps),
     ("zero3", ScalesByHook),
     ("zero1", Penalises),
+    ("zero3", Penalises),
+    ("tensor", Penalises),
+    ("tensor x shard", Penalises),
+    ("expert", PenalisesExperts),
 ]
 REFUSED = [
-    ("zero3", Penalises, "full_tensor"),
-    ("tensor", Penalises, "on_after_backward"),
-    ("tensor x shard", Penalises, "on_after_backward"),
     ("pipeline", Penalises, "weight_decay"),
     ("pipeline x shard", Penalises, "weight_decay"),
     ("tensor x shard", Averages, "on_after_backward"),

@@ -22,6 +22,7 @@ THEMES: dict[str, str] = {
     "optimizers": "Optimizers",
     "states": "States, frozen parts and averages",
     "weights": "Weights and gradients in users' code",
+    "handwritten": "Parameters, gradients and states by hand",
     "collectives": "Collectives and metrics",
     "streams": "Streams and batches",
     "documented": "What documentations show",

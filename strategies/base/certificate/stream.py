@@ -157,6 +157,8 @@ class Streamed:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taking(written.name)))
             self.parameters[written.name] = parameter
         self._before_writes: dict[str, Tensor] = {}
+        # Aliases, since user code may give a parameter other memory (``.data = ...``).
+        self._memory = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self._places = {
             self.parameters[name].untyped_storage()._cdata: (unit, name)
             for unit, names in enumerate(supply.units)
@@ -220,6 +222,7 @@ class Streamed:
         for hook in self._hooks:
             hook.remove()
         self.parameters.clear()
+        self._memory.clear()
 
     def pin(self, unit: int) -> None:
         """Fetch ``unit`` and keep it until the end."""
@@ -242,7 +245,8 @@ class Streamed:
     def changed(self) -> set[str]:
         """Return names of parameters whose values user code has changed."""
         written = {n for n, value in self._before_writes.items() if not torch.equal(self.parameters[n], value)}
-        moved = {n for n, p in self.parameters.items() if p.untyped_storage()._cdata not in self._places}
+        memory = {name: tensor.untyped_storage()._cdata for name, tensor in self._memory.items()}
+        moved = {n for n, p in self.parameters.items() if p.untyped_storage()._cdata != memory[n]}
         return written | moved
 
     @contextmanager

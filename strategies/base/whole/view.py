@@ -248,7 +248,8 @@ class WholeView:
 
     def _hide_optimizers(self) -> None:
         for optimizer, state, unreadable in self._saved_states:
-            shown, optimizer.state = optimizer.state, state
+            shown: Any = optimizer.state
+            optimizer.state = state
             unreadable.give_back(state, shown)
         for group, params, shown in self._saved_groups:
             if list(map(id, group["params"])) != list(map(id, shown)):

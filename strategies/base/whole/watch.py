@@ -42,8 +42,8 @@ def is_elementwise(func: Any) -> bool:
 class UseWatch(TorchFunctionMode):
     """Function mode around the user's steps that gives them whole tensors for split parameters.
 
-    A method's first call is watched completely, later ones only outside of the modules that it calls, unless code
-    within those needed the watch.
+    A method's first call is watched completely, unless modules are compiled, later ones only outside of the modules
+    that it calls, unless code within those needed the watch.
 
     Args:
         module: the user's.
@@ -59,7 +59,7 @@ class UseWatch(TorchFunctionMode):
     @contextmanager
     def watching(self, method: str) -> Iterator[None]:
         """Watch a ``with`` block that runs ``method``."""
-        everywhere = self._everywhere.get(method, True)
+        everywhere = self._watches_everywhere(method)
         self._everywhere.setdefault(method, False)
         before, (self._depth, self._pauses) = (self._depth, self._pauses), (0, 0)
         enter, leave = partial(self._enter, method, everywhere), self._leave
@@ -75,6 +75,11 @@ class UseWatch(TorchFunctionMode):
             self._depth, self._pauses = before
             for handle in handles:
                 handle.remove()
+
+    def _watches_everywhere(self, method: str) -> bool:
+        if method in self._everywhere:
+            return self._everywhere[method]
+        return all(module._compiled_call_impl is None for module in self._module.modules())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -154,7 +159,7 @@ class PartsWatch(UseWatch):
     @contextmanager
     def watching(self, method: str) -> Iterator[None]:
         """See the base class; the first call, and those watched within modules, not within the owners."""
-        owners = self._owners if self._everywhere.get(method, True) else ()
+        owners = self._owners if self._watches_everywhere(method) else ()
         handles: list[RemovableHandle] = []
         for owner in owners:
             handles.append(owner.register_forward_pre_hook(self._enter_owner, prepend=True))
@@ -245,5 +250,5 @@ class _Whole(torch.autograd.Function):
         return cut.whole(part.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.cut.part(gradient), None

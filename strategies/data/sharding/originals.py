@@ -67,10 +67,11 @@ class Originals:
             optimized_of: returns what is optimized in the place of a parameter.
         """
         used = {each for parameter in module.parameters() for each in (parameter, optimized_of(parameter))}
+        here = {name for name, _ in module.named_parameters()}
         for parameter, name in [(each, name) for each, name in self._names.items() if each not in used]:
             path, _, key = name.rpartition(".")
             parameter.data = parameter.data.new_empty(0)
-            redirect(parameter, module.get_submodule(path), key)
+            redirect(parameter, module.get_submodule(path), key, name not in here)
 
 
 def _attribute_with(ids: Collection[int], module: nn.Module) -> str | None:

@@ -47,10 +47,7 @@ class Step(nn.Module):
 
     @contextmanager
     def _watching(self, method: str) -> Iterator[None]:
-        """Watch uses of split parameters, unless code is compiled, which would be traced with the watch."""
-        if any(module._compiled_call_impl is not None for module in self.module.modules()):
-            yield
-            return
+        """Watch uses of split parameters."""
         is_new = method not in self._seen
         self._seen.add(method)
         with forbidding_lost_updates() if is_new else nullcontext(), self.uses.watching(method):

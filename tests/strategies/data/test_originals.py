@@ -1,5 +1,7 @@
 """Parameter objects that user code kept from before a strategy replaced them, and the memory of parameters."""
 
+import copy
+import pickle
 import weakref
 
 import pytest
@@ -41,15 +43,32 @@ def test_state_of_a_replaced_parameter_is_refused() -> None:
         replaced(net).replace_in([optimizer], net)
 
 
-def test_use_of_a_retired_parameter_is_refused() -> None:
+def test_a_kept_parameter_stands_for_the_present_one() -> None:
     net = Net()
     kept = list(net.parameters())
     replaced(net).retire(net, lambda parameter: parameter)
-    assert repr(kept[2]) == "<parameter replaced by the strategy>"
-    assert kept[0].sum().requires_grad
-    for use in (lambda p: p.square(), lambda p: 2 * p, lambda p: p.grad, lambda p: torch.stack([p])):
-        with pytest.raises(RuntimeError, match="a parameter that was kept from before training"):
-            use(kept[2])
+    with torch._C.DisableTorchFunctionSubclass():
+        assert kept[2].numel() == 0  # its memory is freed
+    (kept[2].square().sum() + torch.stack([kept[3]]).sum()).backward()
+    torch.testing.assert_close(net.head.weight.grad, 2 * net.head.weight.detach())
+    assert kept[2].grad is net.head.weight.grad
+    with torch.no_grad():
+        kept[3].fill_(3.0)
+    assert net.head.bias.item() == 3.0
+    net.head.bias = nn.Parameter(torch.ones(5))
+    assert kept[3].shape == (5,)
+    assert copy.deepcopy(kept)[3].tolist() == pickle.loads(pickle.dumps(kept[3])).tolist() == [1.0] * 5
+    assert {kept[3]: 1}[kept[3]] == 1
+
+
+def test_a_kept_parameter_of_another_stage_is_refused() -> None:
+    net = Net()
+    kept, originals = list(net.parameters()), Originals(net)
+    del net.head.weight
+    net.head.__dict__["weight"] = torch.empty(2, 4, device="meta")
+    originals.retire(net, lambda parameter: parameter)
+    with pytest.raises(RuntimeError, match="another pipeline stage holds it"):
+        kept[2].square()
 
 
 def test_replaced_parameters_are_freed() -> None:
