@@ -49,7 +49,7 @@ def _others(rows: dict[str, dict[str, str]]) -> Iterator[str]:
         for layout, outcome in row.items():
             if outcome != "equal":
                 kind, _, words = outcome.partition(": ")
-                first = shorten(words, 48, placeholder="").rstrip(".,:;")
+                first = shorten(words, 36, placeholder="").rstrip(".,:;")
                 escaped = first.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
                 reason = f"“{escaped}…”" if kind == "refused" else "**wrong**"
                 cells.setdefault(reason, {}).setdefault(name, []).append(layout)
