@@ -52,7 +52,9 @@ class UseWatch(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module = module
+        # Method -> whether it needs the watch within modules.
         self._everywhere: dict[str, bool] = {}
+        self._method = ""
         self._depth = self._pauses = 0
         self._is_popped = False
 
@@ -70,7 +72,10 @@ class UseWatch(TorchFunctionMode):
         try:
             # Compiled code would not call the hooks of modules within.
             with uncompiled() if everywhere else nullcontext(), self:
-                yield
+                try:
+                    yield
+                finally:
+                    self._resume()  # hooks do not run where a pipeline ends a stage's part of the step
         finally:
             self._depth, self._pauses = before
             for handle in handles:
@@ -98,17 +103,22 @@ class UseWatch(TorchFunctionMode):
             self._is_popped = True
 
     def _leave(self, *_: Any) -> None:
-        if self._depth == 1 and self._is_popped:
-            _push_mode(self)
-            self._is_popped = False
+        if self._depth == 1:
+            self._resume()
         self._depth -= 1
 
+    def _resume(self) -> None:
+        if self._is_popped:
+            _push_mode(self)
+            self._is_popped = False
+
     def _has_gathered(self) -> None:
-        """Record a gather."""
+        """Record a gather, within a module or not."""
         if self._depth:
             self._everywhere[self._method] = True
 
-    def _is_metadata(self, func: Any) -> bool:
+    def _passes(self, func: Any) -> bool:
+        """Return whether to run ``func`` as it is: for the strategy, for metadata, in backward."""
         return bool(self._pauses) or func in METADATA or torch._C._current_graph_task_id() != -1
 
 
@@ -180,7 +190,7 @@ class PartsWatch(UseWatch):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` on parts if that is right, else on whole tensors; raise if it writes to a part."""
         args, kwargs = present((args, kwargs or {}))
-        if self._is_metadata(func):
+        if self._passes(func):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         sources = [self._source(tensor) for tensor in tensors]

@@ -40,7 +40,7 @@ class SplitUses(UseWatch):
         args, kwargs = present((args, kwargs or {}))
         if func is SET_DATA and isinstance(args[0], DTensor) and isinstance(args[0], nn.Parameter):
             refuse_new_data(f"of shape {tuple(args[0].shape)}")
-        if self._is_metadata(func):
+        if self._passes(func):
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is _GRAD:
             return self._gradient(func, *args)
