@@ -19,6 +19,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.run.traits import Traits
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.averaging.replica_averaging import Averaging
+from trainwright.strategies.base.attributes import with_attributes
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.certificate.changes import Changes
 from trainwright.strategies.base.certificate.eager_mode import EagerMode
@@ -154,25 +155,11 @@ def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor],
 
     clips = {"clip_grad_norm_": skip, "clip_grad_value_": skip}
     with (
-        _attributes(module, log=log, manual_backward=manual_backward, clip_gradients=skip),
-        _attributes(torch.nn.utils, **clips),
-        _attributes(torch.nn.utils.clip_grad, **clips),
+        with_attributes(module, log=log, manual_backward=manual_backward, clip_gradients=skip),
+        with_attributes(torch.nn.utils, **clips),
+        with_attributes(torch.nn.utils.clip_grad, **clips),
     ):
         yield
-
-
-@contextmanager
-def _attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Replace attributes of an object in a ``with`` block."""
-    held = vars(target)
-    before = {name: held[name] for name in values if name in held}
-    held.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            held.pop(name, None)
-        held.update(before)
 
 
 @contextmanager
@@ -190,10 +177,10 @@ def stopped_at_step(strategy: Compared, trial: Trial) -> Iterator[None]:
 
     with ExitStack() as stack:
         for optimizer in strategy.optimizers:
-            stack.enter_context(_attributes(optimizer, step=stopping(optimizer)))
+            stack.enter_context(with_attributes(optimizer, step=stopping(optimizer)))
             stack.enter_context(_kept_groups(optimizer))
         for config in strategy.lr_scheduler_configs:
-            stack.enter_context(_attributes(config.scheduler, **vars(config.scheduler)))
+            stack.enter_context(with_attributes(config.scheduler, **vars(config.scheduler)))
         try:
             yield
         except _Stepped as reached:
@@ -229,12 +216,12 @@ def quiet(strategy: Compared) -> Iterator[None]:
     plugin = strategy.precision_plugin
     loggers = trainer.loggers
     with ExitStack() as stack:
-        stack.enter_context(_attributes(plugin, hooks=_NoHooks(), scaler=None))
-        stack.enter_context(_attributes(strategy, loss_factor=1.0, loss_divisor=1.0))
+        stack.enter_context(with_attributes(plugin, hooks=_NoHooks(), scaler=None))
+        stack.enter_context(with_attributes(strategy, loss_factor=1.0, loss_divisor=1.0))
         if strategy.averaging.compression is not None:
             # Compressed averages are lossy: compare the mean of each replica's own gradients instead.
             stack.enter_context(strategy.averaging.accumulating())
-        stack.enter_context(_attributes(trainer, token_weights=None))
+        stack.enter_context(with_attributes(trainer, token_weights=None))
         trainer.loggers = [DummyLogger()] if loggers else []
         try:
             yield

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainwright.strategies.base.attributes import with_attributes
+
 _SHAPE: Any = Tensor.shape
 _OF_SHAPE = {_SHAPE.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__}
 
@@ -43,12 +45,5 @@ def configured_by_whole_shapes(module: nn.Module, shapes: Mapping[int, torch.Siz
         with WholeShapes(shapes):
             return configure()
 
-    attributes = vars(module)
-    before = attributes.get("configure_optimizers")
-    attributes["configure_optimizers"] = run
-    try:
+    with with_attributes(module, configure_optimizers=run):
         yield
-    finally:
-        del attributes["configure_optimizers"]
-        if before is not None:
-            attributes["configure_optimizers"] = before
