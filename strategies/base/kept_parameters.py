@@ -82,7 +82,8 @@ def redirected(parameters: Iterable[tuple[Tensor, nn.Module, str]]) -> Iterator[
     Args:
         parameters: each with its module and its name there.
     """
-    chosen = [each for each in parameters if type(each[0]) is nn.Parameter]
+    # Once each: tied ones have several places.
+    chosen = {id(each[0]): each for each in parameters if type(each[0]) is nn.Parameter}.values()
     for parameter, owner, key in chosen:
         redirect(parameter, owner, key)
     try:

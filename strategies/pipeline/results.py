@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.base.attributes import with_attributes
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline.value_spec import ValueChannel
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}

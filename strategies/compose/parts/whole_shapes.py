@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainwright.strategies.base.attributes import with_attributes
+from trainwright.strategies.contract.attributes import with_attributes
 
 _SHAPE: Any = Tensor.shape
 _OF_SHAPE = {_SHAPE.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__}
