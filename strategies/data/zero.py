@@ -314,7 +314,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Run the user's ``training_step``; stage 3 gathers parameters on the way."""
         if self._step is None:
             output = super().training_step(*args, **kwargs)
-            self._exchanges.keep_memory()
+            if self._exchanges.shards:
+                self._exchanges.keep_memory()
             return output
         self._in_training_step = True
         try:
@@ -401,7 +402,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step this rank's rows, then all-gather them."""
-        self._exchanges.keep_memory()
+        if self._step is None and self._exchanges.shards:
+            self._exchanges.keep_memory()
         if self._steps_within():
             self._step.writes.keep()  # type: ignore[union-attr]
         with self._of_strategy():

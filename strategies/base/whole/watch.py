@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.torch_internals import _get_current_function_mode, _pop_mode, _push_mode
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.base.kept_parameters import present
+from trainwright.strategies.base.kept_parameters import KeptParameter, present
 from trainwright.strategies.base.whole.gathered import gathered, is_write
 from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.contract.cuts import METADATA, Cut
@@ -189,7 +189,9 @@ class PartsWatch(UseWatch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` on parts if that is right, else on whole tensors; raise if it writes to a part."""
-        args, kwargs = present((args, kwargs or {}))
+        kwargs = kwargs or {}
+        if KeptParameter in types:
+            args, kwargs = present((args, kwargs))
         if self._passes(func):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
