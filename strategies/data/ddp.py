@@ -98,6 +98,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the module as Lightning does, remembering the parameters that torch's reducer averages."""
         self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+        self._has_run_backward = False
         super().configure_ddp()
 
     def _include(self, unfrozen: Sequence[nn.Parameter]) -> None:

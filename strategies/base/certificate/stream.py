@@ -157,8 +157,8 @@ class Streamed:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taking(written.name)))
             self.parameters[written.name] = parameter
         self._before_writes: dict[str, Tensor] = {}
-        # Aliases, since user code may give a parameter other memory (``.data = ...``).
-        self._memory = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        # User code may give a parameter other memory (``.data = ...``): aliases keep the address of this one taken.
+        self._memory = [parameter.detach() for parameter in self.parameters.values()]
         self._places = {
             self.parameters[name].untyped_storage()._cdata: (unit, name)
             for unit, names in enumerate(supply.units)
@@ -170,11 +170,14 @@ class Streamed:
     def _taking(self, name: str) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
             if not self._keeps_gradients:
-                assert parameter.grad is not None
-                self._take(name, parameter.grad)
-                parameter.grad = None
+                self._take_gradient(name, parameter)
 
         return take
+
+    def _take_gradient(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._take(name, parameter.grad)
+            parameter.grad = None
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
@@ -188,9 +191,7 @@ class Streamed:
     def take_kept(self) -> None:
         """Take the gradients that user code has left."""
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self._take(name, parameter.grad)
-                parameter.grad = None
+            self._take_gradient(name, parameter)
 
     def fill(self, unit: int) -> None:
         """Fetch the parameters of ``unit``, and drop those of other units that are not pinned."""
@@ -245,8 +246,7 @@ class Streamed:
     def changed(self) -> set[str]:
         """Return names of parameters whose values user code has changed."""
         written = {n for n, value in self._before_writes.items() if not torch.equal(self.parameters[n], value)}
-        memory = {name: tensor.untyped_storage()._cdata for name, tensor in self._memory.items()}
-        moved = {n for n, p in self.parameters.items() if p.untyped_storage()._cdata != memory[n]}
+        moved = {n for n, p in self.parameters.items() if p.untyped_storage()._cdata not in self._places}
         return written | moved
 
     @contextmanager

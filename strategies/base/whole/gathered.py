@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainwright.strategies.contract.cuts import Cut
+
 
 def gathered(tensor: DTensor) -> Tensor:
     """Return the whole of a split tensor, differentiably. A collective of its ranks."""
     whole: Tensor = _MeanGradient.apply(tensor.full_tensor(), ranks_of(tensor))
+    return whole
+
+
+def joined(part: Tensor, cut: Cut) -> Tensor:
+    """Return the whole of a part, differentiably. A collective of the ranks that hold the others."""
+    whole: Tensor = _Joined.apply(part, cut)
     return whole
 
 
@@ -43,6 +51,19 @@ class _MeanGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return mean_over(gradient, ctx.groups), None
+
+
+class _Joined(torch.autograd.Function):
+    """Gathers a part; its gradient is this rank's part of the whole's, which all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return cut.whole(part.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.part(gradient), None
 
 
 def is_write(func: Any) -> bool:

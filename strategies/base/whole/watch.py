@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainwright.core.torch_internals import _get_current_function_mode, _pop_mode, _push_mode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.kept_parameters import KeptParameter, present
-from trainwright.strategies.base.whole.gathered import gathered, is_write
+from trainwright.strategies.base.whole.gathered import gathered, is_write, joined
 from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.contract.cuts import METADATA, Cut
 from trainwright.strategies.plan.blocks import uncompiled
@@ -217,8 +217,7 @@ class PartsWatch(UseWatch):
             return tensor
         if isinstance(tensor, DTensor):
             tensor = gathered(tensor)
-        whole: Tensor = _Whole.apply(tensor, self._parts[name][1])
-        return whole
+        return joined(tensor, self._parts[name][1])
 
     def _source(self, tensor: Tensor) -> str | None:
         """Return the name of the split parameter that a tensor is, or was computed from."""
@@ -251,16 +250,3 @@ class PartsWatch(UseWatch):
             f"of it. Do this in a hook such as on_after_backward or on_train_batch_end, where parameters are whole, or "
             f"{self._remedy}."
         )
-
-
-class _Whole(torch.autograd.Function):
-    """Gathers a part; its gradient is this rank's part of the whole's, which all ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
-        return cut.whole(part.detach())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.part(gradient), None
