@@ -13,6 +13,7 @@ An optimizer that fails 3 for a tensor, or calls its closure several times, cann
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,11 +52,13 @@ class Behaviour:
             between steps on parts and on the whole; missing kinds are element-wise.
         problem: why it cannot step other tensors than its own; ``None``: it can.
         joint: why its steps cannot be divided among ranks with different parameters; ``None``: they can.
+        counted: names of the numeric options of groups that its steps change.
     """
 
     difference: Mapping[_Kind, float]
     problem: str | None = None
     joint: str | None = None
+    counted: tuple[str, ...] = ()
 
     def is_elementwise(self, group: int, shape: Sequence[int]) -> bool:
         """Return whether a parameter of this group and (whole) shape may be stepped in parts."""
@@ -106,6 +109,7 @@ class _Trial:
         self._begin = [self._numbers(shapes[kind], generator) for kind in self.kinds]
         self._gradients = [[s * self._numbers(shapes[kind], generator) for kind in self.kinds] for s in _SCALES]
         self._parts: list[tuple[_Select, dict[int, Tensor]]] = []
+        self._options: dict[tuple[int, str], float] = {}  # of the last twin
 
     def _numbers(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return normal numbers that grow along every dim, so that no two parts have the same norm."""
@@ -126,8 +130,17 @@ class _Trial:
         if self.extra_calls > 0:
             calls, steps = self.extra_calls + len(_SCALES), len(_SCALES)
             return Behaviour({}, f"{name} called its closure {calls} times in {steps} trial steps")
+        options, counted = self._options, self._counted()
         draws = " and draws random numbers" if not torch.equal(before, torch.get_rng_state()) else ""
         parted = {index: self._parted(index, whole[index]) for index in everything}
+        for (group, key), value in options.items() if counted else ():
+            found = self._options.get((group, key), math.nan)
+            if key in counted and not math.isclose(found, value, rel_tol=_ROUNDING):
+                return Behaviour(
+                    {},
+                    joint=f"a trial step of {name} sets the option {key!r} of its group to {value:.6g}, and on parts "
+                    f"of the parameters to {found:.6g}: it uses values of several parameters at once{draws}",
+                )
         differing = [index for index in everything if index in irregular or parted[index] > _ROUNDING]
         for index in differing:
             alone = _difference(self._try([index], _itself).get(index), whole[index])
@@ -140,7 +153,12 @@ class _Trial:
                 )
         if differing and self._fails_empty():
             return Behaviour({}, joint=f"{name} fails in a trial step of an empty group, which some ranks would have")
-        return Behaviour({self.kinds[index]: parted[index] for index in differing})
+        return Behaviour({self.kinds[index]: parted[index] for index in differing}, counted=counted)
+
+    def _counted(self) -> tuple[str, ...]:
+        """Return the options that the last twin changed; the learning rate is that of trials."""
+        before = _numeric_options(self._optimizer.param_groups)
+        return tuple(dict.fromkeys(k for (g, k), v in self._options.items() if k != "lr" and before.get((g, k)) != v))
 
     def _words(self, index: int) -> str:
         shape = self._begin[index].shape
@@ -188,6 +206,7 @@ class _Trial:
             closure(gradients)  # an optimizer need not call it
             twin.step(closure=partial(closure, gradients))  # type: ignore[arg-type]
         self.extra_calls = calls - 2 * len(_SCALES)
+        self._options = _numeric_options(twin.param_groups)
         after = {index: parameter.detach() for index, parameter in parameters.items()}
         return after, {index for index, p in parameters.items() if not _is_like(twin.state.get(p, {}), p)}
 
@@ -228,6 +247,15 @@ def _is_like(values: Any, parameter: Tensor) -> bool:
         if isinstance(value, list | tuple | dict):
             return False
     return True
+
+
+def _numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], float]:
+    return {
+        (index, key): float(value)
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta)
+    }
 
 
 def _first_line(error: Exception) -> str:

@@ -226,6 +226,8 @@ class LayoutStrategy(Strategy):
         if self.loss_factor != 1:
             closure_loss = closure_loss * self.loss_factor
         plugin, module = self.precision_plugin, self.lightning_module
+        if self.certificate.is_on:
+            self.certificate.patterns.see(closure_loss)
         # Like Lightning's, plus averaging.
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
@@ -282,8 +284,8 @@ class LayoutStrategy(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Prepare a step: make a due certificate and include newly unfrozen parameters."""
         super().on_train_batch_start(batch, batch_idx)
-        if self.certificate.is_due:
-            self.certificate.make(self, batch, batch_idx)
+        if self.certificate.is_on:
+            self.certificate.before(self, batch, batch_idx)
         if batch_idx == 0 or self._frozen:
             unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
             if self._any_unfrozen(bool(unfrozen), batch_idx):

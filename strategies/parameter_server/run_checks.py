@@ -82,6 +82,12 @@ def refuse_coupled(optimizer: Optimizer, remedy: str) -> None:
     behaviour = study(optimizer, lambda parameter: parameter.shape)
     if behaviour.problem is not None:
         raise ValueError(f"{behaviour.problem}, so servers cannot make its steps. Type strategy=ddp.")
+    if behaviour.counted:
+        raise ValueError(
+            f"{type(optimizer).__name__} changes its own option {behaviour.counted[0]!r} in a step, which servers "
+            "make, while they take options from the workers, where schedulers change them. Keep it in "
+            "optimizer.state[parameter], or type strategy=ddp."
+        )
     if behaviour.joint is not None and remedy:
         raise ValueError(f"{behaviour.joint}, but servers have some of them. {remedy}.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import shorten
 
@@ -30,11 +30,18 @@ def page() -> str:
     return "".join(parts)
 
 
+def _joined(layouts: Iterable[str]) -> str:
+    text = ", ".join(layouts)
+    for numbers, short in (("1, zero2, zero3", "1-3"), ("2, zero3", "2-3"), ("1, zero2", "1-2")):
+        text = text.replace(numbers, short)
+    return text
+
+
 def _equal(rows: dict[str, dict[str, str]]) -> Iterator[str]:
     """Yield a table of the modules that train equally on the same layouts."""
     modules: dict[str, list[str]] = {}
     for name, row in rows.items():
-        layouts = ", ".join(layout for layout, outcome in row.items() if outcome == "equal")
+        layouts = _joined(layout for layout, outcome in row.items() if outcome == "equal")
         modules.setdefault(layouts, []).append(name)
     yield "| trains equally on | modules |\n|---|---|\n"
     for layouts, names in modules.items():
@@ -49,14 +56,14 @@ def _others(rows: dict[str, dict[str, str]]) -> Iterator[str]:
         for layout, outcome in row.items():
             if outcome != "equal":
                 kind, _, words = outcome.partition(": ")
-                first = shorten(words, 36, placeholder="").rstrip(".,:;")
+                first = shorten(words, 26, placeholder="").rstrip(".,:;")
                 escaped = first.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
                 reason = f"“{escaped}…”" if kind == "refused" else "**wrong**"
                 cells.setdefault(reason, {}).setdefault(name, []).append(layout)
     if cells:
         yield "\n| refused with | modules |\n|---|---|\n"
     for reason, modules in cells.items():
-        named = "; ".join(f"{name} ({', '.join(layouts)})" for name, layouts in modules.items())
+        named = "; ".join(f"{name} ({_joined(layouts)})" for name, layouts in modules.items())
         yield f"| {reason} | {named} |\n"
 
 

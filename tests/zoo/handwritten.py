@@ -176,6 +176,28 @@ class Hooked(Classifier):
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
+class Adaptive(Classifier):
+    """Gradients clipped by the norms of weights, which are read first."""
+
+    network = Net
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            size = p.detach().norm().clamp(min=1e-3)
+            if p.grad is not None:
+                p.grad.mul_((0.05 * size / p.grad.norm().clamp(min=1e-6)).clamp(max=1.0))
+
+
+class CallsParts(LanguageModel):
+    """The step calls the parts of its network, not the network."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.net.embed(batch[:, :-1])
+        for block in self.net.blocks:
+            x = block(x)
+        return F.cross_entropy(self.net.head(self.net.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
+
+
 def swap(module: Any) -> None:
     for p in (module.net.head.weight, module.net.blocks[0].fc1.weight):
         before = p.data
@@ -302,6 +324,8 @@ ROWS = [
     _manual("clipped by the module's method", clip_by_method),
     _manual("gradients scaled by hand", scale_all),
     _manual("gradients of the head scaled", scale_head),
+    Row("adaptive clipping", Adaptive, vectors, equal=f"{ALL}, pipeline"),
+    Row("parts called by the step", CallsParts, tokens, equal=f"{ALL}, context, pipeline", either="sequence"),
     Row("adversarial inputs", Adversarial, vectors, equal=ALL),
     Row("assigned gradients", Assigned, vectors, either=ALL),
     _hooked("weights swapped and restored", swap),

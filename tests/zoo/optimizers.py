@@ -355,6 +355,48 @@ class MadeEarlyWithState(MadeEarly):
         self.early = torch.optim.Adagrad(self.parameters(), lr=0.05)
 
 
+class Prodigal(Custom):
+    """Estimates its rate from all gradients, like Prodigy; the estimate shows in its group."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(d=1e-2, numerator=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            size = 0.0
+            for p in group["params"]:
+                state = self.state[p]
+                first = state.setdefault("first", p.clone())
+                summed = state.setdefault("summed", torch.zeros_like(p)).add_(p.grad, alpha=group["d"])
+                group["numerator"] += group["d"] * float((p.grad * (first - p)).sum())
+                size += float(summed.abs().sum())
+            group["d"] = max(group["d"], 2 * group["numerator"] / max(size, 1e-12))
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["d"])
+        return loss
+
+
+class Counting(Custom):
+    """Counts its steps in its group."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+        return super().step(closure)
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(grad, alpha=-lr / self.param_groups[0]["k"])
+
+
 ROWS = [
     Row("SGD", own(torch.optim.SGD, lr=0.1), vectors, equal="ddp, zero1, zero2, zero3, tensor, pipeline"),
     Row(
@@ -386,6 +428,8 @@ ROWS = [
     Row("moments by row", own(RowWise), vectors, equal="zero2, tensor"),
     Row("moments by row and column", own(Adafactored), vectors, equal="zero2, tensor"),
     Row("norm of all gradients", own(GlobalNorm), vectors, either="tensor, pipeline"),
+    Row("estimated rate", own(Prodigal), vectors, equal="ddp", either="zero1, zero3, tensor, pipeline"),
+    Row("counting group", own(Counting), vectors, equal="zero1, zero3, pipeline"),
     Row("SAM", own(Sam), vectors, either="zero2, tensor"),
     Row("Lookahead", own(Lookahead), vectors, equal="zero2, tensor"),
     Row("Lion", own(Lion), vectors, equal="zero2, tensor"),

@@ -23,6 +23,7 @@ THEMES: dict[str, str] = {
     "states": "States, frozen parts and averages",
     "weights": "Weights and gradients in users' code",
     "handwritten": "Parameters, gradients and states by hand",
+    "later": "What begins in a later step",
     "collectives": "Collectives and metrics",
     "streams": "Streams and batches",
     "documented": "What documentations show",

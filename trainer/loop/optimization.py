@@ -314,7 +314,7 @@ def _scaled(output: Any, divisor: float) -> ClosureResult:
 def _refuse_none(trainer: Trainer) -> None:
     if trainer.world_size > 1:
         raise RuntimeError(
-            "Skipping the `training_step` by returning None on one of several ranks is not supported: the others would "
+            "`training_step` returned None, which is not supported on several ranks: if only one did, the others would "
             "wait for its gradients. Return a loss without effect instead, for example "
             "0 * sum(p.sum() for p in self.parameters())."
         )

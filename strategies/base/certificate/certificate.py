@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from trainwright.strategies.base.certificate.patterns import Patterns
 from trainwright.strategies.base.certificate.weights import parts_that_differ, sketches_of_wholes
 from trainwright.strategies.base.certificate.written import AsWritten
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 class Certificate:
     """Comparison of a layout with the module as written, before the first optimizer step of a run.
 
+    It is repeated, on a later batch, when the autograd graph of a loss is not that of a certified step: a loss or a
+    layer that sets in later, say. All ranks agree on that after each of the first steps and one of 16 later ones.
+
     Args:
         choice: ``"refuse"``, ``"warn"`` or ``"off"``.
 
@@ -30,13 +34,16 @@ class Certificate:
         outcome: of this run's comparison; ``None``: none (yet).
         key: identifies the certified layout and code; empty without a certificate.
         is_due: whether to compare before the next step.
+        is_on: whether to compare in this run at all.
+        patterns: of the losses.
     """
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
         self.outcome: Comparison | None = None
         self.key = ""
-        self.is_due = False
+        self.is_due = self.is_on = False
+        self.patterns = Patterns()
         self._written: AsWritten | None = None
         self._weights: Tensor | None = None
 
@@ -47,7 +54,7 @@ class Certificate:
             module: of the run.
             trains: whether several ranks will train it.
         """
-        self.is_due, self._weights = False, None
+        self.is_due, self.is_on, self._weights, self.patterns = False, False, None, Patterns()
         self._written = None if self.choice == "off" else AsWritten.of(module)
         if trains and self._written is not None and self._written.is_new:
             is_deferred = any(parameter.is_meta for parameter in module.parameters())
@@ -67,6 +74,7 @@ class Certificate:
         if self.is_due and is_param_in_hook_signature(strategy.lightning_module.training_step, "dataloader_iter", True):
             self.is_due = False
             rank_zero_warn("Not certified: training_step reads the data itself (dataloader_iter).")
+        self.is_on = self.is_due
         weights, self._weights = self._weights, None
         if self.is_due and strategy.reduce_boolean_decision(weights is not None):
             assert weights is not None
@@ -76,36 +84,67 @@ class Certificate:
                     f"The layout {strategy.layout} holds different values of {wrong} than the module", strategy, wrong
                 )
 
-    def make(self, strategy: Any, batch: Any, batch_idx: int) -> None:
-        """Compare, unless the resumed run was certified for the same layout and code. A collective.
+    def before(self, strategy: Any, batch: Any, batch_idx: int) -> None:
+        """Compare before a batch, if it is the first or a step has computed something new. A collective.
 
         Raises:
             RuntimeError: with ``"refuse"``, on every rank, if results differ by more than rounding.
         """
+        if self.is_due:
+            self._make(strategy, batch, batch_idx)
+        elif self.patterns.next_step(strategy.lightning_module.trainer.global_step, batch_idx):
+            is_new = self.patterns.has_new
+            if not strategy.replicas.are_independent and strategy.reduce_boolean_decision(is_new, all=False):
+                self._make_again(strategy, batch, batch_idx)
+
+    def _make_again(self, strategy: Any, batch: Any, batch_idx: int) -> None:
+        self.patterns.certificates += 1
+        self._compare(strategy, batch, batch_idx)
+        if self.patterns.is_exhausted:
+            rank_zero_warn(
+                f"Not certified: the computation of steps has changed {self.patterns.certificates} times under "
+                f"{strategy.layout}. Later changes are not compared with the module as written."
+            )
+
+    def _make(self, strategy: Any, batch: Any, batch_idx: int) -> None:
+        """Compare, unless the resumed run was certified for the same layout and code."""
         self.is_due = False
         assert self._written is not None
         key = _key_of(strategy, self._written)
         if strategy.reduce_boolean_decision(strategy.state.resumed_certificate == key):
             self.key = key
-            return
+            self.patterns.learn()
+        elif self._compare(strategy, batch, batch_idx):
+            self.key = key
+
+    def _compare(self, strategy: Any, batch: Any, batch_idx: int) -> bool:
+        assert self._written is not None
+        self.patterns.learn()
         # Imported lazily: only needed for split modules.
         from trainwright.strategies.base.certificate.certify import certify
 
         outcome = self.outcome = certify(strategy, self._written, batch, batch_idx)
         name = type(strategy.lightning_module).__name__
         if outcome.holds:
-            self.key = key
             rank_zero_info(f"certified: {strategy.layout} computes what {name} as written does: {outcome.summary()}")
-            return
+            return True
+        step = strategy.lightning_module.trainer.global_step
+        when = f"a batch after step {step}" if self.patterns.certificates else "the first batch"
         self._report(
-            f"The layout {strategy.layout} does not compute what {name} as written computes on the first batch: "
+            f"The layout {strategy.layout} does not compute what {name} as written computes on {when}: "
             f"{outcome.problem()}",
             strategy,
             outcome.module,
         )
+        return False
 
     def _report(self, problem: str, strategy: Any, module: str = "") -> None:
         text = f"{problem}. No weight has changed."
+        if self.patterns.certificates:
+            text = (
+                f"{problem}. Steps compute something else than at first, since this step or a few before it; until "
+                "then weights are right, so continue from an earlier checkpoint (ckpt_path=...)."
+            )
         if self.choice == "refuse":
             raise RuntimeError(
                 f"{text} {strategy.certified.remedy(module)} To train anyway, type strategy.certificate=warn "

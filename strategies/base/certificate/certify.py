@@ -129,6 +129,7 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
     weights = WrittenWeights({name: local_tensor(tensor) for name, tensor in held.items() if tensor is not None})
     assembly, _ = strategy.certified.parts()
     shapes = {each.name: each.shape for each in written.parameters}
+    _discard_gradients(strategy)
     try:
         with untouched(module), fixed_seed(strategy.root_device), captured(module, trial):
             before = StateBefore(module)
@@ -155,11 +156,15 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
             )
         raise
     finally:
-        for optimizer in strategy.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        module.zero_grad(set_to_none=True)
+        _discard_gradients(strategy)
         weights.restore()
     return trial
+
+
+def _discard_gradients(strategy: Compared) -> None:
+    for optimizer in strategy.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    strategy.lightning_module.zero_grad(set_to_none=True)
 
 
 def _is_ours(error: BaseException) -> bool:

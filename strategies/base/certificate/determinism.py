@@ -5,20 +5,46 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.strategies.base.certificate.eager_mode import EagerMode
+from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.plan.blocks import uncompiled
 
 _SEED = 20_260_101
 _IDENTITY = {torch.ops.aten.native_dropout, torch.ops.aten._fused_dropout}
 # Names of dropout arguments of fused operators.
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
+
+
+class EagerMode(TorchDispatchMode):
+    """Base class of dispatch modes, in which compiled modules run as written.
+
+    Dynamo does not compile under a dispatch mode, and remembers that for the code it met: without this, one such pass
+    would leave the module uncompiled to the end of the run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stances: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        """Enter the mode."""
+        stance = uncompiled()
+        stance.__enter__()
+        self._stances.append(stance)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the mode."""
+        super().__exit__(*error)
+        self._stances.pop().__exit__(*error)
 
 
 class Deterministic(EagerMode):

@@ -21,7 +21,7 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.certificate.changes import Changes
-from trainwright.strategies.base.certificate.eager_mode import EagerMode
+from trainwright.strategies.base.certificate.determinism import EagerMode
 from trainwright.strategies.base.certificate.state import written_by
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.ranks import Ranks

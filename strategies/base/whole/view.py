@@ -114,6 +114,7 @@ class WholeView:
         self._gradient_parts: Mapping[str, Tensor] | None = None
         self._whole_gradients: dict[str, Tensor] = {}
         self._facts: tuple[set[str], set[str]] | None = None
+        self._knows_gradients = False
         self._graded: list[str] = []
         self._owned: set[str] = set()
         self._synced = self._used_in_place = False
@@ -387,11 +388,12 @@ class WholeView:
         return self._gradient_parts
 
     def _known_facts(self, gradients: bool = True) -> tuple[set[str], set[str]]:
-        if self._facts is None:
+        if self._facts is None or (gradients and not self._knows_gradients):
             self._wait_for_ranks("")
             own = self._parts.shares.items()
             trained = [name for name, share in own if share.is_held and share.part.requires_grad]
             self._facts = self._parts.facts(trained, self._own_gradients() if gradients else ())
+            self._knows_gradients = gradients
         return self._facts
 
     def _wait_for_ranks(self, name: str) -> None:

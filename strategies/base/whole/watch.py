@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.contract.cuts import METADATA, Cut
 from trainwright.strategies.plan.blocks import uncompiled
 
+_CALL = nn.Module._call_impl.__code__
 # Element-wise functions, which commute with splitting.
 ELEMENTWISE = {
     *("mul", "add", "sub", "div", "lerp", "clamp", "neg", "abs", "square", "sign", "copy", "zero", "fill", "detach"),
@@ -152,7 +155,7 @@ class PartsWatch(UseWatch):
         remedy: str,
     ) -> None:
         super().__init__(module)
-        self._parts, self._owners, self._remedy = parts, owners, remedy
+        self._parts, self._owners, self._remedy = parts, frozenset(owners), remedy
         self._names: dict[int, str] = {}
         self._derived: Any = WeakIdKeyDictionary()
 
@@ -169,7 +172,7 @@ class PartsWatch(UseWatch):
     @contextmanager
     def watching(self, method: str) -> Iterator[None]:
         """See the base class; the first call, and those watched within modules, not within the owners."""
-        owners = self._owners if self._watches_everywhere(method) else ()
+        owners = self._owners if self._watches_everywhere(method) else frozenset()
         handles: list[RemovableHandle] = []
         for owner in owners:
             handles.append(owner.register_forward_pre_hook(self._enter_owner, prepend=True))
@@ -200,6 +203,8 @@ class PartsWatch(UseWatch):
         if name is None:
             return func(*args, **kwargs)
         if not self._is_elementwise(func, args, tensors, sources):
+            if not self._depth and self._is_within_owner():
+                return func(*args, **kwargs)
             if is_write(func):
                 raise RuntimeError(self._message(name, func))
             self._has_gathered()
@@ -209,6 +214,18 @@ class PartsWatch(UseWatch):
         for tensor in (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)):
             self._derived[tensor] = name
         return output
+
+    def _is_within_owner(self) -> bool:
+        """Return whether an owner is running that the step calls itself, past the modules with hooks (``net.head(x)``).
+
+        The stack shows it, since hooks on all owners would cost more in every step.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals["self"] in self._owners:
+                return True
+            frame = frame.f_back
+        return False
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the whole of a part; other tensors as they are."""

@@ -90,6 +90,8 @@ class PipelineSteps:
     def _scaled(self, loss: Tensor, share: float) -> Tensor:
         """Return the scaled loss of a micro-batch that holds this share of the samples."""
         strategy = self._strategy
+        if strategy.certificate.is_on:
+            strategy.certificate.patterns.see(loss)
         trainer = strategy.lightning_module.trainer
         divisor = strategy.loss_divisor or trainer.accumulate_grad_batches
         weights = getattr(trainer, "token_weights", None)

@@ -101,7 +101,6 @@ class Step(nn.Module):
         self.module = module
         self.running = False
         self.uses = SplitUses(module, lambda: self.writes.gathered())
-        self._seen: set[str] = set()  # methods that have run
         # Called inside the root's hooks; a pipeline ends a stage's part of the step there.
         self.guard: Callable[[Callable[[], Any]], Any] = _call
         self.writes: GatheredWrites  # set once it is sharded
@@ -119,10 +118,8 @@ class Step(nn.Module):
 
     @contextmanager
     def _watching(self, method: str) -> Iterator[None]:
-        """Watch uses of split parameters."""
-        is_new = method not in self._seen
-        self._seen.add(method)
-        with forbidding_lost_updates() if is_new else nullcontext(), self.uses.watching(method):
+        """Watch uses of split parameters, and refuse double backward."""
+        with forbidding_lost_updates(), self.uses.watching(method):
             yield
 
     def begin_backward(self, loss: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from tests.parity.harness import make_trainer
 from tests.parity.layouts import LayoutCase, Texts, run
 from tests.pool import RankError
 from trainwright.callbacks.certificate import CertificateRecord
+from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.context import attention as context_attention
 from trainwright.strategies.contract import cuts
@@ -293,3 +295,41 @@ def test_as_written_stays_on_the_device() -> None:
     written.set_up()
     with written.shown({}, device):
         assert module.device == module.metric.device == module.metric.mean_value.device == device
+
+
+class Growing(pl.LightningModule):
+    """One more addition in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).mean()
+        for _ in range(self.global_step):
+            loss = loss + 1
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_growing() -> list[Any]:
+    made = []
+
+    def compare(self: Certificate, strategy: Any, batch: Any, batch_idx: int) -> bool:
+        self.patterns.learn()
+        made.append(batch_idx)
+        return True
+
+    with mock.patch.object(Certificate, "_compare", compare), warnings.catch_warnings(record=True) as given:
+        trainer = make_trainer("zero2", ON, max_steps=200, max_epochs=1)
+        trainer.fit(Growing(), DataLoader(torch.ones(400, 4), batch_size=1))
+    return [made, sum("Later changes are not compared" in str(each.message) for each in given)]
+
+
+def test_a_step_that_always_changes_ends_the_comparisons(ranks: Any) -> None:
+    """A certificate counts its own batch as known; then the 16 first steps are watched, and one of 16 later ones."""
+    (made, warned), (other, _) = ranks(train_growing, 2)
+    assert made == other == [*range(0, 18, 2), *range(33, 33 + 16 * 8, 16)]
+    assert warned == 1
