@@ -32,6 +32,7 @@ from trainwright.strategies.compose.parts.pipeline_steps import PipelineSteps
 from trainwright.strategies.compose.parts.shared_gradients import SharedGradients
 from trainwright.strategies.compose.rules import (
     cuts_module,
+    manual_optimization_problems,
 )
 from trainwright.strategies.contract.collectives.data import DataCollectives
 from trainwright.strategies.contract.groups import LayoutGroups
@@ -236,6 +237,8 @@ class HybridStrategy(ZeroStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's ``training_step``; in a pipeline, forward and backward of all micro-batches."""
+        if not self.lightning_module.automatic_optimization:  # hooks may set it
+            refuse(manual_optimization_problems(self.layout, self.options.sequence_parallel))
         with self._watching("training_step"):
             return self._training_step(args, kwargs)
 

@@ -13,8 +13,8 @@ HEAD = """# What runs where
 
 {modules} modules as people write them, on layouts of two and four ranks ({cells} cells), each compared with
 `lightning.Trainer` on one process: losses, logged values, parameters and buffers. {equal} cells train **equally**,
-{refused} are **refused** with an error{wrong}. `make zoo` runs this table, `make test` a part of it;
-`python -m tests.zoo` writes this page.
+{refused} are **refused** with an error{wrong}. `make zoo` runs this table,
+`python -m tests.zoo` writes it.
 """
 
 

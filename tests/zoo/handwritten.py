@@ -188,6 +188,19 @@ class Adaptive(Classifier):
                 p.grad.mul_((0.05 * size / p.grad.norm().clamp(min=1e-6)).clamp(max=1.0))
 
 
+class AddsGroup(Classifier):
+    """The head joins the optimizer after two steps."""
+
+    network = Net
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_step == 2:
+            self.optimizers().optimizer.add_param_group({"params": list(self.net.head.parameters()), "lr": 0.02})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.blocks.parameters(), lr=0.1)
+
+
 class CallsParts(LanguageModel):
     """The step calls the parts of its network, not the network."""
 
@@ -325,6 +338,7 @@ ROWS = [
     _manual("gradients scaled by hand", scale_all),
     _manual("gradients of the head scaled", scale_head),
     Row("adaptive clipping", Adaptive, vectors, equal=f"{ALL}, pipeline"),
+    Row("added group", AddsGroup, vectors, equal=f"{ALL}, pipeline", steps=5),
     Row("parts called by the step", CallsParts, tokens, equal=f"{ALL}, context, pipeline", either="sequence"),
     Row("adversarial inputs", Adversarial, vectors, equal=ALL),
     Row("assigned gradients", Assigned, vectors, either=ALL),

@@ -60,6 +60,22 @@ class Later(LanguageModel):
         return loss + self.term(self, batch) if self.term is not None and is_late else loss
 
 
+class ManualLater(LanguageModel):
+    """Manual optimization from the third step on."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.automatic_optimization = self.global_step < 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
 def mlp(change: Callable[[Tensor], Tensor], of_input: bool = False) -> Callable[[], nn.Module]:
     return partial(Layer, Attention, partial(Changing, change, of_input))
 
@@ -99,5 +115,6 @@ ROWS = [
     _late("attention by hand", partial(Layer, ByHand), equal="tensor, pipeline", either="context, ulysses"),
     _late("hidden penalty", mlp(softmax), activity, equal="zero1, zero3", either="tensor, context, pipeline"),
     _late("early exit", Layer, early_exit, equal="zero3, tensor", either="context, sequence, pipeline"),
+    Row("manual steps", ManualLater, tokens, equal="zero3, tensor", either="pipeline", steps=6, late=True),
     _late("a gradient penalty", Layer, gradient_penalty, equal="zero1", either="zero3, tensor", tolerance=2e-4),
 ]

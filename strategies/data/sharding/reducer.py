@@ -235,15 +235,17 @@ class ParameterPublisher:
         self._by_optimized = {id(shard.optimized): shard for shard in shards.values()}
         self._group = mesh.get_group(mesh.ndim - 1)
         self._bucket_bytes = bucket_bytes
-        self._buckets: dict[int, list[ShardBucket]] = {}
+        # Optimizer and its number of parameters, since hooks may add groups.
+        self._buckets: dict[tuple[int, int], list[ShardBucket]] = {}
 
     def publish(self, optimizer: torch.optim.Optimizer) -> None:
         """All-gather what ``optimizer`` stepped into the whole parameters of every rank, bucket by bucket."""
-        if id(optimizer) not in self._buckets:
+        key = id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
+        if key not in self._buckets:
             held = [self._by_optimized.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-            self._buckets[id(optimizer)] = make_buckets([s for s in held if s is not None], self._bucket_bytes)
+            self._buckets[key] = make_buckets([s for s in held if s is not None], self._bucket_bytes)
         flying: deque[tuple[ShardBucket, Tensor, Any]] = deque()  # keeps the objects that gloo's threads use
-        for bucket in self._buckets[id(optimizer)]:
+        for bucket in self._buckets[key]:
             while len(flying) >= _IN_FLIGHT:
                 self._land(*flying.popleft())
             if bucket.count == 1 and not bucket.is_offloaded:
