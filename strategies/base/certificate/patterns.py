@@ -10,6 +10,7 @@ from torch import Tensor
 _ALL, _ONE_OF = 16, 16
 # Certificates after the first; the batch after a change need not repeat it, and some modules never stop changing.
 _MOST = 16
+_FACTORS = ("MulBackward0", "DivBackward0")
 
 
 class Patterns:
@@ -68,7 +69,12 @@ class Patterns:
 
 
 def pattern_of(node: Any) -> int:
-    """Return a digest, within this process, of the graph behind ``node``: its functions in depth-first order."""
+    """Return a digest, within this process, of the graph behind ``node``: its functions in depth-first order.
+
+    Without the factors of the loss, which smaller last batches and windows have.
+    """
+    while node.name() in _FACTORS and len(inner := [each for each, _ in node.next_functions if each is not None]) == 1:
+        node = inner[0]
     names, seen, stack = [], {node}, [node]
     while stack:
         names.append((node := stack.pop()).name())

@@ -21,6 +21,7 @@ from tests.parity.layouts import LayoutCase, Texts, run
 from tests.pool import RankError
 from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.strategies.base.certificate.certificate import Certificate
+from trainwright.strategies.base.certificate.patterns import pattern_of
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.context import attention as context_attention
 from trainwright.strategies.contract import cuts
@@ -333,3 +334,11 @@ def test_a_step_that_always_changes_ends_the_comparisons(ranks: Any) -> None:
     (made, warned), (other, _) = ranks(train_growing, 2)
     assert made == other == [*range(0, 18, 2), *range(33, 33 + 16 * 8, 16)]
     assert warned == 1
+
+
+def test_factors_of_a_loss_are_no_change() -> None:
+    loss = nn.Linear(2, 1)(torch.ones(2)).mean()
+    pattern = pattern_of(loss.grad_fn)
+    assert pattern_of((loss * 0.3 / 4).grad_fn) == pattern
+    assert pattern_of((loss + 1).grad_fn) != pattern
+    assert pattern_of((loss * loss).grad_fn) != pattern
