@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainwright.strategies.base.certificate.patterns import Patterns
 from trainwright.strategies.base.certificate.weights import parts_that_differ, sketches_of_wholes
 from trainwright.strategies.base.certificate.written import AsWritten
+from trainwright.strategies.contract.gradients import local_tensor
 
 if TYPE_CHECKING:
     from trainwright.strategies.base.certificate.compare import Comparison
@@ -99,7 +100,10 @@ class Certificate:
 
     def _make_again(self, strategy: Any, batch: Any, batch_idx: int) -> None:
         self.patterns.certificates += 1
-        self._compare(strategy, batch, batch_idx)
+        if strategy.reduce_boolean_decision(_is_finite(strategy.lightning_module)):
+            self._compare(strategy, batch, batch_idx)
+        else:  # a diverged run, in which nothing can be compared
+            self.patterns.learn()
         if self.patterns.is_exhausted:
             rank_zero_warn(
                 f"Not certified: the computation of steps has changed {self.patterns.certificates} times under "
@@ -151,6 +155,10 @@ class Certificate:
                 "(in Python certificate='warn')."
             )
         rank_zero_warn(f"{text} Training continues (certificate=warn).")
+
+
+def _is_finite(module: nn.Module) -> bool:
+    return all(bool(local_tensor(parameter).detach().isfinite().all()) for parameter in module.parameters())
 
 
 def _key_of(strategy: Any, written: AsWritten) -> str:

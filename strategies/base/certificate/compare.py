@@ -199,7 +199,8 @@ def _differences(names: Sequence[str], found: Found, tolerance: Tolerance) -> li
             continue
         norm, distance = float(norms[row]), float(distances[row])
         allowed = tolerance.gradient * norm + tolerance.noise * scale
-        excess = distance / allowed if allowed else (math.inf if distance else 0.0)
+        # Without a distance, both may be infinite or NaN.
+        excess = 0.0 if not distance else distance / allowed if allowed else math.inf
         rows.append((name, distance / (norm or scale or 1.0), math.inf if math.isnan(excess) else excess))
     return rows
 
