@@ -54,7 +54,10 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _words(process: int) -> str:
-    return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    except OSError:  # it has just ended
+        return ""
 
 
 def left(processes: dict[int, str]) -> dict[int, str]:
