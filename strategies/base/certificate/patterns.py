@@ -39,7 +39,7 @@ class Patterns:
 
     def see(self, loss: Tensor) -> None:
         """Record the pattern of a loss, before its backward."""
-        if not self._is_watching or loss.grad_fn is None:
+        if not self._is_watching or self.is_exhausted or loss.grad_fn is None:
             return
         pattern = pattern_of(loss.grad_fn)
         if self._is_learning:
