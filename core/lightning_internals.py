@@ -7,7 +7,6 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn as _auto_ad
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection as _init_dist_connection
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as _set_num_threads_if_needed
 from lightning.fabric.utilities.logger import _convert_params as _convert_params
 from lightning.fabric.utilities.logger import _flatten_dict as _flatten_dict
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as _optimizers_to_device

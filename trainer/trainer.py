@@ -32,7 +32,8 @@ from trainwright.callbacks.traffic.communication_advice import CommunicationAdvi
 from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
 from trainwright.core.failures.failure import describe_end
 from trainwright.core.failures.uncaught import STARTED, Uncaught, is_one_of_many, report_uncaught
-from trainwright.core.lightning_internals import _set_num_threads_if_needed, _SubprocessScriptLauncher
+from trainwright.core.lightning_internals import _SubprocessScriptLauncher
+from trainwright.core.processes.machine import threads_of_rank, use_threads
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.processes.scratch import scratch
 from trainwright.core.run.peers import service_of
@@ -366,6 +367,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other ranks if necessary, then call `function` in this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if "OMP_NUM_THREADS" not in os.environ:
+            os.environ["OMP_NUM_THREADS"] = threads_of_rank(None, self.num_processes)  # of the other ranks, too
+            use_threads(int(os.environ["OMP_NUM_THREADS"]))
         if not self.cluster_environment.creates_processes_externally:
             sizes = f"{self.num_processes}/{self.num_processes * self.num_nodes}"
             os.environ[STARTED] = f"{sizes}@{scratch() / 'error_told'}"
@@ -373,7 +377,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
             report_uncaught(self._run_dir, self._silent_end, partial(_end, self.procs, _GRACE_SECONDS))
             threading.Thread(target=self._watch, name="trainwright-ranks", daemon=True).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def _silent_end(self) -> str | None:

@@ -1,8 +1,10 @@
 """Devices, cores and memory of this machine."""
 
+import ctypes
 import errno
 import fcntl
 import os
+import re
 import socket
 import struct
 from contextlib import suppress
@@ -61,6 +63,24 @@ def threads_of_rank(asked: int | None, ranks: int) -> str:
         ranks: on this machine.
     """
     return str(asked or os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // ranks))
+
+
+def use_threads(count: int) -> None:
+    """Compute with ``count`` CPU threads in the calling thread; with one, in every thread of the process.
+
+    ``torch.set_num_threads`` sets the threads of MKL too, and from then on attention on the CPU takes as long as with
+    one thread (torch 2.13, `python -m benchmarks.peers`). OpenMP alone is asked where MKL follows it.
+    """
+    import torch
+
+    if torch.get_num_threads() == count:  # also makes torch ask MKL once, which would undo the next lines
+        return
+    openmp = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if count > 1 and openmp is not None:
+        openmp(count)
+    of_mkl = re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
+    if torch.get_num_threads() != count or (of_mkl and int(of_mkl[1]) != count):
+        torch.set_num_threads(count)
 
 
 def port_is_taken(port: int) -> bool:

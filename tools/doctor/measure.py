@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.device_profiles import machine_name
-from trainwright.core.processes.machine import machine_facts
+from trainwright.core.processes.machine import machine_facts, use_threads
 from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.strategies.contract.communication.probe import now_on
 
@@ -182,4 +182,4 @@ def small_step(blocks: nn.Module, device: torch.device) -> None:
 def threads_from_environment() -> None:
     """Apply ``OMP_NUM_THREADS`` to torch, which was imported before the launching process set it."""
     if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        use_threads(int(os.environ["OMP_NUM_THREADS"]))

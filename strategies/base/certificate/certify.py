@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
+from trainwright.core.processes.machine import use_threads
 from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.strategies.base.certificate.changes import StateBefore, first_difference
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
@@ -234,11 +235,11 @@ def _threads_of(ranks: int) -> Iterator[None]:
     """Use the threads of ``ranks`` ranks, of which all but this one are idle, without oversubscribing the machine."""
     own, local = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     fair = (os.cpu_count() or 1) // max(1, local // ranks)
-    torch.set_num_threads(max(own, min(own * ranks, fair)))
+    use_threads(max(own, min(own * ranks, fair)))
     try:
         yield
     finally:
-        torch.set_num_threads(own)
+        use_threads(own)
 
 
 def _different_state(strategy: Compared, layout: Trial, plain: Trial | None, tolerance: Tolerance) -> str | None:
