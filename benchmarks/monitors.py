@@ -21,7 +21,6 @@ was allocated last in the first step. That cost does not belong to the code that
 from __future__ import annotations
 
 import argparse
-import ctypes
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ from benchmarks.alternate import alternate
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.report import Goal, finish, table_of
 from trainwright import compose
+from trainwright.core.processes.machine import keep_freed_memory
 from trainwright.trainer.loggers.metrics_csv import MetricsCSV
 from trainwright.trainer.trainer import Trainer
 
@@ -212,18 +212,6 @@ def measure(monitors: list[str], steps: int, repeats: int, layers: int, width: i
         }
         for name, side in found.items()
     ]
-
-
-def keep_freed_memory() -> None:
-    """Have the allocator of the C library keep what is freed, see above; nothing where it is not glibc's."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, -1)
-        mallopt(_MMAP_THRESHOLD, 2**25)
-
-
-# Of malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def goals_of(rows: list[dict[str, Any]], most: float = MOST_PART) -> list[Goal]:

@@ -37,7 +37,7 @@ from trainwright.core.failures.error_text import is_refusal, is_secondary, messa
 from trainwright.core.failures.failure import log_file
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError
-from trainwright.core.processes.machine import use_threads
+from trainwright.core.processes.machine import keep_freed_memory, use_threads
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.run.traits import traits_of
 from trainwright.launch.checks.check_compression import compression_of
@@ -86,6 +86,7 @@ def run_verb(
     if cfg.launch.threads or "OMP_NUM_THREADS" in os.environ:
         # torch read the variable when the fork server imported it, before it was set for this run.
         use_threads(int(cfg.launch.threads or os.environ["OMP_NUM_THREADS"]))
+    keep_freed_memory()
     _log_to_file(Path(cfg.run_dir))
     asked, cfg = cfg, resolved(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)

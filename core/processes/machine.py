@@ -4,7 +4,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import socket
 import struct
 from contextlib import suppress
@@ -13,6 +12,8 @@ from pathlib import Path
 
 # SIOCGIFADDR in <linux/sockios.h>.
 _GET_ADDRESS = 0x8915
+# Numbers of glibc's <malloc.h>.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60
 
@@ -78,9 +79,22 @@ def use_threads(count: int) -> None:
     openmp = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if count > 1 and openmp is not None:
         openmp(count)
-    of_mkl = re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
-    if torch.get_num_threads() != count or (of_mkl and int(of_mkl[1]) != count):
+    mkl_keeps_one = "mkl_get_max_threads() : 1\n" in torch.__config__.parallel_info()  # set by an earlier call
+    if torch.get_num_threads() != count or (count > 1 and mkl_keeps_one):
         torch.set_num_threads(count)
+
+
+def keep_freed_memory() -> None:
+    """Keep glibc from returning freed memory to the system after each step and asking for it again in the next.
+
+    Both limits are those that it reaches by itself, see mallopt(3), but for memory at the end of the heap, which stays.
+    Larger blocks are returned as before, and nothing changes where the environment sets a limit.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    mallopt(_MMAP_THRESHOLD, 32 * 2**20)
+    mallopt(_TRIM_THRESHOLD, -1)
 
 
 def port_is_taken(port: int) -> bool:

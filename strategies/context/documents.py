@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _ATTENTION = F.scaled_dot_product_attention
+# Positions up to which a mask takes less time on the CPU than documents by themselves (benchmarks/packed.py).
+_SHORT = 256
 _VARLEN_DTYPES, _VARLEN_CAPABILITY = (torch.float16, torch.bfloat16), (8, 0)
 
 
@@ -24,7 +26,7 @@ def document_attention(
     Equal to ``scaled_dot_product_attention`` with a mask, without its ``T ** 2`` entries and the work for masked
     pairs: documents are computed separately, on CUDA devices in 16-bit precision by one kernel
     (``torch.nn.attention.varlen``). Under a context axis it covers the whole sequences. In compiled code, and for
-    tensors without data, the mask is built.
+    tensors without data, the mask is built; for short sequences on the CPU, too.
 
     Args:
         query: ``(B, H, T, d)``.
@@ -55,8 +57,10 @@ def attend_documents(
         query, key, value, starts, dropout_p, scale: see :func:`document_attention`.
     """
     gqa = query.size(1) != key.size(1)
-    if not is_readable(starts):
-        return attention(query, key, value, document_mask(starts), dropout_p, scale=scale, enable_gqa=gqa)
+    is_short = starts.size(-1) <= _SHORT and query.device.type == "cpu"
+    if is_short or not is_readable(starts):
+        mask = _mask(starts) if is_readable(starts) else document_mask(starts)
+        return attention(query, key, value, mask, dropout_p, scale=scale, enable_gqa=gqa)
     packed = _packed(starts)
     if not dropout_p and _fits_varlen(query, value):
         return _by_varlen(query, key, value, packed, scale)
@@ -110,7 +114,15 @@ class _Packed(NamedTuple):
     longest: int
 
 
-_known = WeakIdKeyDictionary()  # starts -> _Packed, so that a batch is read from the device once
+# By starts, so that a batch is read from the device once for all blocks.
+_known, _masks = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+
+
+def _mask(starts: Tensor) -> Tensor:
+    found: Tensor | None = _masks.get(starts)
+    if found is None:
+        found = _masks[starts] = document_mask(starts)
+    return found
 
 
 def _packed(starts: Tensor) -> _Packed:

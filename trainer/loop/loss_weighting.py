@@ -165,7 +165,9 @@ class TokenWeights:
                 "gradient) in training_step, so it cannot count valid tokens. " + _ADVICE
             )
         count = torch.zeros_like(seen.count) if padding else seen.count
-        if self._reference is None:
+        if self._is_alone:
+            self._reference = count.clamp(min=1)
+        elif self._reference is None:
             self._reference = self._first_reference(count)
         one = torch.ones_like(count)
         self._sums.append(torch.stack((count, count * loss.detach().to(count.dtype).reshape(()), one, self._reference)))
@@ -177,6 +179,13 @@ class TokenWeights:
         if result.closure_loss is not None:
             loss = output if isinstance(output, Tensor) else output["loss"]
             result.closure_loss = self.weight(loss, padding=padding)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a step is one micro-batch of one rank, whose loss has its final weight before backward."""
+        module, traits = self.strategy.lightning_module, self.strategy.traits
+        assert module is not None
+        return not _several_ranks() and not traits.backward_in_step and module.trainer.accumulate_grad_batches == 1
 
     # ---- per optimizer step ---------------------------------------------------------------------------------------
 
@@ -195,8 +204,7 @@ class TokenWeights:
         else:
             device = self.strategy.root_device
             vector = torch.zeros(4, dtype=widest(device), device=device)
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self._pending = vector, dist.all_reduce(vector, async_op=True) if several else None
+        self._pending = vector, dist.all_reduce(vector, async_op=True) if _several_ranks() else None
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -216,7 +224,8 @@ class TokenWeights:
         self.step_tokens = torch.where(nothing, tokens, tokens / copies)
         self.step_loss = torch.where(nothing, tokens, loss / tokens).float()
         scale = torch.where(nothing, torch.ones_like(tokens), reference * ranks / self.step_tokens)
-        self._scale_gradients(scale.float())
+        if not self._is_alone:
+            self._scale_gradients(scale.float())
         self._reference = torch.where(nothing, torch.ones_like(tokens), _power_of_two(self.step_tokens / ranks))
 
     def _scale_gradients(self, scale: Tensor) -> None:
@@ -329,6 +338,10 @@ def _mean(original: Callable[..., Tensor], call: inspect.BoundArguments, count: 
     call.arguments.update(reduction="sum", **dict.fromkeys({"size_average", "reduce"} & call.arguments.keys()))
     total: Tensor = original(*call.args, **call.kwargs)
     return total / torch.where(count > 0, count, torch.ones_like(count)).to(total.dtype)
+
+
+def _several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _power_of_two(value: Tensor) -> Tensor:

@@ -127,9 +127,9 @@ def test_masked_scores_of_documents_are_not_computed():
         scores.append(query.size(2) * key.size(2))
         return ATTENTION(query, key, *given, **further)
 
-    starts = (torch.arange(256) // 32 * 32).view(1, 1, 1, -1)
-    attend_documents(attention, *(torch.randn(1, 2, 256, 8) for _ in range(3)), starts, 0.0, None)
-    assert scores == [32 * 32] * 8
+    starts = (torch.arange(512) // 64 * 64).view(1, 1, 1, -1)
+    attend_documents(attention, *(torch.randn(1, 2, 512, 8) for _ in range(3)), starts, 0.0, None)
+    assert scores == [64 * 64] * 8
 
 
 def elements_sent(method: str, causal: bool) -> tuple[int, int]:
