@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
@@ -29,12 +30,12 @@ from trainwright.strategies.compose.parts.cutting import cut
 from trainwright.strategies.compose.parts.layout_measures import CertifiedParts, LayoutMeasures
 from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
 from trainwright.strategies.compose.parts.pipeline_steps import PipelineSteps
-from trainwright.strategies.compose.parts.shared_gradients import SharedGradients
 from trainwright.strategies.compose.rules import (
     cuts_module,
     manual_optimization_problems,
 )
 from trainwright.strategies.contract.collectives.data import DataCollectives
+from trainwright.strategies.contract.gradients import sum_gradients
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.data.zero import ZeroStrategy
@@ -88,7 +89,7 @@ class HybridStrategy(ZeroStrategy):
         self._pipeline = PipelineSteps(self, super()._evaluate)
         self._watch: PartsWatch | None = None
         self._assembly = Assembly.of_whole()
-        self._shared = SharedGradients({})
+        self._shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         self._expert_mesh: DeviceMesh | None = None
 
     # ---- read by others -------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class HybridStrategy(ZeroStrategy):
 
     def _make_exchanges(self) -> None:
         super()._make_exchanges()
-        self._shared = SharedGradients(self._engines.shared_parameters())
+        self._shared = self._engines.shared_parameters()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start a step; at the start of an epoch, account for frozen or unfrozen pipeline stages."""
@@ -307,8 +308,8 @@ class HybridStrategy(ZeroStrategy):
     def _sum_shared_gradients(self) -> None:
         if self._accumulates_gradients:
             return
-        if self._shared:
-            self._shared.sum(self._as_optimized)
+        for group, parameters in self._shared.items():
+            sum_gradients([self._as_optimized(each) for each in parameters if each.requires_grad], group)
         if self.replicas.are_independent:
             self.replicas.average_gradients()
 
