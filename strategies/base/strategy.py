@@ -43,7 +43,7 @@ from trainwright.strategies.contract.gradients import squares_by_block
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.part import Part, Replicas
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
-from trainwright.strategies.contract.same_model import refuse_different_models
+from trainwright.strategies.contract.same_model import refuse_different_models, refuse_rescaled_rows
 from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly, StateOwners
@@ -471,6 +471,8 @@ class LayoutStrategy(Strategy):
         """Compare modules across ranks before sharding. A collective."""
         if getattr(self.lightning_module, "_trainwright_layout", None) is None:
             refuse_different_models(self.lightning_module, self.root_device)
+        if self.ranks.num_data_ranks > 1:
+            refuse_rescaled_rows(self.lightning_module)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         return self._blocks.find(self.lightning_module)

@@ -74,6 +74,21 @@ def refuse_different_models(module: nn.Module, device: torch.device) -> None:
     )
 
 
+def refuse_rescaled_rows(module: nn.Module) -> None:
+    """Refuse embeddings that change the rows of a batch as they are read: each data rank would change others.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ValueError(
+                f"{name}: max_norm={part.max_norm} rescales the rows that a batch reads, in place, so data-parallel "
+                "ranks would hold different weights. Rescale what is read instead, "
+                "rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1), or train on one data rank."
+            )
+
+
 def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
     """Broadcast the values of rank 0 to all ranks, in place. A collective.
 

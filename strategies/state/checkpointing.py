@@ -453,6 +453,7 @@ class RunStates:
 
     def begin(self) -> None:
         """Restore the rank state when training starts, and warn of frozen parameters."""
+        self._strategy.placement.refuse_renamed(self._strategy.lightning_module)
         self._warn_of_frozen()
         self.restore()
 

@@ -52,6 +52,29 @@ class Placement:
         """Return whether this rank writes ``name``: one stage does, and buffers, which may differ, its first rank."""
         return self._assembly.owns(name) and (is_parameter or self._leads_stage)
 
+    def refuse_renamed(self, module: nn.Module) -> None:
+        """Refuse parameters in parts under a new name in ``state_dict``: a checkpoint finds parts by their name.
+
+        Raises:
+            ValueError: if there are any.
+        """
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        in_parts = {
+            local_tensor(each).data_ptr(): name
+            for name, each in parameters.items()
+            if isinstance(each, DTensor) or name in self._assembly.cuts or self._assembly.pipeline is not None
+        }
+        for key, value in module.state_dict().items() if in_parts else ():
+            if key in parameters or type(value) not in (Tensor, nn.Parameter, DTensor) or not value.numel():
+                continue
+            name = in_parts.get(local_tensor(value).data_ptr())
+            if name is not None:
+                raise ValueError(
+                    f"state_dict() of {type(module).__name__} holds the parameter {name!r} as {key!r}. This layout "
+                    "keeps parameters in parts, which checkpoints find by their names in named_parameters(). Leave "
+                    "state_dict() as torch defines it, or use strategy=zero2."
+                )
+
     def united(self, mine: dict[str, Any]) -> dict[str, Any]:
         """Merge the entries of all stages, in the order of the unmodified module."""
         found: dict[str, Any] = {}

@@ -229,6 +229,24 @@ class PromptedModel(LanguageModel):
         return torch.optim.SGD([self.net.prompt], lr=0.1)
 
 
+class RenamesWeights(Classifier):
+    """Saves and loads its weights without the prefix of the network."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {key.removeprefix("net."): value for key, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({f"net.{key}": value for key, value in state.items()}, strict, assign)
+
+
+class RescalesRows(LanguageModel):
+    """An embedding that rescales the rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.wte.max_norm = 1.0  # type: ignore[union-attr]
+
+
 class Finetuning(BaseFinetuning):
     """Lightning's example: the stem is frozen for a while."""
 
@@ -313,6 +331,8 @@ ROWS = [
     ),
     Row("LoRA by hand", LoraModel, vectors, equal="tensor, pipeline"),
     Row("adapters", lambda: Classifier(lambda: Stack(Adapter)), vectors, equal="zero3, tensor, pipeline"),
+    Row("renames in state_dict", RenamesWeights, vectors, equal="zero2", either="zero3, tensor, pipeline"),
+    Row("rows rescaled as read", RescalesRows, tokens, either="zero2, tensor, pipeline"),
     Row("prompts", PromptedModel, tokens, equal="zero3", either="pipeline"),
     Row(
         "BaseFinetuning, stem",

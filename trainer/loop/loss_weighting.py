@@ -182,7 +182,7 @@ class TokenWeights:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether a step is one micro-batch of one rank, whose loss has its final weight before backward."""
+        """True if a step is one micro-batch of one rank, whose loss has its final weight before backward."""
         module, traits = self.strategy.lightning_module, self.strategy.traits
         assert module is not None
         return not _several_ranks() and not traits.backward_in_step and module.trainer.accumulate_grad_batches == 1

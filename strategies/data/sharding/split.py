@@ -42,11 +42,12 @@ class Splitter:
         """Shard the module of a run and the copies that callbacks made of it.
 
         Raises:
-            ValueError: if it is sharded already, or blocks share parameters.
+            ValueError: if it is sharded already, has got parameters since an earlier run, or blocks share parameters.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         earlier = existing_step(module)
         if earlier is not None:  # another run with an already sharded module
+            _refuse_new(module)
             move = move_whole if strategy.options.offload == "parameters" else nn.Module.to
             move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
             _update_properties(earlier, device=strategy.root_device)
@@ -170,6 +171,17 @@ def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for owner in module.modules():
         yield from (
             (owner, name) for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)
+        )
+
+
+def _refuse_new(module: nn.Module) -> None:
+    """Raise if a module that is sharded already has got whole parameters since: they would not be averaged."""
+    new = [name for name, p in module.named_parameters() if p.dim() and not isinstance(p, DTensor)]
+    if new:
+        raise ValueError(
+            f"{', '.join(new[:4])}{' and others' if new[4:] else ''}: new since an earlier run split this module, and "
+            "ZeRO-3 splits a module once. Build the module anew with these layers and load the weights of a checkpoint "
+            "of the earlier run (init_from=..., strict=false), or use strategy=zero2."
         )
 
 

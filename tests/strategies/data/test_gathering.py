@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.parity.harness import Case, bare_loop, differences, make_trainer, train
@@ -244,3 +245,19 @@ def test_refusals():
         ZeroStrategy(1, no_sync_accumulation=True)
     with pytest.raises(ValueError, match=r"bucket_mib=0: must be above 0 \(MiB\)"):
         ZeroStrategy(2, bucket_mib=0)
+
+
+def with_a_new_head() -> str:
+    module = Skipping()
+    make_trainer("zero3", {}, max_steps=1).fit(module, DataLoader(torch.randn(8, 4), batch_size=2))
+    module.head = nn.Linear(4, 4)
+    try:
+        make_trainer("zero3", {}, max_steps=1).fit(module, DataLoader(torch.randn(8, 4), batch_size=2))
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_layers_added_between_runs_are_refused(ranks):
+    for found in ranks(with_a_new_head, 2):
+        assert found.startswith("head.weight, head.bias: new since an earlier run split this module")
