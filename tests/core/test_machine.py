@@ -1,7 +1,8 @@
-"""CPU threads of a rank."""
+"""CPU threads and memory of a rank."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -32,3 +33,21 @@ def test_threads_are_changed(before: str) -> None:
     told = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     assert told.startswith("2 ")
     assert "mkl_get_max_threads() : 1\n" not in told
+
+
+_FREES = """
+from trainwright.core.processes.machine import keep_freed_memory
+keep_freed_memory()
+blocks = [bytearray(2**20) for _ in range(200)]
+del blocks
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmRSS")))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+@pytest.mark.parametrize(("setting", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_freed_memory_is_kept(setting: dict[str, str], is_kept: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", _FREES]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, env=environment | setting).stdout
+    assert (int(told) > 150 * 2**10) is is_kept
