@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from trainwright.callbacks.progress.progress_bar import ProgressBar
 from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import AutocastPrecision
@@ -42,6 +44,19 @@ def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) ->
         )
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def with_progress_bar(kwargs: Mapping[str, Any]) -> list[Callback]:
+    """Return the callbacks of Lightning's arguments, with a progress bar unless there is one, or is to be none.
+
+    Lightning's own count micro-batches against optimizer steps where ``max_steps`` ends a run.
+    """
+    given = kwargs.get("callbacks") or []
+    callbacks = [given] if isinstance(given, Callback) else list(given)
+    is_shown = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
+    if is_shown and not any(isinstance(each, LightningProgressBar) for each in callbacks):
+        callbacks.append(ProgressBar())
+    return callbacks
 
 
 def check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) -> None:

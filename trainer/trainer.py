@@ -51,6 +51,7 @@ from trainwright.trainer.arguments import (
     fp16_on_cpu,
     from_environment,
     resolve_strategy,
+    with_progress_bar,
 )
 from trainwright.trainer.balance.balance import Balance, make_balance
 from trainwright.trainer.balance.options import BalanceArgument
@@ -121,7 +122,8 @@ class Trainer(RunTrainer):
             is torch's dynamic scaling.
         error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
             default, as in Lightning.
-        **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning.
+        **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning; the progress bar is
+            :class:`~trainwright.callbacks.progress.progress_bar.ProgressBar` unless ``callbacks`` has another.
 
     Raises:
         ValueError: if arguments are invalid or conflict.
@@ -166,6 +168,7 @@ class Trainer(RunTrainer):
         kwargs.update(fp16_on_cpu(kwargs))
         strategy = resolve_strategy(strategy, kwargs)
         kwargs.update(accelerator_for(strategy, kwargs))
+        kwargs["callbacks"] = with_progress_bar(kwargs)
         # Bypasses Lightning's wrapper, which would read the environment again.
         LightningTrainer.__init__.__wrapped__(self, strategy=strategy, **kwargs)  # type: ignore[attr-defined]
         self.global_batch_size = global_batch_size

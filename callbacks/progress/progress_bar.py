@@ -63,6 +63,7 @@ class ProgressBar(LightningProgressBar):
         self._next = 0.0  # monotonic() of the next refresh
         self._timer = TrainingTimer()
         self._evaluation: State | None = None
+        self._outputs: Any = None  # of the last training step
 
     @property
     def is_enabled(self) -> bool:
@@ -98,6 +99,7 @@ class ProgressBar(LightningProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Refresh if due."""
+        self._outputs = outputs
         if self._display is None or time.monotonic() < self._next:
             return
         self._show(self._train_state(trainer, outputs))
@@ -105,7 +107,7 @@ class ProgressBar(LightningProgressBar):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print a last line and release the terminal."""
         if self._display is not None:
-            self._display.finish(self._train_state(trainer, None))
+            self._display.finish(self._train_state(trainer, self._outputs))
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -167,7 +169,7 @@ class ProgressBar(LightningProgressBar):
     def _close(self) -> None:
         if self._display is not None:
             self._display.close()
-        self._display = self._evaluation = None
+        self._display = self._evaluation = self._outputs = None
 
     def _show(self, state: State) -> None:
         assert self._display is not None

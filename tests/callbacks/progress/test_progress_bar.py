@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from lightning.pytorch.callbacks import TQDMProgressBar
 from rich.console import Console
 
 from tests.callbacks.modules import QUIET, Regression, loader, train
@@ -137,6 +139,20 @@ def test_disable_and_enable() -> None:
 def test_no_second_bar() -> None:
     trainer = LightningTrainer(callbacks=[bar := ProgressBar(console=plain())], devices=1, **QUIET)
     assert trainer.progress_bar_callback is bar
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "is_shown", "kind"),
+    [(None, True, ProgressBar), (GlobalLoss(), None, ProgressBar), ([TQDMProgressBar()], True, TQDMProgressBar)],
+)
+def test_the_trainer_shows_one_bar(callbacks: Any, is_shown: bool | None, kind: type) -> None:
+    options: dict[str, Any] = {**QUIET, "enable_progress_bar": is_shown}
+    trainer = Trainer(callbacks=callbacks, devices=1, **options)
+    assert [type(each) for each in trainer.callbacks if isinstance(each, LightningBar)] == [kind]
+
+
+def test_the_trainer_shows_no_bar() -> None:
+    assert Trainer(devices=1, **{**QUIET, "enable_progress_bar": False}).progress_bar_callback is None
 
 
 def of_ranks() -> str:
