@@ -6,9 +6,11 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # SIOCGIFADDR in <linux/sockios.h>.
 _GET_ADDRESS = 0x8915
@@ -82,6 +84,19 @@ def use_threads(count: int) -> None:
     mkl_keeps_one = "mkl_get_max_threads() : 1\n" in torch.__config__.parallel_info()  # set by an earlier call
     if torch.get_num_threads() != count or (count > 1 and mkl_keeps_one):
         torch.set_num_threads(count)
+
+
+def with_threads_of_caller(run: Callable[..., None]) -> Callable[..., None]:
+    """Return ``run`` for a new thread, which computes with as many CPU threads as the thread that calls this."""
+    import torch
+
+    count = torch.get_num_threads()
+
+    def started(*args: Any) -> None:
+        use_threads(count)
+        run(*args)
+
+    return started
 
 
 def keep_freed_memory() -> None:

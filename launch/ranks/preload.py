@@ -2,10 +2,12 @@
 
 import gc
 
+from trainwright.core.processes.scratch import default_variables
 from trainwright.launch.ranks.forkserver import serve, without_collector
 
 serve()
-with without_collector():
+# Of ranks' threads that choose no number of CPU threads; OpenMP reads it as it is loaded.
+with without_collector(), default_variables({"OMP_NUM_THREADS": "1"}):
     import trainwright.launch.rank
     import trainwright.launch.ranks.progress
     import trainwright.launch.worker  # noqa: F401

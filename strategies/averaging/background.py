@@ -9,6 +9,8 @@ from queue import SimpleQueue
 
 import torch
 
+from trainwright.core.processes.machine import with_threads_of_caller
+
 
 class Background:
     """Runs submitted work in order in a daemon thread, so that ranks issue collectives in the same order.
@@ -22,7 +24,7 @@ class Background:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=with_threads_of_caller(self._run), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> Future[None]:

@@ -137,6 +137,8 @@ def test_subgroups_are_created_without_other_ranks(monkeypatch):
         return new_group(ranks, **given)
 
     layout = Layout(replicate=500, shard=8)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.destroy_process_group()  # resets torch's count of groups, which earlier tests may have left
     names = {}
     for enumerated in (True, False):
         dist.init_process_group("fake", store=FakeStore(), rank=77, world_size=layout.world_size)

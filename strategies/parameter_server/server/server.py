@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 
+from trainwright.core.processes.machine import with_threads_of_caller
 from trainwright.core.text.bounded import ContentError
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.contract.groups import wait_for_key
@@ -71,7 +72,8 @@ class Server:
 
     def _run(self, target: Callable[[], None], what: str) -> None:
         # A daemon: a hanging worker must not block the exit of this process.
-        thread = threading.Thread(target=target, name=f"parameter server {self._number}: {what}", daemon=True)
+        name = f"parameter server {self._number}: {what}"
+        thread = threading.Thread(target=with_threads_of_caller(target), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
