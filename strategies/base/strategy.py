@@ -471,7 +471,7 @@ class LayoutStrategy(Strategy):
         """Compare modules across ranks before sharding. A collective."""
         if getattr(self.lightning_module, "_trainwright_layout", None) is None:
             refuse_different_models(self.lightning_module, self.root_device)
-        if self.ranks.num_data_ranks > 1:
+        if self.ranks.num_data_ranks > 1 and not self.replicas.are_independent:
             refuse_rescaled_rows(self.lightning_module)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
