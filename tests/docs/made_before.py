@@ -18,6 +18,8 @@ from tests.docs.project import MODEL, RUN, write_language_model
 from tests.docs.smaller import as_processes, small
 
 _STAMPED = re.compile(r"runs/(\w+)/(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)((?:/[\w.=-]+)*)")
+# What a recipe needs besides its name.
+_NEEDED = {"finetune": ("adapter=lora", f"module.pretrained={MODEL}", "data.path=my_texts")}
 # The model of recipe mine, trained for a step by plain Lightning; its weights in the forms that others save.
 _PLAIN_LIGHTNING = """
 import functools
@@ -44,7 +46,7 @@ def make_before(words: Sequence[str], folder: Path) -> list[str]:
     recipe = keys.get("recipe", "")
     saved = [
         *(folder / "runs" / recipe).glob("*/checkpoints/*"),
-        *folder.glob(f"{keys.get('run_dir', '-')}/checkpoints/*"),
+        *(folder / keys.get("run_dir", "-")).glob("checkpoints/*"),
     ]
     if keys.get("ckpt_path") == "last" and not saved:
         _make_run(recipe, folder)
@@ -92,7 +94,9 @@ def _own_run(recipe: str, stamp: str, rest: str, folder: Path) -> str:
 
 def _make_run(recipe: str, folder: Path) -> None:
     own = ["--config-dir", "my_conf"] if (folder / "my_conf" / "recipe" / f"{recipe}.yaml").exists() else []
-    _run(small(["trainwright", "fit", *own, f"recipe={recipe}", f"run_dir=runs/{recipe}/{RUN}"]), folder)
+    needed = _NEEDED.get(recipe, ())
+    make_before(["trainwright", *needed], folder)
+    _run(small(["trainwright", "fit", *own, f"recipe={recipe}", *needed, f"run_dir=runs/{recipe}/{RUN}"]), folder)
 
 
 def _run(words: Sequence[str], folder: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 FEW, MORE, KEPT = 1, 2, 60
@@ -35,6 +36,8 @@ def why_not(words: Sequence[str]) -> str:
     program = Path(words[0]).name
     if program in _LEFT_OUT:
         return _LEFT_OUT[program]
+    if "launch=ray" in words and find_spec("ray") is None:
+        return "the extra ray is not installed"
     if program in ("python", "python3") and words[1:2] == ["-m"] and len(words) > 2:
         module = words[2]
         if module == "venv":
