@@ -6,7 +6,7 @@ from trainwright.core.processes.scratch import default_variables
 from trainwright.launch.ranks.forkserver import serve, without_collector
 
 serve()
-# Of ranks' threads that choose no number of CPU threads; OpenMP reads it as it is loaded.
+# The default of a rank's threads that set no number of CPU threads; OpenMP reads it when it is loaded.
 with without_collector(), default_variables({"OMP_NUM_THREADS": "1"}):
     import trainwright.launch.rank
     import trainwright.launch.ranks.progress

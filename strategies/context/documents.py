@@ -59,8 +59,7 @@ def attend_documents(
     gqa = query.size(1) != key.size(1)
     is_short = starts.size(-1) <= _SHORT and query.device.type == "cpu"
     if is_short or not is_readable(starts):
-        mask = _mask(starts) if is_readable(starts) else document_mask(starts)
-        return attention(query, key, value, mask, dropout_p, scale=scale, enable_gqa=gqa)
+        return attention(query, key, value, _mask(starts), dropout_p, scale=scale, enable_gqa=gqa)
     packed = _packed(starts)
     if not dropout_p and _fits_varlen(query, value):
         return _by_varlen(query, key, value, packed, scale)
@@ -119,6 +118,8 @@ _known, _masks = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
 
 def _mask(starts: Tensor) -> Tensor:
+    if not is_readable(starts):
+        return document_mask(starts)
     found: Tensor | None = _masks.get(starts)
     if found is None:
         found = _masks[starts] = document_mask(starts)

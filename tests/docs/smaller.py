@@ -36,6 +36,8 @@ def why_not(words: Sequence[str]) -> str:
     program = Path(words[0]).name
     if program in _LEFT_OUT:
         return _LEFT_OUT[program]
+    if program == "torchrun" and words[-1] == "doctor":
+        return "it finds, rightly, that both machines are this one"
     if "launch=ray" in words and find_spec("ray") is None:
         return "the extra ray is not installed"
     if program in ("python", "python3") and words[1:2] == ["-m"] and len(words) > 2:

@@ -42,7 +42,7 @@ class Splitter:
         """Shard the module of a run and the copies that callbacks made of it.
 
         Raises:
-            ValueError: if it is sharded already, has got parameters since an earlier run, or blocks share parameters.
+            ValueError: if it is sharded already, gained parameters since an earlier run, or its blocks share parameters.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         earlier = existing_step(module)
@@ -175,7 +175,7 @@ def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _refuse_new(module: nn.Module) -> None:
-    """Raise if a module that is sharded already has got whole parameters since: they would not be averaged."""
+    """Raise if a module gained parameters after it was sharded: they would not be averaged."""
     new = [name for name, p in module.named_parameters() if p.dim() and not isinstance(p, DTensor)]
     if new:
         raise ValueError(
