@@ -42,7 +42,7 @@ class Splitter:
         """Shard the module of a run and the copies that callbacks made of it.
 
         Raises:
-            ValueError: if it is sharded already, gained parameters since an earlier run, or its blocks share parameters.
+            ValueError: if it is sharded already or gained parameters since an earlier run, or if blocks share some.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         earlier = existing_step(module)
