@@ -79,7 +79,7 @@ class AssumedRouting:
         # Both are views of one tensor, like the result of `nonzero`.
         destination, token = torch.stack((rows * self._size // max(sent, 1), rows % tokens), 1).unbind(1)
         self._pairs = round(tokens * chosen * self._routing.computed)
-        return TokenRoutes(token, destination, self._evenly(sent), self._evenly(received), unused=[])
+        return TokenRoutes(token, destination, self._evenly(sent), self._evenly(received))
 
     def _evenly(self, rows: int) -> list[int]:
         bounds = [rows * rank // self._size for rank in range(self._size + 1)]

@@ -57,12 +57,6 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         )
     if layout.expert > 1:
         problems += validate_experts(module, plan, layout.expert)
-        listed = [name for name, style in plan.experts.items() if style == "listed"]
-        if listed:
-            problems.append(
-                f"expert={layout.expert} with experts in a list of modules ({listed[0]}); allowed are experts stacked "
-                "in parameters with one row each, as in Hugging Face models and recipe=moe. Stack them, or use expert=1"
-            )
     if layout.context > 1:
         found = validate_context(module, plan, layout.context, options.attention, layout.tensor)
         problems += found or sequence_problems(module, plan, layout.context, options.attention)  # type: ignore[arg-type]
@@ -160,7 +154,7 @@ class Engines:
         if expert is not None:
             self._expert = ExpertParallel(self.module, self.plan, expert)
             self.cuts.update(self._expert.cuts)
-            self._expert_names = frozenset(self._expert.held())
+            self._expert_names = frozenset(self._expert.cuts)
         if self._layout.pipeline > 1:
             self._cut_pipeline()
         self._exchange_parameters(self.module)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.core.config.options import refuse
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.differentiable import LinearMap, all_to_all, linear, same
 from trainwright.strategies.contract.collectives.flat import gather_parts
 from trainwright.strategies.contract.cuts import Cut
@@ -54,8 +55,14 @@ def validate_experts(module: nn.Module, plan: ModelPlan, size: int) -> list[str]
         ]
     problems = []
     for name, style in plan.experts.items():
+        if style == "listed":
+            problems.append(
+                f"expert={size} with experts in a list of modules ({starred(name)}); allowed are experts stacked in "
+                "parameters with one row each, as in Hugging Face models and recipe=moe. Stack them, or use expert=1"
+            )
+            continue
         try:
-            layer = _describe(module, name, style)
+            layer = _describe(module, name)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -77,66 +84,36 @@ class ExpertParallel:
     its weight, and must be additive over the experts of a token.
 
     Every rank of the group must call every layer equally often and in the same order, with any number of tokens, zero
-    included. Experts without tokens get zero gradients, as in a stack on one process; ``listed`` experts on one process
-    get none. Summation order is deterministic only under ``torch.use_deterministic_algorithms`` (CUDA's ``index_add``).
+    included. Experts without tokens get zero gradients, as in a stack on one process. Summation order is deterministic
+    only under ``torch.use_deterministic_algorithms`` (CUDA's ``index_add``).
 
     Args:
         module: the LightningModule, or any module with the plan's names.
-        plan: its ``experts`` name the modules. ``stacked``: every parameter has one row per expert, of which the
-        strategy
-            keeps this rank's (see ``cuts``). ``listed``: a list of modules, of which this rank keeps some (see
-            ``dropped``); either the list or its parent is called as above.
+        plan: its ``experts`` name the modules, whose parameters have one row per expert.
         group: ranks that share the experts, in the order of the experts.
+
+    Attributes:
+        cuts: parameter name -> its split, of which the strategy keeps this rank's part.
+        dispatchers: of all layers, once applied.
 
     Raises:
         ValueError: if the experts cannot be split; see :func:`validate_experts`.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, group: dist.ProcessGroup) -> None:
-        size = dist.get_world_size(group)
-        refuse(validate_experts(module, plan, size))
+        refuse(validate_experts(module, plan, dist.get_world_size(group)))
         self._group = group
-        self._layers = [_describe(module, name, style) for name, style in plan.experts.items()]
-        rank = dist.get_rank(group)
-        self.cuts: dict[str, Cut] = {
-            name: Cut(group, dim=0) for layer in self._layers if layer.is_stacked for name in layer.parameters
-        }
-        self._kept: list[str] = []
-        self._dropped: list[str] = []
-        for layer in self._layers:
-            if not layer.is_stacked:
-                own = range(rank * layer.experts // size, (rank + 1) * layer.experts // size)
-                for name, expert in layer.parameters.items():
-                    (self._kept if expert in own else self._dropped).append(name)
-        self._dispatchers: list[Dispatcher] = []
-
-    def dropped(self) -> tuple[str, ...]:
-        """Return names of parameters of ``listed`` experts that this rank does not hold."""
-        return tuple(self._dropped)
-
-    def held(self) -> tuple[str, ...]:
-        """Return names of this rank's expert parameters, whose gradients are averaged only over ranks with the same."""
-        return (*self.cuts, *self._kept)
+        self._layers = [_describe(module, name) for name in plan.experts]
+        self.cuts: dict[str, Cut] = {name: Cut(group, dim=0) for layer in self._layers for name in layer.parameters}
+        self.dispatchers: tuple[Dispatcher, ...] = ()
 
     def apply(self) -> None:
         """Wrap the forward of every experts module in an exchange of tokens; idempotent."""
-        if self._dispatchers or dist.get_world_size(self._group) == 1:
+        if self.dispatchers or dist.get_world_size(self._group) == 1:
             return
-        for layer in self._layers:
-            dispatcher = Dispatcher(layer, self._group)
-            layer.caller.forward = dispatcher
-            self._dispatchers.append(dispatcher)
-
-    def remove(self) -> None:
-        """Restore the forward of the experts modules."""
-        for dispatcher in self._dispatchers:
-            dispatcher.layer.caller.forward = dispatcher.compute
-        self._dispatchers.clear()
-
-    @property
-    def dispatchers(self) -> tuple[Dispatcher, ...]:
-        """Dispatchers of all layers, while applied."""
-        return tuple(self._dispatchers)
+        self.dispatchers = tuple(Dispatcher(layer, self._group) for layer in self._layers)
+        for dispatcher in self.dispatchers:
+            dispatcher.layer.caller.forward = dispatcher
 
     def statistics(self) -> dict[str, float]:
         """Return the load balance of the group's training steps since the last call; empty if there were none.
@@ -149,7 +126,7 @@ class ExpertParallel:
             both averaged over layers and calls, 1 at best. ``busiest_expert``: the largest share of a layer's tokens
             that one expert got.
         """
-        seen = [found for d in self._dispatchers if (found := d.loads.take()) is not None]
+        seen = [found for d in self.dispatchers if (found := d.loads.take()) is not None]
         if not seen:
             return {}
         # One transfer for all layers.
@@ -164,81 +141,38 @@ class ExpertParallel:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A module of experts.
+    """A module of experts, whose parameters have one row per expert.
 
     Args:
         caller: the module whose forward takes tokens, index and weights.
-        is_stacked: whether parameters have one row per expert.
         experts: number of experts in the whole model.
-        parameters: fully qualified name -> index of its expert (-1: stacked).
+        parameters: fully qualified names.
         counters: names of integer attributes of ``caller`` that hold the number of experts.
     """
 
     caller: nn.Module
-    is_stacked: bool
     experts: int
-    parameters: Mapping[str, int]
-    counters: tuple[str, ...] = ()
+    parameters: tuple[str, ...]
+    counters: tuple[str, ...]
 
 
-def _describe(module: nn.Module, name: str, style: str) -> _Layer:
+def _describe(module: nn.Module, name: str) -> _Layer:
     try:
         holder = module.get_submodule(name)
     except AttributeError:
         raise ValueError(f"plan.experts names {name}, but {type(module).__name__} has no such module") from None
-    if style == "stacked":
-        return _describe_stack(holder, name)
-    if style == "listed":
-        return _describe_list(module, holder, name)
-    raise ValueError(f"plan.experts: {name}: {style!r} (allowed: stacked, listed)")
-
-
-def _describe_stack(holder: nn.Module, name: str) -> _Layer:
     rows = {key: p.shape[0] if p.dim() else 0 for key, p in holder.named_parameters()}
     counters = _counters(holder)
     experts = max(counters.values(), default=next(iter(rows.values()), 0))
     odd = [f"{key} of shape {tuple(p.shape)}" for key, p in holder.named_parameters() if rows[key] != experts]
     if not rows or odd:
+        lacks = f"{', '.join(odd)} does not have one row for each of {experts} experts"
         raise ValueError(
-            f"{name} cannot be split by expert: "
-            + (
-                f"{', '.join(odd)} does not have one row for each of {experts} experts"
-                if odd
-                else "it has no parameters"
-            )
-            + " (leave it out of plan.experts, or expert=1)"
+            f"{name} cannot be split by expert: {lacks if odd else 'it has no parameters'} (leave it out of "
+            "plan.experts, or expert=1)"
         )
     _check_forward(holder, name)
-    return _Layer(holder, True, experts, {f"{name}.{key}": -1 for key in rows}, tuple(counters))
-
-
-def _describe_list(module: nn.Module, holder: nn.Module, name: str) -> _Layer:
-    listed, list_name = _find_list(holder, name)
-    caller, caller_name = holder, name
-    if type(holder).forward is nn.ModuleList.forward:
-        # A plain list is not called; its parent may be.
-        caller_name = name.rpartition(".")[0]
-        caller = module.get_submodule(caller_name)
-    _check_forward(caller, caller_name or type(module).__name__)
-    parameters = {
-        f"{list_name}.{i}.{key}": i for i, expert in enumerate(listed) for key, _ in expert.named_parameters()
-    }
-    inside = {f"{caller_name}.{key}".lstrip(".") for key, _ in caller.named_parameters()}
-    if inside - parameters.keys():
-        raise ValueError(
-            f"{caller_name} cannot be split by expert: {', '.join(sorted(inside - parameters.keys()))} belong to no "
-            "expert, but would see the tokens of other ranks (leave it out of plan.experts, or expert=1)"
-        )
-    return _Layer(caller, False, len(listed), parameters)
-
-
-def _find_list(holder: nn.Module, name: str) -> tuple[nn.ModuleList, str]:
-    if isinstance(holder, nn.ModuleList):
-        return holder, name
-    found = [(child, f"{name}.{key}") for key, child in holder.named_children() if isinstance(child, nn.ModuleList)]
-    if len(found) != 1:
-        raise ValueError(f"plan.experts: {name}: listed, but it holds {len(found)} lists of modules instead of one")
-    return found[0]
+    return _Layer(holder, experts, tuple(f"{name}.{key}" for key in rows), tuple(counters))
 
 
 def _counters(holder: nn.Module) -> dict[str, int]:
@@ -304,14 +238,12 @@ class TokenRoutes:
         destination: rank of each row, ``(R,)``.
         send: number of rows to each rank.
         receive: number of rows from each rank.
-        unused: experts of this rank without tokens.
     """
 
     token: Tensor
     destination: Tensor
     send: list[int]
     receive: list[int]
-    unused: list[int]
 
 
 @dataclass
@@ -367,7 +299,7 @@ class Dispatcher:
         arrived_MD = all_to_all(tokens_ND[routes.token], *exchange)  # noqa: N806
         # Between these two factors, gradients are those of the group's mean loss.
         results_MD = self._compute_arrived(  # noqa: N806
-            _scale_gradient(arrived_MD, self.size), _scale_gradient(routing, self.size), weights.dtype, routes.unused
+            _scale_gradient(arrived_MD, self.size), _scale_gradient(routing, self.size), weights.dtype
         )
         results_MD = _scale_gradient(results_MD.to(tokens.dtype), 1 / self.size)  # noqa: N806
         returned = all_to_all(results_MD, self.group, routes.receive, routes.send)
@@ -401,17 +333,10 @@ class Dispatcher:
         tokens_E = table[:, self.size :].sum(0)  # noqa: N806
         if self.layer.caller.training:
             self.loads.add(tokens_E)
-        mine = tokens_E[self.rank * self.per_rank :][: self.per_rank]
         # The only device synchronization of the exchange: all counts at once.
-        counts = torch.cat((table[self.rank, : self.size], table[:, self.rank], mine)).tolist()
+        send, receive = torch.stack((table[self.rank, : self.size], table[:, self.rank])).tolist()
         destination, token = goes.T.nonzero(as_tuple=True)
-        return TokenRoutes(
-            token=token,
-            destination=destination,
-            send=counts[: self.size],
-            receive=counts[self.size : 2 * self.size],
-            unused=[i for i, n in enumerate(counts[2 * self.size :], self.rank * self.per_rank) if n == 0],
-        )
+        return TokenRoutes(token, destination, send, receive)
 
     def _pack(self, index_NK: Tensor, weights_NK: Tensor, routes: TokenRoutes) -> Tensor:  # noqa: N803
         """Return weights and local experts of each row to send, ``(R, 2K)``; experts of other ranks are -1."""
@@ -423,18 +348,17 @@ class Dispatcher:
         weights_RK = weights_NK[routes.token].to(dtype).where(is_there, 0.0)  # noqa: N806
         return torch.cat((weights_RK, local_RK.to(dtype)), 1)
 
-    def _compute_arrived(self, rows_MD: Tensor, routing: Tensor, dtype: torch.dtype, unused: list[int]) -> Tensor:  # noqa: N803
+    def _compute_arrived(self, rows_MD: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: N803
         """Return the sum over this rank's experts for each received row, ``(M, D)``."""
         if not len(rows_MD):
             # Parameters and the exchange still need a gradient, or other ranks hang.
-            return _connect(torch.zeros_like(rows_MD), (rows_MD, routing, *self._unused_parameters(unused)))
+            return _connect(torch.zeros_like(rows_MD), (rows_MD, routing, *self.layer.caller.parameters()))
         weights_MK, local_MK = routing.chunk(2, 1)  # noqa: N806
         row, choice, index = self.answers.places(local_MK.detach())
         weights = weights_MK[row, choice].to(dtype)
         once = len(row) == len(rows_MD)  # each row has one expert on this rank: no gather needed
         results = self._call_local(rows_MD if once else rows_MD[row], index[:, None], weights[:, None])
-        results = results if once else _sum_rows(results, row, len(rows_MD))
-        return _connect(results, tuple(self._unused_parameters(unused)))
+        return results if once else _sum_rows(results, row, len(rows_MD))
 
     def places(self, local_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
         """Return the pairs of received rows and experts of this rank.
@@ -450,25 +374,8 @@ class Dispatcher:
 
     def _call_local(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Call the module's own forward with only this rank's experts."""
-        caller = self.layer.caller
-        if not self.layer.is_stacked:
-            return self.compute(rows, index + self.rank * self.per_rank, weights)
-        whole = {key: getattr(caller, key) for key in self.layer.counters}
-        try:
-            for key in whole:
-                setattr(caller, key, self.per_rank)
+        with with_attributes(self.layer.caller, **dict.fromkeys(self.layer.counters, self.per_rank)):
             return self.compute(rows, index, weights)
-        finally:
-            for key, value in whole.items():
-                setattr(caller, key, value)
-
-    def _unused_parameters(self, unused: list[int]) -> list[nn.Parameter]:
-        """Return parameters that get no gradient in this call."""
-        if self.layer.is_stacked:
-            # A stack has a gradient if any of its experts has a token.
-            return list(self.layer.caller.parameters()) if len(unused) == self.per_rank else []
-        listed, _ = _find_list(self.layer.caller, "")
-        return [parameter for i in unused for parameter in listed[i].parameters()]
 
 
 def _sum_rows(rows: Tensor, target: Tensor, count: int) -> Tensor:
