@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
@@ -27,16 +27,13 @@ from trainwright.strategies.data.sharding.gradient_hooks import refuse_hook
 from trainwright.strategies.expert.engine import Dispatcher, ExpertParallel, validate_experts
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine, Run
-from trainwright.strategies.pipeline.schedules import (
-    block_problems,
-    ranks_of_stages,
-    split_blocks,
-)
+from trainwright.strategies.pipeline.schedules import block_problems, ranks_of_stages, split_blocks
 from trainwright.strategies.pipeline.stage import UserStepStage
 from trainwright.strategies.plan.blocks import COMPILE_BLOCKS, compiled_modules, count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import within
-from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
+from trainwright.strategies.plan.tensor_rules import validate_tensor
+from trainwright.strategies.tensor.engine import TensorParallel
 
 
 def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions) -> list[str]:
@@ -48,13 +45,7 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         split = None if options.split == "balanced" else options.split
         problems += block_problems(len(plan.blocks), layout.pipeline, options.schedule, options.stages_per_rank, split)
     if layout.tensor > 1:
-        problems += validate_tensor(
-            module,
-            plan,
-            layout.tensor,
-            sequence_parallel=options.sequence_parallel,
-            loss_parallel=options.loss_parallel,
-        )
+        problems += validate_tensor(module, plan, layout.tensor, loss_parallel=options.loss_parallel)
     if layout.expert > 1:
         problems += validate_experts(module, plan, layout.expert)
     if layout.context > 1:
@@ -230,12 +221,8 @@ class Engines:
 
     def holds(self, name: str) -> bool:
         """Return whether the submodule ``name`` is outside of other stages' blocks."""
-        return not any(name == block or name.startswith(f"{block}.") for block in self._skipped_blocks())
-
-    def _skipped_blocks(self) -> Iterator[str]:
-        for index, name in enumerate(self.plan.blocks):
-            if not self._holds_block(index):
-                yield name
+        blocks = enumerate(self.plan.blocks)
+        return all(self._holds_block(index) or not within(name, block) for index, block in blocks)
 
     def _holds_block(self, index: int) -> bool:
         return any(index in self._spans[stage] for stage in self._my_stages)

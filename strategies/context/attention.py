@@ -40,7 +40,6 @@ from trainwright.strategies.context.order import SequenceOrder
 from trainwright.strategies.contract.collectives.flat import gather_parts, scatter_sum
 
 Method = Literal["ring", "ulysses", "gather"]
-METHODS: tuple[Method, ...] = ("ring", "ulysses", "gather")
 
 
 class DistributedAttention:
@@ -49,7 +48,7 @@ class DistributedAttention:
     Args:
         group: the ranks that share a sequence.
         order: their positions.
-        method: one of :data:`METHODS`.
+        method: see above.
         local: ``torch.nn.functional.scaled_dot_product_attention``.
     """
 

@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.context.attention import METHODS, DistributedAttention, Method, heads_problem
+from trainwright.strategies.context.attention import DistributedAttention, Method, heads_problem
 from trainwright.strategies.context.collectives import make_whole
 from trainwright.strategies.context.documents import document_attention
 from trainwright.strategies.context.order import SequenceOrder
@@ -34,8 +34,6 @@ from trainwright.strategies.contract.randomness.split import SplitRandomness, dr
 from trainwright.strategies.plan.arguments import Arguments, arguments, call_of, first_tensor
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import head_counts
-
-__all__ = ["METHODS", "ContextParallel", "validate_context"]
 
 _ATTENTION = F.scaled_dot_product_attention
 
@@ -46,21 +44,12 @@ def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str,
     Args:
         module: the whole model, possibly on the meta device.
         plan: its blocks.
-        size: of the context axis; 1: off.
-        method: of attention, one of :data:`METHODS`.
+        size: of the context axis.
+        method: of attention.
         tensor: size of the tensor axis, which divides heads first; 1: off. Only known head counts are checked
             (:func:`~trainwright.strategies.plan.tensor_rules.head_counts`).
     """
-    if size == 1:
-        return []
-    if method not in METHODS:
-        return [f"context method {method!r} (allowed: {', '.join(map(repr, METHODS))})"]
     problems = []
-    if not plan.blocks:
-        problems.append(
-            f"context={size}, but no repeated blocks were found in {type(module).__name__}. Name them: "
-            "strategy.blocks=['model.layers.*']"
-        )
     if method == "ulysses":
         for heads, kv_heads in sorted(set(head_counts(module, plan).values())):
             problems += filter(None, [heads_problem(heads // tensor, max(kv_heads // tensor, 1), size)])
@@ -97,7 +86,7 @@ class ContextParallel:
         module: the whole model.
         blocks: of this rank, in execution order.
         group: the ranks that share sequences.
-        method: of attention, see :data:`METHODS`.
+        method: of attention.
         balance: balance the work of causal attention over ranks; lengths must then be a multiple of ``2 x size``, else
             of ``size``.
         enters: whether this rank has the model's first block, which receives whole hidden states.
@@ -105,15 +94,10 @@ class ContextParallel:
             split hidden states.
         split_outputs: in training, keep outputs of the last block split up to the loss where that is exact; see
             :mod:`trainwright.strategies.context.slices`.
-        sequence_dims: name of a block argument -> its dim of positions, or ``None`` to leave it whole; overrides the
-            rules above. Default for hidden states: 1.
         further: returns the number of ranks of another axis that slice hidden states further (sequence parallelism);
             ``None``: 1.
         first: the model's first block if this rank does not have it (a pipeline stage), to get the length of passes
             without gradient; ``None``: these must be divisible.
-
-    Raises:
-        ValueError: for an unknown method, or no blocks.
     """
 
     def __init__(
@@ -127,19 +111,13 @@ class ContextParallel:
         enters: bool,
         leaves: bool,
         split_outputs: bool = False,
-        sequence_dims: Mapping[str, int | None] | None = None,
         first: nn.Module | None = None,
         further: Callable[[], int] | None = None,
     ) -> None:
-        if method not in METHODS:
-            raise ValueError(f"context method {method!r} (allowed: {', '.join(map(repr, METHODS))})")
-        if not blocks:
-            raise ValueError("No blocks to split sequences in. Name them: strategy.blocks=['model.layers.*'].")
         self.group = group
         self.order = SequenceOrder.of(group, balance)
         self.attention = DistributedAttention(group, self.order, method, _ATTENTION)
         self.split_outputs = split_outputs
-        self.sequence_dims = dict(sequence_dims or {})
         self._blocks, self._first = list(blocks), blocks[0] if enters else first
         self.enters, self._leaves = enters, leaves
         self._further = further or (lambda: 1)
@@ -166,16 +144,6 @@ class ContextParallel:
         """True if sequences are split in the current pass."""
         return torch.is_grad_enabled() or not self._whole_pass
 
-    def hidden(self, names: Sequence[str], given: Arguments) -> tuple[int | str, int]:
-        """Return the place of the hidden states, the first tensor argument, and their dim of positions.
-
-        Raises:
-            TypeError: if there is no tensor.
-        """
-        place = first_tensor(given, "A block was called without a tensor, so there are no hidden states to cut.")
-        dim = self.sequence_dims.get(_name_at(names, place), 1)
-        return place, 1 if dim is None else dim
-
     def cut_others(self, names: Sequence[str], given: Arguments, is_first: bool = False) -> Arguments:
         """Return the arguments, with all except the hidden states split to the positions of this rank.
 
@@ -183,8 +151,8 @@ class ContextParallel:
             names, given: of a block's call.
             is_first: whether it is the model's first block, which slices hidden states further itself.
         """
-        hidden, dim = self.hidden(names, given)
-        held = given[hidden].size(dim) * (1 if is_first else self._further())
+        hidden = hidden_states(given)
+        held = given[hidden].size(1) * (1 if is_first else self._further())
         return {
             place: value if place == hidden else self._cut(_name_at(names, place), value, held)
             for place, value in given.items()
@@ -201,10 +169,15 @@ class ContextParallel:
 
     def _cut_tensor(self, name: str, tensor: Tensor, held: int) -> Tensor:
         length = held * self.order.size
-        dim = self.sequence_dims[name] if name in self.sequence_dims else sequence_dim(tensor, length, name)
+        dim = sequence_dim(tensor, length, name)
         if dim is None:
-            if tensor.ndim == 3 and tensor.is_floating_point() and tensor.shape[1:] != (length,) * 2:
-                _check_other_states(name, tensor, held)
+            is_other_states = tensor.ndim == 3 and tensor.is_floating_point() and tensor.shape[1:] != (length,) * 2
+            if is_other_states and tensor.size(1) == held:  # attention could not distinguish them from a part
+                raise ValueError(
+                    f"The argument {name!r} of a block, of shape {tuple(tensor.shape)}, has as many positions as a "
+                    f"rank's part of the sequence, {held}, but is not a part of it. Pad it to another length, or use "
+                    "another context size."
+                )
             return tensor
         if tensor.requires_grad:
             return self.order.part(tensor, dim)
@@ -217,40 +190,48 @@ class ContextParallel:
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide whether to split this pass, and split its hidden states."""
         given = arguments(args, kwargs)
-        place, dim = self.hidden(_argument_names(type(block).forward), given)
+        place = hidden_states(given)
         states = given[place]
         cached = _cached_positions(given)
         if torch.is_grad_enabled():
-            self.order.check(states.size(dim))
+            self.order.check(states.size(1))
             if cached:
                 raise ValueError(
                     "A block was given keys and values of earlier positions, which a split sequence cannot use in "
                     "training. Pass use_cache=False."
                 )
-        self._whole_pass = cached is not None or not self.order.divides(states.size(dim))
+        self._whole_pass = cached is not None or not self.order.divides(states.size(1))
         if not self.splits or not self.enters:
             return None
-        return call_of({**given, place: self.order.part(states, dim)})
+        return call_of({**given, place: self.order.part(states, 1)})
 
     @torch.compiler.disable
     def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Gather the outputs of the last block."""
         if not self.splits:
             return None
-        given = arguments(args, kwargs)
-        place, dim = self.hidden(_argument_names(type(block).forward), given)
         if isinstance(output, Tensor):
-            return self._make_whole(output, dim)
-        held = given[place].size(dim)
+            return self._make_whole(output)
+        given = arguments(args, kwargs)
+        held = given[hidden_states(given)].size(1)
         return pytree.tree_map_only(
-            Tensor, lambda t: self._make_whole(t, dim) if t.ndim > dim and t.size(dim) == held else t, output
+            Tensor, lambda t: self._make_whole(t) if t.ndim > 1 and t.size(1) == held else t, output
         )
 
-    def _make_whole(self, part: Tensor, dim: int) -> Tensor:
-        if self.split_outputs and self._blocks[-1].training and torch.is_grad_enabled() and dim == 1:
+    def _make_whole(self, part: Tensor) -> Tensor:
+        if self.split_outputs and self._blocks[-1].training and torch.is_grad_enabled():
             length = part.size(1) * self.order.size
             return SequenceSlice(part, SequenceRows(self.group, self.order, length, 0, length))
-        return make_whole(part, self.group, self.order, dim)
+        return make_whole(part, self.group, self.order, 1)
+
+
+def hidden_states(given: Arguments) -> int | str:
+    """Return the place of the hidden states, the first tensor argument, whose positions are dim 1.
+
+    Raises:
+        TypeError: if there is no tensor.
+    """
+    return first_tensor(given, "A block was called without a tensor, so there are no hidden states to cut.")
 
 
 def sequence_dim(tensor: Tensor, length: int, name: str) -> int | None:
@@ -274,15 +255,6 @@ def sequence_dim(tensor: Tensor, length: int, name: str) -> int | None:
     if len(shape) == 2 and shape[0] == length:
         return 0
     return 2 if len(shape) == 4 and shape[2] == length else None
-
-
-def _check_other_states(name: str, tensor: Tensor, held: int) -> None:
-    """Refuse states that attention could not distinguish from this rank's part of a sequence."""
-    if tensor.size(1) == held:
-        raise ValueError(
-            f"The argument {name!r} of a block, of shape {tuple(tensor.shape)}, has as many positions as a rank's part "
-            f"of the sequence, {held}, but is not a part of it. Pad it to another length, or use another context size."
-        )
 
 
 def _name_at(names: Sequence[str], place: int | str) -> str:
@@ -359,10 +331,10 @@ class _BlockForward:
         """Run the first call, with checks."""
         args, kwargs, is_entered = self._begin(args, kwargs)
         given = arguments(args, kwargs)
-        place, dim = self.engine.hidden(self._names, given)
+        held = given[hidden_states(given)].size(1)
         calls = self.engine.exchange.calls
         try:
-            with self.engine.exchange, _PositionWatch(self.name, self._block, given[place].size(dim)):
+            with self.engine.exchange, _PositionWatch(self.name, self._block, held):
                 output = self.forward(*args, **kwargs)
         finally:
             self._end(is_entered)
@@ -382,9 +354,8 @@ class _BlockForward:
         if self._is_first:
             self.engine.forget_cuts()
         given = self.engine.cut_others(self._names, arguments(args, kwargs), self._is_first and self.engine.enters)
-        place, _ = self.engine.hidden(self._names, given)
         draws = self._draws and self._block.training
-        return *call_of(given), draws and self.engine.randomness.enter(given[place].device)
+        return *call_of(given), draws and self.engine.randomness.enter(given[hidden_states(given)].device)
 
     @torch.compiler.disable
     def _end(self, is_entered: bool) -> None:

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.core.config.options import refuse
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.differentiable import LinearMap, all_to_all, linear, same
 from trainwright.strategies.contract.collectives.flat import gather_parts
@@ -45,14 +44,8 @@ def validate_experts(module: nn.Module, plan: ModelPlan, size: int) -> list[str]
     Args:
         module: the LightningModule.
         plan: with the modules of experts.
-        size: of the expert axis; 1: off.
+        size: of the expert axis.
     """
-    if size == 1:
-        return []
-    if not plan.experts:
-        return [
-            f"expert={size}, but the plan of {type(module).__name__} has no experts (write plan.experts, or expert=1)"
-        ]
     problems = []
     for name, style in plan.experts.items():
         if style == "listed":
@@ -89,19 +82,15 @@ class ExpertParallel:
 
     Args:
         module: the LightningModule, or any module with the plan's names.
-        plan: its ``experts`` name the modules, whose parameters have one row per expert.
+        plan: its ``experts`` name the modules; accepted by :func:`validate_experts`.
         group: ranks that share the experts, in the order of the experts.
 
     Attributes:
         cuts: parameter name -> its split, of which the strategy keeps this rank's part.
         dispatchers: of all layers, once applied.
-
-    Raises:
-        ValueError: if the experts cannot be split; see :func:`validate_experts`.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, group: dist.ProcessGroup) -> None:
-        refuse(validate_experts(module, plan, dist.get_world_size(group)))
         self._group = group
         self._layers = [_describe(module, name) for name in plan.experts]
         self.cuts: dict[str, Cut] = {name: Cut(group, dim=0) for layer in self._layers for name in layer.parameters}
@@ -109,7 +98,7 @@ class ExpertParallel:
 
     def apply(self) -> None:
         """Wrap the forward of every experts module in an exchange of tokens; idempotent."""
-        if self.dispatchers or dist.get_world_size(self._group) == 1:
+        if self.dispatchers:
             return
         self.dispatchers = tuple(Dispatcher(layer, self._group) for layer in self._layers)
         for dispatcher in self.dispatchers:
@@ -157,10 +146,7 @@ class _Layer:
 
 
 def _describe(module: nn.Module, name: str) -> _Layer:
-    try:
-        holder = module.get_submodule(name)
-    except AttributeError:
-        raise ValueError(f"plan.experts names {name}, but {type(module).__name__} has no such module") from None
+    holder = module.get_submodule(name)
     rows = {key: p.shape[0] if p.dim() else 0 for key, p in holder.named_parameters()}
     counters = _counters(holder)
     experts = max(counters.values(), default=next(iter(rows.values()), 0))

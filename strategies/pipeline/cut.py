@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.strategies.pipeline.absent import AbsentParameter
 from trainwright.strategies.pipeline.tracing.block_values import HookRange, placeholder
 from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.names import within
 
 # Registration of a parameter: the module and the name in it.
 Slot = tuple[nn.Module, str]
@@ -43,9 +44,6 @@ class PipelineCut:
         ghosts: name of each parameter that this rank does not own -> its placeholder, once applied.
         buffer_stages: name of each buffer in a block, ``plan.first`` or ``plan.last`` -> the stage whose copy is valid
             (running statistics elsewhere are meaningless).
-
-    Raises:
-        ValueError: if spans and blocks do not match, two blocks are one module, or a name does not exist.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, spans: Sequence[range], mine: Sequence[int]) -> None:
@@ -55,8 +53,6 @@ class PipelineCut:
         self.names = plan.blocks
         self.blocks = [module.get_submodule(name) for name in plan.blocks]
         self._plan = plan
-        self._check_blocks()
-        self._check_names()
         self._stage_of_block = [stage for stage, span in enumerate(self.spans) for _ in span]
         self._slots: dict[str, list[Slot]] = {}
         self.holders = self._deal_out()
@@ -224,32 +220,6 @@ class PipelineCut:
             found.add(len(self.spans) - 1)
         return found
 
-    def _check_blocks(self) -> None:
-        if not self.blocks:
-            raise ValueError("A pipeline needs repeated blocks to split between. Type plan.blocks=['model.layers.*'].")
-        if len({id(block) for block in self.blocks}) != len(self.blocks):
-            raise ValueError(
-                f"Some of the blocks {list(self.names)} are the same module, called several times. A pipeline cannot "
-                "split those; use pipeline=1."
-            )
-        bounds = [0, *(span.stop for span in self.spans)]
-        if [*(span.start for span in self.spans), bounds[-1]] != bounds or bounds[-1] != len(self.blocks):
-            raise ValueError(f"The spans {self.spans} do not cover the {len(self.blocks)} blocks in order.")
-        if not set(self.mine) <= set(range(len(self.spans))):
-            raise ValueError(f"This rank cannot own the stages {self.mine}: there are {len(self.spans)}.")
-
-    def _check_names(self) -> None:
-        known = {name for name, _ in self.module.named_modules(remove_duplicate=False)}
-        known |= {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        known |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-        for part in ("first", "last"):
-            unknown = [name for name in getattr(self._plan, part) if name not in known]
-            if unknown:
-                raise ValueError(
-                    f"plan.{part} names {unknown}, but the model has no such module or parameter. Outside of the "
-                    f"blocks it has: {[name for name, _ in self.module.named_children()]}."
-                )
-
 
 class _Forbidden:
     """Forward of a block owned by another stage, which the engine's gates never reach."""
@@ -296,8 +266,7 @@ def refresh_recurrent(owner: nn.Module) -> None:
 
 
 def _longest_match(name: str, prefixes: Iterable[str]) -> int | None:
-    lengths = [len(p) for p in prefixes if p == "" or name == p or name.startswith(p + ".")]
-    return max(lengths, default=None)
+    return max((len(prefix) for prefix in prefixes if within(name, prefix)), default=None)
 
 
 class StageParameters(nn.Module):

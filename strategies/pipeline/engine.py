@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.pipeline import micro_batches as batches
@@ -56,7 +57,8 @@ class PipelineEngine:
             module); innermost it must call :meth:`call` and return its result.
         batch_dims: exceptions to "samples are along dim 0", by path in the batch; see :func:`split_batch`.
         look: like ``run``, without gradients and on all stages completely; default: ``run``.
-        whole: see :meth:`evaluating`.
+        whole: returns an owned parameter, by name, as a whole local tensor; called on every holder in the same order.
+            ``None``: the parameter itself.
         sent_as: see :class:`UserStepStage`.
 
     Attributes:
@@ -87,7 +89,8 @@ class PipelineEngine:
         self._ranks = ranks_of_stages(dist.get_world_size(group), cut.stages, schedule)
         self.last_stage_rank = self._ranks[-1]
         self._gates = Gates(cut.blocks)
-        self._registry = SpecRegistry(_common_prefix(group, self._device))
+        unique = broadcast_value(uuid.uuid4().hex, 0, group, self._device)
+        self._registry = SpecRegistry(f"trainwright/pipeline/{unique}")
         _connect_neighbors(group, self._device)
         self._channel = ValueChannel(group, self._device)
         self._publisher = Publisher(group, self.last_stage_rank, self._device)
@@ -232,16 +235,15 @@ class PipelineEngine:
         assert self._routes is not None
         run = StagePass(self._routes, stage, received)
         args, kwargs = step.arguments[part]
-        self._gates.current = run
-        step.recorder.current = part if run.is_last else None
+        run.randomness = self._randomness if step.seeds else None
         if self._state is not None:
             self._state.begin_micro_batch()
-        try:
-            with self._randomness.outside(step.seeds[part]) if step.seeds else nullcontext():
-                run.randomness = self._randomness if step.seeds else None
-                output = self._run("training_step", args, kwargs)
-        finally:
-            self._gates.current, step.recorder.current = None, None
+        with (
+            with_attributes(self._gates, current=run),
+            with_attributes(step.recorder, current=part if run.is_last else None),
+            self._randomness.outside(step.seeds[part]) if step.seeds else nullcontext(),
+        ):
+            output = self._run("training_step", args, kwargs)
         if self._state is not None:
             self._state.end_micro_batch(stage)
         if not run.is_last:
@@ -270,7 +272,7 @@ class PipelineEngine:
         stop = listen(
             lambda call: trace.record_collective(call.kind, ranks & set(dist.get_process_group_ranks(call.group)))
         )
-        with torch.no_grad(), self.evaluating(self._whole):
+        with torch.no_grad(), self.evaluating():
             state = ModuleState(self._module)
             trace.name_state(self._module)
             try:
@@ -344,19 +346,14 @@ class PipelineEngine:
         return self._channel.broadcast(self.last_stage_rank, value, source)
 
     @contextmanager
-    def evaluating(self, whole: Callable[[str], Tensor] | None = None) -> Iterator[None]:
-        """Materialize modules outside of the blocks on every stage inside. A collective at entry.
-
-        Args:
-            whole: returns an owned parameter, by name, as a whole local tensor; called on every holder in the same
-                order. ``None``: the parameter itself.
-        """
+    def evaluating(self) -> Iterator[None]:
+        """Materialize modules outside of the blocks on every stage inside; reentrant. A collective at entry."""
         if self._is_whole:
             yield
             return
         outside = sorted(self.cut.outside)
         for name in outside:
-            tensor = self._shared(name, whole)
+            tensor = self._shared(name)
             if name in self.cut.ghosts:
                 put(self.cut.slots(name), tensor)
         self.share_buffers(of_blocks=False)
@@ -369,12 +366,12 @@ class PipelineEngine:
                 self.cut.put_ghost_back(name)
 
     @torch.no_grad()
-    def _shared(self, name: str, whole: Callable[[str], Tensor] | None) -> Tensor:
+    def _shared(self, name: str) -> Tensor:
         tensor = torch.empty(0)
         if name in self.cut.owned:
             owner, key = self.cut.slots(name)[0]
             # Called on every holder: gathering it may be a collective of these.
-            tensor = (whole(name) if whole is not None else getattr(owner, key)).detach().contiguous()
+            tensor = (getattr(owner, key) if self._whole is None else self._whole(name)).detach().contiguous()
         shared: Tensor = self._channel.broadcast(self._ranks[self.cut.holders[name][0]], tensor, name)
         return shared
 
@@ -432,24 +429,21 @@ class PipelineEngine:
         return output
 
     def _relayed(self, run: RelayPass, function: Callable[[], Any], draws: bool = True) -> Any:
-        before, self._gates.current = self._gates.current, run
         run.randomness = self._randomness if draws else None
-        try:
-            with ExitStack() as stack:
-                if draws:
-                    stack.enter_context(self._randomness.outside(self._randomness.seeds(1)[0]))
-                if run.trace is not None:
-                    if self._is_compiled:  # compiled code cannot be traced, and would be recompiled for this run
-                        stack.enter_context(torch.compiler.set_stance("force_eager"))
-                    run.trace.check_generators()
-                    stack.enter_context(run.trace)
-                    stack.enter_context(run.trace.in_user_code())
-                with self.cut.listed_ghosts():
-                    output = function()
-                if run.trace is not None:
-                    run.trace.check_generators()
-        finally:
-            self._gates.current = before
+        with ExitStack() as stack:
+            stack.enter_context(with_attributes(self._gates, current=run))
+            if draws:
+                stack.enter_context(self._randomness.outside(self._randomness.seeds(1)[0]))
+            if run.trace is not None:
+                if self._is_compiled:  # compiled code cannot be traced, and would be recompiled for this run
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                run.trace.check_generators()
+                stack.enter_context(run.trace)
+                stack.enter_context(run.trace.in_user_code())
+            with self.cut.listed_ghosts():
+                output = function()
+            if run.trace is not None:
+                run.trace.check_generators()
         run.finish()
         return output
 
@@ -461,11 +455,6 @@ class _Step(NamedTuple):
     recorder: LogRecorder
     scale: Callable[[Tensor, float], Tensor]
     seeds: list[int]
-
-
-def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return a string that is unique to the group, on all of its ranks."""
-    return f"trainwright/pipeline/{broadcast_value(uuid.uuid4().hex, 0, group, device)}"
 
 
 def _connect_neighbors(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.core.torch_internals import peek_interpreter_stack
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline.cut import put
 from trainwright.strategies.pipeline.tracing import block_values
 from trainwright.strategies.pipeline.tracing.block_values import BlockValue, Call, Placeholder
@@ -43,26 +44,19 @@ class Gates:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
-        self._before: list[Any] | None = None
+        self._attached = ExitStack()
         self.current: Pass | None = None
 
     def attach(self) -> None:
         """Install the gates, after all other hooks, patches and compilations of the blocks."""
-        if self._before is not None:
-            return
-        self._before = [block._compiled_call_impl for block in self._blocks]
         for index, block in enumerate(self._blocks):
             # Torch calls this instead of hooks and forward, as for a compiled block.
-            block.__dict__["_compiled_call_impl"] = self._gate(index, block._compiled_call_impl or block._call_impl)
+            gate = self._gate(index, block._compiled_call_impl or block._call_impl)
+            self._attached.enter_context(with_attributes(block, _compiled_call_impl=gate))
 
     def detach(self) -> None:
         """Remove the gates."""
-        for block, before in zip(self._blocks, self._before or [], strict=False):
-            if before is None:
-                block.__dict__.pop("_compiled_call_impl", None)
-            else:
-                block.__dict__["_compiled_call_impl"] = before
-        self._before = None
+        self._attached.close()
 
     def _gate(self, index: int, call: Call) -> Call:
         def gate(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +118,9 @@ class StagePass:
         with self.randomness.block() if self.randomness is not None else nullcontext():
             output = self._call(index, call, args, kwargs)
         if index == self.span.stop - 1 and not self.is_last:
-            self.output = self._copied(index, output)
+            # Sent as a copy if it is changed in place before the next block.
+            copied = index in self._routes.copied
+            self.output = pytree.tree_map_only(Tensor, Tensor.clone, output) if copied else output
             self._versions = [t._version for t in tensors_in(self.output)]
         return output
 
@@ -144,10 +140,6 @@ class StagePass:
                 tensor = tensors[source.leaf]
                 self._own[source] = tensor.clone() if source in self._routes.cloned else tensor
         return value.output
-
-    def _copied(self, index: int, output: Any) -> Any:
-        """Return the output to send: a copy if it is changed in place before the next block."""
-        return pytree.tree_map_only(Tensor, Tensor.clone, output) if index in self._routes.copied else output
 
     def _skip(self, index: int) -> Any:
         """Return the result of a block of an earlier stage."""

@@ -44,20 +44,14 @@ class ValueSpec:
     is_tensor: tuple[bool, ...]
     tensors: tuple[TensorSpec, ...]
 
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the structure with these tensors."""
-        rest = iter(tensors)
-        leaves = [
-            next(rest) if is_tensor else value for value, is_tensor in zip(self.plain, self.is_tensor, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """Return the structure with these values for its tensors."""
+        rest, pairs = iter(tensors), zip(self.plain, self.is_tensor, strict=True)
+        return pytree.tree_unflatten([next(rest) if is_tensor else value for value, is_tensor in pairs], self.spec)
 
     def dump(self) -> bytes:
         """Serialize for another rank of this job."""
-        skeleton = pytree.tree_unflatten(
-            [_SLOT if tensor else value for value, tensor in zip(self.plain, self.is_tensor, strict=True)], self.spec
-        )
-        return pack((skeleton, self.tensors))
+        return pack((self.build([_SLOT] * len(self.tensors)), self.tensors))
 
     @staticmethod
     def load(data: bytes) -> ValueSpec:

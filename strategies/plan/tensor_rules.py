@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.model_plan import ModelPlan, base_style
 from trainwright.strategies.plan.names import parent_of, starred
 from trainwright.strategies.plan.stem_and_head import tied_groups
 
-STYLES = ("colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise")
 # Names of attributes for the width of a head in common libraries.
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "dim_per_head", "d_kv")
 # Names of attributes for the number of heads.
@@ -48,20 +47,6 @@ def is_projection(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
-def parse_style(style: str) -> tuple[str, tuple[int, ...]]:
-    """Parse ``"packed_colwise:64,32,32"`` into its name and numbers.
-
-    Raises:
-        ValueError: if the name is not in :data:`STYLES` or the numbers are invalid.
-    """
-    name, _, numbers = style.partition(":")
-    if name not in STYLES or (numbers and name != "packed_colwise"):
-        raise ValueError(f"tensor style {style!r} is unknown; allowed: {', '.join(STYLES[:-1])}, packed_colwise:3")
-    if not re.fullmatch(r"(\d+(,\d+)*)?", numbers):
-        raise ValueError(f"tensor style {style!r}: after the colon, type a count (3) or section lengths (64,32,32)")
-    return name, tuple(int(number) for number in numbers.split(",") if number)
-
-
 def is_splittable(module: nn.Module) -> bool:
     """Return whether a projection has only a weight and an optional bias, without parametrizations."""
     return not hasattr(module, "parametrizations") and {"weight"} <= module._parameters.keys() <= {"weight", "bias"}
@@ -81,9 +66,9 @@ def splits(module: nn.Module, style: str) -> dict[str, WeightSplit]:
         style: of a plan.
 
     Raises:
-        ValueError: if the style is unknown or does not apply to this kind of module.
+        ValueError: if the style does not apply to this kind of module.
     """
-    kind, numbers = parse_style(style)
+    kind, _, numbers = style.partition(":")
     if is_attention(module) and kind in ("colwise", "packed_colwise"):
         return _attention_splits(module)
     if isinstance(module, nn.Embedding) and kind == "vocabulary":
@@ -97,7 +82,7 @@ def splits(module: nn.Module, style: str) -> dict[str, WeightSplit]:
     out_dim, in_dim = (1, 0) if is_transposed(module) else (0, 1)
     if kind == "rowwise":
         return {"weight": WeightSplit(in_dim)}
-    sections = _sections(features(module)[1], numbers) if kind == "packed_colwise" else None
+    sections = _sections(features(module)[1], tuple(map(int, numbers.split(",")))) if kind == "packed_colwise" else None
     found = {"weight": WeightSplit(out_dim, sections)}
     if getattr(module, "bias", None) is not None:
         found["bias"] = WeightSplit(0, sections)
@@ -127,8 +112,6 @@ def _attention_splits(module: nn.Module) -> dict[str, WeightSplit]:
 
 
 def _sections(length: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
-    if not numbers:
-        raise ValueError("tensor style 'packed_colwise' needs the number of projections, as in packed_colwise:3")
     if len(numbers) == 1:
         count = numbers[0]
         if count == 0 or length % count:
@@ -147,33 +130,21 @@ def site_name(module: nn.Module, name: str) -> str:
     return parent
 
 
-def validate_tensor(
-    module: nn.Module, plan: ModelPlan, size: int, *, sequence_parallel: bool, loss_parallel: bool
-) -> list[str]:
+def validate_tensor(module: nn.Module, plan: ModelPlan, size: int, *, loss_parallel: bool) -> list[str]:
     """Return the problems of splitting a module over ``size`` ranks.
 
     Args:
         module: unsplit, real or on the meta device. No process group is needed.
         plan: of the module.
         size: of the tensor axis.
-        sequence_parallel: whether activations between projections are split along the sequence.
         loss_parallel: whether logits stay split.
 
     Returns:
         One sentence per problem; repeated blocks are named once, with a star.
     """
-    if size == 1:
-        return []
     problems = [*_shape_problems(module, plan, size)]
     if not problems:  # the checks below read shapes
         problems += [*_head_problems(module, plan, size), *_tie_problems(module, plan)]
-    if not plan.tensor:
-        problems.append(f"tensor={size}: the plan names no module to split; name them in strategy.plan.tensor")
-    if sequence_parallel and not plan.blocks:
-        problems.append(
-            "sequence_parallel=true: the plan names no repeated blocks; name them in strategy.plan.blocks, or set "
-            "sequence_parallel=false"
-        )
     if loss_parallel and "colwise_gather" not in plan.tensor.values():
         problems.append(
             "loss_parallel=true: the plan splits no output head; give one the style colwise_gather in "
@@ -190,11 +161,7 @@ def _sizes(lengths: Iterable[int]) -> str:
 def _shape_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[str]:
     for name, style in plan.tensor.items():
         where = f"tensor plan of {starred(name)}: "
-        try:
-            part = module.get_submodule(name)
-        except AttributeError:
-            yield f"{where}the module has no such part"
-            continue
+        part = module.get_submodule(name)
         try:
             found = splits(part, style)
         except ValueError as error:
@@ -251,15 +218,11 @@ def has_own_forward(part: nn.Module) -> bool:
 
 
 def _head_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[str]:
-    counts: dict[tuple[str, str], int] = {}
-    for name, attributes in plan.heads.items():
-        part = module.get_submodule(name)
-        for attribute in attributes:
-            value = getattr(part, attribute, None)
-            if not isinstance(value, int):
-                yield f"plan of heads: {starred(name)}.{attribute} is {value!r}, not a number of heads or features"
-                continue
-            counts[starred(name), attribute] = value
+    counts: dict[tuple[str, str], int] = {
+        (starred(name), attribute): getattr(module.get_submodule(name), attribute)
+        for name, attributes in plan.heads.items()
+        for attribute in attributes
+    }
     counts |= dict(_implied_heads(module, plan))
     if bad := {key: count for key, count in counts.items() if count % size}:
         listed = ", ".join(f"{name}.{attribute} = {count}" for (name, attribute), count in bad.items())
@@ -272,7 +235,7 @@ def _implied_heads(module: nn.Module, plan: ModelPlan) -> Iterator[tuple[tuple[s
         part = module.get_submodule(name)
         if isinstance(part, nn.MultiheadAttention):
             yield (starred(name), "num_heads"), part.num_heads
-        elif parse_style(style)[0] in ("colwise", "packed_colwise") and is_projection(part):
+        elif base_style(style) in ("colwise", "packed_colwise") and is_projection(part):
             parent = module.get_submodule(site_name(module, name))
             width = next((w for key in HEAD_WIDTHS if isinstance(w := getattr(parent, key, None), int) and w > 0), 1)
             for length in splits(part, style)["weight"].sections or (features(part)[1],):

@@ -30,13 +30,10 @@ from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
 from trainwright.strategies.plan import tensor_rules as rules
 from trainwright.strategies.plan.arguments import arguments, call_of, first_tensor
-from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.model_plan import ModelPlan, base_style
 from trainwright.strategies.plan.names import inside_any, parent_of
-from trainwright.strategies.plan.tensor_rules import validate_tensor
 from trainwright.strategies.tensor.sharded_logits import ShardedLogits
 from trainwright.strategies.tensor.split_attention import attend
-
-__all__ = ["TensorParallel", "validate_tensor"]
 
 _Forward = Callable[..., Any]
 # Dim along which sequence parallelism slices hidden states. With batch_first=False it is the batch, which is fine too:
@@ -48,7 +45,7 @@ class TensorParallel:
     """Tensor parallelism of a module over a process group.
 
     Args:
-        module: unsplit, accepted by :func:`validate_tensor`. Parameters may be real, on the meta device, or plain
+        module: unsplit, accepted by ``validate_tensor``. Parameters may be real, on the meta device, or plain
             attributes of the right shape.
         plan: splits of modules, see :class:`ModelPlan`.
         group: ranks of the tensor axis. Outside of split modules all compute the same.
@@ -85,12 +82,12 @@ class TensorParallel:
         self.cuts: dict[str, Cut] = {
             name: Cut(group, split.dim, split.sections) for name, split in rules.plan_splits(module, plan).items()
         }
-        self.summed: frozenset[str] = self._find_summed() if group.size() > 1 else frozenset()
+        self.summed = self._find_summed()
 
     @property
     def slices_sequence(self) -> bool:
         """True if hidden states between blocks are slices of the sequence, which is only so in training."""
-        return self._sequence and self._module.training and self._group.size() > 1
+        return self._sequence and self._module.training
 
     def apply(self, first_block: nn.Module | None, last_block: nn.Module | None) -> None:
         """Replace forwards and divide attributes that count heads; to be called once.
@@ -102,8 +99,6 @@ class TensorParallel:
             last_block: whose output is gathered; ``None``: this rank sends slices. Both are unused without
                 ``sequence_parallel``.
         """
-        if self._group.size() == 1:
-            return
         self._divide_heads()
         for name, style in self._plan.tensor.items():
             part = self._module.get_submodule(name)
@@ -152,11 +147,10 @@ class TensorParallel:
     # Projections
 
     def _patch(self, part: nn.Module, name: str, style: str) -> None:
-        kind, _ = rules.parse_style(style)
         makers: dict[str, Callable[[Any, str], _Forward]] = {
             "vocabulary": self._vocabulary, "rowwise": self._rowwise, "colwise_gather": self._head
         }  # fmt: skip
-        _replace_forward(part, makers.get(kind, self._colwise)(part, name))
+        _replace_forward(part, makers.get(base_style(style), self._colwise)(part, name))
 
     def _colwise(self, part: nn.Module, name: str) -> _Forward:
         project = _projection(part)

@@ -29,22 +29,19 @@ class EagerMode(TorchDispatchMode):
     would leave the module uncompiled to the end of the run.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._stances: list[AbstractContextManager[Any]] = []
+    _stance: AbstractContextManager[Any]
 
     def __enter__(self) -> Self:
         """Enter the mode."""
-        stance = uncompiled()
-        stance.__enter__()
-        self._stances.append(stance)
+        self._stance = uncompiled()
+        self._stance.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Leave the mode."""
         super().__exit__(*error)
-        self._stances.pop().__exit__(*error)
+        self._stance.__exit__(*error)
 
 
 class Deterministic(EagerMode):
@@ -85,7 +82,7 @@ class Deterministic(EagerMode):
                 row = func(torch.empty_like(target[:1]).copy_(target[:1]), *args[1:], **kwargs)
             target.copy_(row.expand_as(target))
             return target
-        place = _size_argument(func, args)
+        place = next((i for i, each in enumerate(func._schema.arguments[: len(args)]) if each.name == "size"), None)
         if place is not None:
             size = tuple(args[place])
             if size and size[0] > 0:
@@ -145,13 +142,6 @@ def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
             elif argument.name in kwargs:
                 kwargs[argument.name] = 0.0
     return tuple(args), kwargs
-
-
-def _size_argument(func: Any, args: Any) -> int | None:
-    for place, argument in enumerate(func._schema.arguments[: len(args)]):
-        if argument.name == "size":
-            return place
-    return None
 
 
 @contextmanager

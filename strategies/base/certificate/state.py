@@ -85,7 +85,7 @@ class KeptObjects:
             vars(held).update(attributes)
 
 
-class KeptState:
+class KeptState(KeptObjects):
     """Copy of the state of a module that a step may change: buffers, attributes, containers, plain objects within them.
 
     Changes elsewhere (files, global variables) are not covered.
@@ -99,17 +99,13 @@ class KeptState:
         self._trained = [(p, p.requires_grad, p.grad) for p in module.parameters()]
         looks = [looks for _, looks in self._modules]
         values = (v for each in looks for v in (*each.attributes.values(), *each.tables.get("_buffers", {}).values()))
-        self._objects = KeptObjects(values, tensors=True)
-
-    def forget_unchanged(self) -> None:
-        """Drop saved values of tensors that were not modified since."""
-        self._objects.forget_unchanged()
+        super().__init__(values, tensors=True)
 
     def restore(self) -> None:
         """Restore the module."""
         for sub, looks in self._modules:
             _put(sub, looks, vars(sub))
-        self._objects.restore()
+        super().restore()
         for parameter, requires_grad, gradient in self._trained:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient

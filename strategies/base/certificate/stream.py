@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from trainwright.core.torch_internals import (
 from trainwright.strategies.base.certificate.determinism import Deterministic
 from trainwright.strategies.base.certificate.state import KeptObjects, KeptState
 from trainwright.strategies.base.certificate.written import WrittenParameter
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.state.assemble import Assembly
 from trainwright.strategies.state.wholes import whole_on_device
 
@@ -154,7 +156,9 @@ class Streamed:
             parameter = nn.Parameter(tensor, requires_grad=trained[written.name])
             if parameter.requires_grad:
                 self._hooks += [parameter.register_hook(hook) for hook in written.hooks]
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taking(written.name)))
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(partial(self._take_computed, written.name))
+                )
             self.parameters[written.name] = parameter
         self._before_writes: dict[str, Tensor] = {}
         # User code may give a parameter other memory (``.data = ...``): aliases keep the address of this one taken.
@@ -167,26 +171,18 @@ class Streamed:
         self._filled: set[int] = set()
         self._pinned: set[int] = set()
 
-    def _taking(self, name: str) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
-            if not self._keeps_gradients:
-                self._take_gradient(name, parameter)
-
-        return take
+    def _take_computed(self, name: str, parameter: Tensor) -> None:
+        if not self._keeps_gradients:
+            self._take_gradient(name, parameter)
 
     def _take_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._take(name, parameter.grad)
             parameter.grad = None
 
-    @contextmanager
-    def keeping_gradients(self) -> Iterator[None]:
+    def keeping_gradients(self) -> AbstractContextManager[None]:
         """Keep gradients in a ``with`` block of user code, which may read, change or drop those that it computes."""
-        self._keeps_gradients = True
-        try:
-            yield
-        finally:
-            self._keeps_gradients = False
+        return with_attributes(self, _keeps_gradients=True)
 
     def take_kept(self) -> None:
         """Take the gradients that user code has left."""
@@ -252,16 +248,11 @@ class Streamed:
     @contextmanager
     def around(self, blocks: Sequence[nn.Module], randomness: Deterministic) -> Iterator[None]:
         """Fetch the parameters of each block (units 1, 2, ... in order) around its forward, in a ``with`` block."""
-        before = [block.__dict__.get("forward") for block in blocks]
-        for unit, block in enumerate(blocks, 1):
-            block.forward = self._streaming(unit, block, randomness)
-        try:
+        with ExitStack() as stack:
+            for unit, block in enumerate(blocks, 1):
+                forward = self._streaming(unit, block, randomness)
+                stack.enter_context(with_attributes(block, forward=forward))
             yield
-        finally:
-            for block, forward in zip(blocks, before, strict=True):
-                del block.forward
-                if forward is not None:
-                    block.forward = forward
 
     def _streaming(self, unit: int, block: nn.Module, randomness: Deterministic) -> Callable[..., Any]:
         forward = block.forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.base.whole.tensors import WholeTensor
 from trainwright.strategies.base.whole.view import WholeView
+from trainwright.strategies.contract.attributes import with_attributes
 
 _OF_CALLBACKS = tuple(name for name in vars(Callback) if name.startswith("on_") and name != "on_load_checkpoint")
 _OF_MODULES = (
@@ -28,8 +29,8 @@ _SHARD_AWARE = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "trainw
 
 def guard_hooks(
     view: WholeView, trainer: Trainer, optimizers: Callable[[], list[Optimizer]], parts: StatePart
-) -> Callable[[], None]:
-    """Show whole parameters in user hooks; returns a function that ends it.
+) -> ExitStack:
+    """Show whole parameters in user hooks, until the returned stack is closed.
 
     A module or callback with an attribute ``sees_parts = True`` still sees this rank's parts.
 
@@ -39,24 +40,16 @@ def guard_hooks(
         optimizers: returns those of the strategy.
         parts: returns this rank's part of a whole value that a hook has put into a checkpoint's ``state_dict``.
     """
-    guarded: list[tuple[dict[str, Any], str, Any]] = []
+    guards = ExitStack()
     targets: list[tuple[Any, tuple[str, ...]]] = [(trainer.lightning_module, _OF_MODULES)]
     targets += [(callback, _OF_CALLBACKS) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     for target, names in targets:
         for name in names if not getattr(target, "sees_parts", False) else ():
             method = getattr(target, name, None)
-            if method is None or _supports_shards(method):
-                continue
-            guarded.append((target.__dict__, name, target.__dict__.get(name)))  # as LambdaCallback sets
-            target.__dict__[name] = _guarded(view, f"{type(target).__name__}.{name}", method, optimizers, parts)
-
-    def end() -> None:
-        for attributes, name, before in guarded:
-            attributes.pop(name, None)
-            if before is not None:
-                attributes[name] = before
-
-    return end
+            if method is not None and not _supports_shards(method):
+                guarded = _guarded(view, f"{type(target).__name__}.{name}", method, optimizers, parts)
+                guards.enter_context(with_attributes(target, **{name: guarded}))
+    return guards
 
 
 StatePart = Callable[[str, Tensor], Tensor]

@@ -12,6 +12,7 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.cuts import METADATA
 
 _Call = Callable[..., Any]
+_of_class: Any = Tensor
 
 
 class WholeTensors(Protocol):
@@ -90,7 +91,7 @@ class WholeTensor(Tensor):
             special = _SPECIAL.get(func)
             if special is not None and args[0].whole_kind == "parameter":
                 return special(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(WholeTensor, lambda tensor: tensor.whole(), (args, kwargs))
+        args, kwargs = stand_ins_to_wholes((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -104,10 +105,6 @@ class WholeTensor(Tensor):
 def stand_ins_to_wholes(value: Any) -> Any:
     """Return ``value`` with every stand-in replaced by its whole tensor."""
     return pytree.tree_map_only(WholeTensor, lambda tensor: tensor.whole(), value)
-
-
-def _of_class(name: str) -> Any:
-    return getattr(Tensor, name)
 
 
 def _grad(tensor: WholeTensor) -> Tensor | None:
@@ -148,14 +145,14 @@ def _refuse_copy(tensor: WholeTensor, *_: Any) -> None:
 
 # Functions of parameters beyond their values.
 _SPECIAL: dict[Any, _Call] = {
-    _of_class("grad").__get__: _grad,
-    _of_class("grad").__set__: _set_grad,
-    _of_class("grad").__delete__: lambda tensor: _set_grad(tensor, None),
-    _of_class("requires_grad").__get__: _requires_grad,
-    _of_class("requires_grad").__set__: _set_requires_grad,
+    _of_class.grad.__get__: _grad,
+    _of_class.grad.__set__: _set_grad,
+    _of_class.grad.__delete__: lambda tensor: _set_grad(tensor, None),
+    _of_class.requires_grad.__get__: _requires_grad,
+    _of_class.requires_grad.__set__: _set_requires_grad,
     Tensor.requires_grad_: _set_requires_grad,
-    _of_class("data").__get__: _get_data,
-    _of_class("data").__set__: _set_data,
+    _of_class.data.__get__: _get_data,
+    _of_class.data.__set__: _set_data,
     Tensor.register_hook: _refuse_hook,
     Tensor.register_post_accumulate_grad_hook: _refuse_hook,
     Tensor.__deepcopy__: _refuse_copy,

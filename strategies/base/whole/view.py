@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.checkpoint.exchange.groups import wait_for_all
+from trainwright.strategies.base.whole.gradients import Gradients
 from trainwright.strategies.base.whole.parts import ModuleParts, differ_between_ranks
 from trainwright.strategies.base.whole.tables import UnreadableState, whole_tables
 from trainwright.strategies.base.whole.tensors import WholeTensor
@@ -27,29 +28,6 @@ from trainwright.strategies.contract.gradients import local_tensor
 _AFTER_RUN = "_trainwright_view"
 # Timeout for the other ranks before the first gather.
 PATIENCE = timedelta(seconds=60)
-
-
-class Gradients(Protocol):
-    """Access to a strategy's gradients, by name, as the optimizer sees them."""
-
-    def gradient_parts(self) -> Mapping[str, Tensor]:
-        """Return this rank's averaged gradients.
-
-        Raises:
-            RuntimeError: if they are not averaged yet.
-        """
-
-    def set_gradient_part(self, name: str, part: Tensor | None) -> None:
-        """Set this rank's part of a gradient, or drop the gradient."""
-
-    def parameters_written(self) -> None:
-        """Handle parameters that were modified outside of the optimizer."""
-
-    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return the parameter names of each group of ``optimizer``, merged over stages. A collective."""
-
-    def held_in_optimizer(self, name: str) -> Tensor | None:
-        """Return the tensor for a parameter in this rank's optimizer."""
 
 
 class WholeView:
@@ -229,7 +207,7 @@ class WholeView:
     def _show_optimizer(self, optimizer: Optimizer) -> None:
         names = self._groups.get(id(optimizer), [])
         if len(names) != len(optimizer.param_groups):
-            names = self._groups[id(optimizer)] = self._gradients.group_names(optimizer)
+            names = self._groups[id(optimizer)] = self._gradients.strategy._group_names(optimizer)
         for group, within in zip(optimizer.param_groups, names, strict=True):
             held, shown = self._shown_groups.get(id(group), ((), []))
             if list(map(id, held)) != list(map(id, group["params"])):
@@ -434,7 +412,7 @@ class WholeView:
         wrote |= self._used_in_place
         self._forget()
         if wrote:
-            self._gradients.parameters_written()
+            self._gradients.strategy._parameters_written()
         if differing:
             raise RuntimeError(
                 f"{self._where or 'User code'} wrote values into {', '.join(differing[:4])} that are not the same on "

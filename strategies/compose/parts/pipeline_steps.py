@@ -138,9 +138,9 @@ class PipelineSteps:
         """Run a step, which runs ``method`` of the user's module, on all stages together."""
         if not self._is_evaluating and not self._strategy.lightning_module.trainer.training:
             # At the first step: callbacks may exchange weights (averages) when an evaluation starts.
-            self._evaluation.enter_context(self._engine.evaluating(self._whole_here))
+            self._evaluation.enter_context(self._engine.evaluating())
             self._is_evaluating = True
-        with self._engine.evaluating(self._whole_here):  # reentrant; also for steps of callbacks
+        with self._engine.evaluating():  # reentrant; also for steps of callbacks
             try:
                 return self._engine.relay(step, method)
             finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.randomness.state import random_state
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.tracing.block_values import FIRST_ONLY, READS_NUMBERS, READS_VALUES, SHAPE_ONLY
@@ -172,33 +173,18 @@ class DependencyTrace(TorchFunctionMode):
         self._record_mutations(lambda source: source.block == index - 1)
         self.needs[self._cut.stage_of_block(index)] |= self.of((args, kwargs))
 
-    @contextmanager
-    def running(self, index: int) -> Iterator[None]:
+    def running(self, index: int) -> AbstractContextManager[None]:
         """Mark a block of this rank as running inside."""
-        self.inside = index
-        try:
-            yield
-        finally:
-            self.inside = None
+        return with_attributes(self, inside=index)
 
-    @contextmanager
-    def in_user_code(self) -> Iterator[None]:
+    def in_user_code(self) -> AbstractContextManager[None]:
         """Trace collectives of the user's step inside."""
         self.refresh()
-        self._listens = True
-        try:
-            yield
-        finally:
-            self._listens = False
+        return with_attributes(self, _listens=True)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Ignore collectives inside, which exchange block values."""
-        before, self._listens = self._listens, False
-        try:
-            yield
-        finally:
-            self._listens = before
+        return with_attributes(self, _listens=False)
 
     def record_collective(self, kind: str, ranks: set[int]) -> None:
         """Record a problem if user code starts a collective between ranks of the pipeline."""

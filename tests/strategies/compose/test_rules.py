@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -26,7 +26,7 @@ from trainwright.strategies.compose.rules import (
     optimizer_problem,
     sync_batchnorm_problem,
 )
-from trainwright.strategies.context.attention import METHODS
+from trainwright.strategies.context.attention import Method
 from trainwright.strategies.plan.model_plan import PlanConfig
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
@@ -95,7 +95,7 @@ def test_every_option_has_a_rule():
     """A new option needs a rule, or an effect under every layout."""
     everywhere = {"blocks", "plan"}
     assert {item.name for item in fields(EngineOptions)} - everywhere == set(AXIS_OPTIONS)
-    assert ATTENTION == METHODS
+    assert get_args(Method) == ATTENTION
     assert {item.name for item in fields(PlanConfig)} == set(PLAN_PARTS)
 
 

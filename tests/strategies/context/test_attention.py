@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.strategies.contract.traffic import Collective, recorded
-from trainwright.strategies.context.attention import METHODS, DistributedAttention, heads_problem
+from trainwright.strategies.compose.hybrid_options import ATTENTION as METHODS
+from trainwright.strategies.context.attention import DistributedAttention, heads_problem
 from trainwright.strategies.context.documents import attend_documents, document_attention, document_mask
 from trainwright.strategies.context.order import SequenceOrder
 

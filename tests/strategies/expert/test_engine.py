@@ -220,7 +220,7 @@ def traffic_run(counts: tuple[int, ...]) -> dict[str, Any]:
     layer = Layer("ours")
     x = batch(rank, counts)
     owners = layer.router(x).topk(K).indices // (E // size)
-    engine = split(layer)
+    split(layer)
     x.requires_grad_()
     with recorded() as forward:
         out = layer(x)
@@ -273,8 +273,7 @@ def copied_run() -> bool:
             parameter.zero_()
     x = torch.randn(5, D)
     engine.apply()  # nothing is wrapped twice
-    changed = not torch.equal(twin(x), layer(x))
-    return changed
+    return not torch.equal(twin(x), layer(x))
 
 
 def test_copies_use_their_own_parameters(ranks):
@@ -291,12 +290,10 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(("experts", "size", "said"), [
-    ({}, 2, "expert=2, but the plan of Model has no experts"),
     ({"good": "stacked"}, 3, "expert=3, but good has 4 experts (possible: 1, 2, 4)"),
     ({"bare": "listed"}, 2, "experts in a list of modules (bare); allowed are experts stacked"),
     ({"odd": "stacked"}, 2, "norm of shape (3,) does not have one row for each of 4 experts"),
     ({"linear": "stacked"}, 2, "its forward takes (input), but experts must be called with (tokens, index"),
-    ({"god": "stacked"}, 2, "plan.experts names god, but Model has no such module"),
 ])  # fmt: skip
 def test_refuses_invalid_experts(experts, size, said):
     with torch.device("meta"):
@@ -307,4 +304,3 @@ def test_refuses_invalid_experts(experts, size, said):
 
 def test_accepts_valid_experts():
     assert validate_experts(Model(), ModelPlan(experts={"good": "stacked"}), 4) == []
-    assert validate_experts(Model(), ModelPlan(), 1) == []

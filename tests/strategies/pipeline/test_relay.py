@@ -16,14 +16,15 @@ def evaluated(schedule: str, style: str, blocks: int) -> Any:
     """Return the worst error of logits of several passes and shapes, and check that ghosts are restored."""
     model = build(Model, blocks, style=style, tied=True)
     twin = build(Model, blocks, style=style, tied=True)
-    engine = engine_of(model, schedule)
-    train(engine, make_batch())
     batches = [make_batch(2, 5, seed)["ids"] for seed in range(2)]
     asked: list[str] = []
 
     def whole(name: str) -> Any:
         asked.append(name)
         return dict(model.named_parameters())[name]
+
+    engine = engine_of(model, schedule, whole=whole)
+    train(engine, make_batch())
 
     def step() -> list[Any]:
         """Generate greedily, one pass per token."""
@@ -37,7 +38,7 @@ def evaluated(schedule: str, style: str, blocks: int) -> Any:
 
     names = list(dict(model.named_parameters()))
     with torch.no_grad():
-        with engine.evaluating(whole):
+        with engine.evaluating():
             found = engine.relay(step)
             again = engine.relay(lambda: model.logits(batches[0]))
             assert list(dict(model.named_parameters())) == names

@@ -48,8 +48,7 @@ def hugging_face(kind: str, **options) -> Module:
 
 def accepted(module: nn.Module, plan) -> None:
     """The tensor engine has nothing against the plan, for two ranks."""
-    for sequence_parallel in (False, True):
-        assert not validate_tensor(module, plan, 2, sequence_parallel=sequence_parallel, loss_parallel=False)
+    assert not validate_tensor(module, plan, 2, loss_parallel=False)
 
 
 def of_block(plan, block: str) -> dict[str, str]:
