@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import broadcast_value
@@ -181,8 +180,7 @@ class LayoutStrategy(Strategy):
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """Gather a tensor that is sharded like the parameter ``name``, on the CPU."""
-        tensor = tensor.detach()
-        return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor.to("cpu", copy=True)
+        return whole_tensor(tensor)
 
     def _optimized_parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])

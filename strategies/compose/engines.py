@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from trainwright.core.layout import Layout
-from trainwright.strategies.base.whole.parts import Share, find_slots
+from trainwright.strategies.base.whole.parts import Share
 from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.model_plan import plan_for
@@ -32,6 +32,7 @@ from trainwright.strategies.pipeline.stage import UserStepStage
 from trainwright.strategies.plan.blocks import COMPILE_BLOCKS, compiled_modules, count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import within
+from trainwright.strategies.plan.slots import find_slots
 from trainwright.strategies.plan.tensor_rules import validate_tensor
 from trainwright.strategies.tensor.engine import TensorParallel
 

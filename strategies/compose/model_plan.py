@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,6 @@ from trainwright.strategies.plan.structure import features_of
 from trainwright.strategies.plan.tensor_rules import indivisible
 from trainwright.strategies.tensor.plan import TensorDraft, sequence_problems
 
-_NEEDS = ("blocks", "tensor", "experts")
 # A list of blocks counts as the model's trunk if it has this many times the parameters of any other list.
 _CLEARLY_HEAVIER = 2
 
@@ -31,22 +30,18 @@ def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> Model
     Raises:
         ValueError: if a part is not found; says what to type.
     """
-    needs = [
-        part
-        for part, is_needed in (
-            ("blocks", layout.pipeline > 1 or layout.context > 1 or options.sequence_parallel),
-            ("tensor", layout.tensor > 1),
-            ("experts", layout.expert > 1),
-        )
-        if is_needed
-    ]
+    needed = {
+        "blocks": layout.pipeline > 1 or layout.context > 1 or options.sequence_parallel,
+        "tensor": layout.tensor > 1,
+        "experts": layout.expert > 1,
+    }
     config = dict(options.plan)
     if options.blocks is not None:
         config.setdefault("blocks", list(options.blocks))
     return make_plan(
         module,
         config,
-        needs=needs,
+        needs=[part for part, is_needed in needed.items() if is_needed],
         tensor_size=layout.tensor,
         sequence_parallel=layout.tensor > 1 and options.sequence_parallel,
     )
@@ -78,9 +73,6 @@ def make_plan(
             itself or names what does not exist, or if a needed part is not found; the message lists what was tried,
             with lines to start from, or the possible sizes of the tensor axis.
     """
-    unknown = sorted(set(needs) - set(_NEEDS))
-    if unknown:
-        raise ValueError(f"needs={unknown} (allowed: {', '.join(_NEEDS)}).")
     said = PlanConfig.of(config)
     own = own_plan(module)
     blocks, candidates, sources = _choose_blocks(module, said, own)
@@ -278,10 +270,9 @@ def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> 
     if "experts" in needs and not plan.experts:
         problems.append("strategy.expert needs experts, and none were found in the model")
     if problems:
-        missing = [part for part in _NEEDS if part in needs]
         raise ValueError(
             f"{'; '.join(problems)}. Tried on {type(module).__name__}, in order: {_tried(module)}. "
-            f"To start from: {_example(module, plan, missing)}"
+            f"To start from: {_example(module, plan, needs)}"
         )
 
 
@@ -309,15 +300,15 @@ def _tried(module: nn.Module) -> str:
     )
 
 
-def _example(module: nn.Module, plan: ModelPlan, missing: Iterable[str]) -> str:
+def _example(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> str:
     lines = []
-    if "blocks" in missing:
+    if "blocks" in needs:
         named = [name for name, sub in module.named_modules() if isinstance(sub, nn.ModuleList | nn.Sequential)]
         lists = _heaviest(module, _block_lists(module)) or named
         lines.append(f"'strategy.plan.blocks=[{f'{lists[0]}.*' if lists and lists[0] else '*'}]'")
-    if "tensor" in missing:
+    if "tensor" in needs:
         lines.append(f"'strategy.plan.tensor={{{', '.join(_tensor_lines(module, plan.blocks))}}}'")
-    if "experts" in missing:
+    if "experts" in needs:
         lines.append("'strategy.plan.experts={<name of the module that holds the experts>: stacked}'")
     return " ".join(lines)
 

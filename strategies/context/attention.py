@@ -19,7 +19,7 @@ Ring: Liu et al., https://arxiv.org/abs/2310.01889. Ulysses: Jacobs et al., http
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from trainwright.strategies.context.collectives import gather_all, to_heads, to_positions
 from trainwright.strategies.context.documents import (
+    ATTENTION,
     attend_documents,
     document_mask,
     documents_of,
@@ -49,14 +50,10 @@ class DistributedAttention:
         group: the ranks that share a sequence.
         order: their positions.
         method: see above.
-        local: ``torch.nn.functional.scaled_dot_product_attention``.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, order: SequenceOrder, method: Method, local: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, order: SequenceOrder, method: Method) -> None:
         self.group, self.order, self.method = group, order, method
-        self._local = local
 
     def __call__(
         self,
@@ -115,7 +112,7 @@ class DistributedAttention:
                 f"Causal attention of {call.query.size(2)} queries of this rank over {call.key.size(2)} keys (allowed: "
                 "keys of the same sequence). With a cache of earlier keys, pass use_cache=False while context is split."
             )
-        return call._replace(mask=self._own_rows(call.mask, call.query.size(2))).computed(self._local)
+        return call._replace(mask=self._own_rows(call.mask, call.query.size(2))).computed()
 
     def _by_pieces(self, call: _Call) -> Tensor:
         query, key, value, mask, dropout, causal, scale = call
@@ -147,7 +144,7 @@ class DistributedAttention:
             length = key.size(2)
             rows = self.order.positions(length, key.device)
             mask = rows[:, None] >= torch.arange(length, device=key.device)
-        return call._replace(key=key, value=value, mask=mask, is_causal=False).computed(self._local)
+        return call._replace(key=key, value=value, mask=mask, is_causal=False).computed()
 
     def _by_heads(self, call: _Call) -> Tensor:
         """Attend over all positions with a subset of heads."""
@@ -165,7 +162,7 @@ class DistributedAttention:
         if key.size(1) % size:
             key, value = (tensor.repeat_interleave(size // tensor.size(1), 1) for tensor in (key, value))
         query, key, value = to_heads(self.group, self.order, query, key, value)
-        out = call._replace(query=query, key=key, value=value, mask=mask).computed(self._local)
+        out = call._replace(query=query, key=key, value=value, mask=mask).computed()
         (local,) = to_positions(self.group, self.order, out)
         return local
 
@@ -204,12 +201,13 @@ class _Call(NamedTuple):
     is_causal: bool
     scale: float | None
 
-    def computed(self, attention: Callable[..., Tensor]) -> Tensor:
+    def computed(self) -> Tensor:
+        """Compute attention in this process."""
         gqa = self.query.size(1) != self.key.size(1)
         *given, scale = self
         if self.mask is not None and is_starts(self.mask):
-            return attend_documents(attention, self.query, self.key, self.value, self.mask, self.dropout, scale)
-        return attention(*given, scale=scale, enable_gqa=gqa)
+            return attend_documents(ATTENTION, self.query, self.key, self.value, self.mask, self.dropout, scale)
+        return ATTENTION(*given, scale=scale, enable_gqa=gqa)
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_ATTENTION = F.scaled_dot_product_attention
+# Torch's, which a context axis replaces while blocks run.
+ATTENTION = F.scaled_dot_product_attention
 # Positions up to which a mask takes less time on the CPU than documents by themselves (benchmarks/packed.py).
 _SHORT = 256
 _VARLEN_DTYPES, _VARLEN_CAPABILITY = (torch.float16, torch.bfloat16), (8, 0)
@@ -36,7 +37,7 @@ def document_attention(
         scale: of the scores; ``None``: one over the root of ``d``.
     """
     attention = F.scaled_dot_product_attention
-    if attention is not _ATTENTION:  # a context axis; its attention takes starts as a mask
+    if attention is not ATTENTION:  # a context axis; its attention takes starts as a mask
         return attention(query, key, value, starts, dropout_p, scale=scale, enable_gqa=True)
     return attend_documents(attention, query, key, value, starts, dropout_p, scale)
 

@@ -27,15 +27,13 @@ from torch.overrides import TorchFunctionMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.attention import DistributedAttention, Method, heads_problem
 from trainwright.strategies.context.collectives import make_whole
-from trainwright.strategies.context.documents import document_attention
+from trainwright.strategies.context.documents import ATTENTION, document_attention
 from trainwright.strategies.context.order import SequenceOrder
 from trainwright.strategies.context.slices import SequenceRows, SequenceSlice
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
 from trainwright.strategies.plan.arguments import Arguments, arguments, call_of, first_tensor
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import head_counts
-
-_ATTENTION = F.scaled_dot_product_attention
 
 
 def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str, tensor: int = 1) -> list[str]:
@@ -116,7 +114,7 @@ class ContextParallel:
     ) -> None:
         self.group = group
         self.order = SequenceOrder.of(group, balance)
-        self.attention = DistributedAttention(group, self.order, method, _ATTENTION)
+        self.attention = DistributedAttention(group, self.order, method)
         self.split_outputs = split_outputs
         self._blocks, self._first = list(blocks), blocks[0] if enters else first
         self.enters, self._leaves = enters, leaves
@@ -421,7 +419,7 @@ _num_active = [0]  # in all threads
 @torch.compiler.disable
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
     """Replace torch's attention while any exchange is active."""
-    return _attending.exchanges[-1].attend(*args, **kwargs) if _attending.exchanges else _ATTENTION(*args, **kwargs)
+    return _attending.exchanges[-1].attend(*args, **kwargs) if _attending.exchanges else ATTENTION(*args, **kwargs)
 
 
 class Exchange:
@@ -434,7 +432,7 @@ class Exchange:
         for module in filter(None, (sys.modules.get(cls.__module__) for cls in classes)):
             spaces[id(module)] = vars(module)
         # torch.nn.functional, and modules that imported the function.
-        known = (_ATTENTION, _attend)
+        known = (ATTENTION, _attend)
         self._places = [
             (space, n) for space in spaces.values() for n, value in space.items() if any(value is one for one in known)
         ]
@@ -459,7 +457,7 @@ class Exchange:
             _attending.exchanges.remove(self)
             _num_active[0] -= 1
             for space, name in self._places if not _num_active[0] else ():
-                space[name] = _ATTENTION
+                space[name] = ATTENTION
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute attention across ranks."""

@@ -25,7 +25,7 @@ from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.parameter_memory import check_memory
 from trainwright.strategies.base.strategy import LayoutStrategy
-from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
+from trainwright.strategies.base.whole.parts import ModuleParts, Share
 from trainwright.strategies.base.whole.strategy import Wholes
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.gradients import local_tensor
@@ -42,6 +42,7 @@ from trainwright.strategies.data.sharding.plain_checkpoints import load_states, 
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
 from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.plan.slots import find_slots
 from trainwright.strategies.state.shards import ParameterShard, gradient_problems
 from trainwright.strategies.state.wholes import gather_tree
 

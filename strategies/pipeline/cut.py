@@ -16,9 +16,7 @@ from trainwright.strategies.pipeline.absent import AbsentParameter
 from trainwright.strategies.pipeline.tracing.block_values import HookRange, placeholder
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import within
-
-# Registration of a parameter: the module and the name in it.
-Slot = tuple[nn.Module, str]
+from trainwright.strategies.plan.slots import Slot, find_slots
 
 
 class PipelineCut:
@@ -54,7 +52,8 @@ class PipelineCut:
         self.blocks = [module.get_submodule(name) for name in plan.blocks]
         self._plan = plan
         self._stage_of_block = [stage for stage, span in enumerate(self.spans) for _ in span]
-        self._slots: dict[str, list[Slot]] = {}
+        slots = find_slots(module)
+        self._slots: dict[str, list[Slot]] = {name: slots[id(p)] for name, p in module.named_parameters()}
         self.holders = self._deal_out()
         own = set(self.mine)
         self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
@@ -114,7 +113,9 @@ class PipelineCut:
         for name in self.holders:
             if name not in self.owned:
                 owner, key = self._slots[name][0]
-                self._put_ghost(name, make_ghost(getattr(owner, key), device))
+                parameter = getattr(owner, key)
+                place = (device or torch.device("cpu")) if parameter.is_meta else parameter.device
+                self._put_ghost(name, placeholder(parameter.shape, parameter.dtype, place))
         for index, block in enumerate(self.blocks):
             if not self.owns_block(index):
                 block.forward = _Forbidden(self.names[index], self._stage_of_block[index])
@@ -199,12 +200,7 @@ class PipelineCut:
         canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
         stages: dict[str, set[int]] = {name: set() for name in canonical.values()}
         for alias, parameter in self.module.named_parameters(remove_duplicate=False):
-            name = canonical[id(parameter)]
-            stages[name] |= self._stages_of(alias)
-            owner, _, key = alias.rpartition(".")
-            slot = (self.module.get_submodule(owner), key)
-            if not any(slot[0] is module and slot[1] == other for module, other in self._slots.get(name, ())):
-                self._slots.setdefault(name, []).append(slot)
+            stages[canonical[id(parameter)]] |= self._stages_of(alias)
         # Parameters without a rule are held by the first stage, from which they can be sent to any user.
         return {name: tuple(sorted(found or {0})) for name, found in stages.items()}
 
@@ -233,12 +229,6 @@ class _Forbidden:
             "Call blocks as modules (block(x), not block.forward(x)), and only in training_step, validation_step, "
             "test_step or predict_step."
         )
-
-
-def make_ghost(parameter: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return zeros of the parameter's shape, dtype and device in the memory of one element, without gradient."""
-    place = parameter.device if parameter.device.type != "meta" else device or torch.device("cpu")
-    return placeholder(parameter.shape, parameter.dtype, place)
 
 
 def put(slots: Iterable[Slot], tensor: Tensor) -> None:

@@ -97,7 +97,7 @@ class PipelineEngine:
         self._schedules: dict[int, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._step: _Step | None = None
         self._routes: StageRoutes | None = None
-        self._state: StepState | None = None
+        self._state = StepState(module, (), self._ranks, self._channel)
         self._randomness = StepRandomness(group, self._device)
         self._draws = False
         self._is_compiled = False
@@ -205,9 +205,7 @@ class PipelineEngine:
         self._step = _Step(arguments, recorder, scale, seeds)
         for stage in self.stages:
             stage.signatures = [batches.signature(given) for given in arguments]
-        state = self._state
-        if state is not None:
-            state.begin_step()
+        self._state.begin_step()
         try:
             with redirected_log(self._module, recorder.log):
                 self._run_schedule(len(parts))
@@ -215,8 +213,7 @@ class PipelineEngine:
             self._forget_step()
             raise
         self._end_step()
-        if state is not None:
-            state.end_step()
+        self._state.end_step()
         return self._publisher.publish(recorder, getattr(self._module, "log", _no_log))
 
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
@@ -236,16 +233,14 @@ class PipelineEngine:
         run = StagePass(self._routes, stage, received)
         args, kwargs = step.arguments[part]
         run.randomness = self._randomness if step.seeds else None
-        if self._state is not None:
-            self._state.begin_micro_batch()
+        self._state.begin_micro_batch()
         with (
             with_attributes(self._gates, current=run),
             with_attributes(step.recorder, current=part if run.is_last else None),
             self._randomness.outside(step.seeds[part]) if step.seeds else nullcontext(),
         ):
             output = self._run("training_step", args, kwargs)
-        if self._state is not None:
-            self._state.end_micro_batch(stage)
+        self._state.end_micro_batch(stage)
         if not run.is_last:
             return output
         loss = step.recorder.finish(part, output)
@@ -303,7 +298,7 @@ class PipelineEngine:
         if not all(each[3] for each in found):
             raise RuntimeError("training_step failed on another stage of the pipeline; see the error of its rank.")
         self._draws = any(each[4] for each in found)
-        self._state = StepState(self._module, places, self._ranks, self._channel) if places else None
+        self._state = StepState(self._module, places, self._ranks, self._channel)
 
     def _run_schedule(self, count: int) -> None:
         schedule, taken = self._schedule(count)

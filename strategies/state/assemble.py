@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
@@ -60,9 +59,7 @@ class Assembly:
 
     def gather_in_stage(self, name: str, tensor: Tensor) -> Tensor:
         """Gather a parameter's whole tensor from the ranks of this stage, on the CPU."""
-        tensor = tensor.detach()
-        if isinstance(tensor, DTensor):
-            tensor = whole_on_device(tensor)
+        tensor = whole_on_device(tensor)
         if name in self.cuts:
             tensor = self.cuts[name].whole(tensor.to(self.device))
         return tensor.to("cpu", copy=True)

@@ -346,27 +346,21 @@ class RunStates:
         Raises:
             CheckpointError: if the saved optimizers differ in number, kind, groups or parameters.
         """
-        states = checkpoint[OPTIMIZERS]
-        made = len(self._strategy.optimizers)
-        if len(states) != made:
+        states, optimizers = checkpoint[OPTIMIZERS], self._strategy.optimizers
+        if len(states) != len(optimizers):
             raise CheckpointError(
-                f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {made}. Make "
+                f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {len(optimizers)}. Make "
                 "the same ones, or start from the weights alone with init_from=<the checkpoint>."
             )
-        if not all(state.get("by_name") for state in states):
-            # An imported file identifies parameters by position.
+        if all(state.get("by_name") for state in states):
+            self._refuse_state_of_other_shapes(checkpoint)
+            where = self._strategy.placement, self._strategy._name_of(), self._strategy._state_owners
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(run_state.optimizer_parts(optimizer, state, *where))
+        else:  # an imported file identifies parameters by position
             self._strategy._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
-            for optimizer in self._strategy.optimizers:
-                run_state.refuse_other_optimizer(optimizer, "the checkpoint")
-            return
-        self._refuse_state_of_other_shapes(checkpoint)
-        for optimizer, state in zip(self._strategy.optimizers, states, strict=True):
-            where, owners = "the checkpoint", self._strategy._state_owners
-            parts = run_state.optimizer_parts(
-                optimizer, state, self._strategy.placement, self._strategy._name_of(), where, owners
-            )
-            optimizer.load_state_dict(parts)
-            run_state.refuse_other_optimizer(optimizer, "the checkpoint")
+        for optimizer in optimizers:
+            run_state.refuse_other_optimizer(optimizer)
 
     def _refuse_state_of_other_shapes(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse optimizer state of mismatched shapes, which cannot be skipped like weights under ``strict=False``."""

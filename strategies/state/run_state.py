@@ -167,7 +167,6 @@ def optimizer_parts(
     saved: Mapping[str, Any],
     placement: Placement,
     name_of: Callable[[Tensor], str],
-    where: str,
     owners: StateOwners | None = None,
 ) -> dict[str, Any]:
     """Return the ``state_dict`` for this rank's ``optimizer`` from a state saved by name under any layout.
@@ -189,7 +188,7 @@ def optimizer_parts(
         boxes[value.key], stored[value.key] = placement.boxes(name, target), value
         return target
 
-    _refuse_other_groups(placement.group_names(optimizer, name_of), saved["param_groups"], where)
+    _refuse_other_groups(placement.group_names(optimizer, name_of), saved["param_groups"])
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         name = name_of(parameter)
@@ -205,7 +204,7 @@ def optimizer_parts(
     return {**rest, "state": state, "param_groups": groups}
 
 
-def refuse_other_optimizer(optimizer: Optimizer, where: str) -> None:
+def refuse_other_optimizer(optimizer: Optimizer) -> None:
     """Refuse a loaded state that a different kind of optimizer saved.
 
     torch replaces the optimizer's groups by the saved ones. Missing options would otherwise fail in the first step with
@@ -219,23 +218,23 @@ def refuse_other_optimizer(optimizer: Optimizer, where: str) -> None:
     missing = sorted({key for group in optimizer.param_groups for key in needed - set(group)})
     if missing:
         raise CheckpointError(
-            f"{where[0].upper()}{where[1:]} holds the state of another optimizer than {type(optimizer).__name__}: it "
-            f"has no {', '.join(missing)}. Make the same optimizer in configure_optimizers, or start from the weights "
-            "alone with init_from=<the checkpoint>."
+            f"The checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has no "
+            f"{', '.join(missing)}. Make the same optimizer in configure_optimizers, or start from the weights alone "
+            "with init_from=<the checkpoint>."
         )
 
 
-def _refuse_other_groups(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], where: str) -> None:
+def _refuse_other_groups(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
     if len(names) != len(saved):
         raise CheckpointError(
-            f"{where} holds an optimizer of {len(saved)} parameter group(s), this one has {len(names)}. Make the same "
-            "groups in configure_optimizers, or start from the weights alone with init_from=<the checkpoint>."
+            f"The checkpoint holds an optimizer of {len(saved)} parameter group(s), this one has {len(names)}. Make "
+            "the same groups in configure_optimizers, or start from the weights alone with init_from=<the checkpoint>."
         )
     for index, (own, group) in enumerate(zip(names, saved, strict=True)):
         missing, unexpected = sorted(set(own) - set(group["params"])), sorted(set(group["params"]) - set(own))
         if missing or unexpected:
             raise CheckpointError(
-                f"Parameter group {index} of the optimizer differs from that of {where}: "
+                f"Parameter group {index} of the optimizer differs from that of the checkpoint: "
                 f"{mismatch(missing, unexpected, ())} Make the same groups in configure_optimizers, or start from the "
                 "weights alone with init_from=<the checkpoint>."
             )

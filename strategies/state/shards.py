@@ -181,16 +181,17 @@ class ShardBucket:
     def pack_whole(self, tensors: Iterable[Tensor | None]) -> Tensor:
         """Pack whole tensors, one per shard and ``None`` for zeros, into a buffer ``(count, numel)``."""
         buffer = torch.zeros(self.count, self.numel, dtype=self.dtype, device=self.shards[0].parameter.device)
-        offset = 0
-        for shard, tensor in zip(self.shards, tensors, strict=True):
-            part = buffer[:, offset : offset + shard.chunk_numel]
+        for (shard, part), tensor in zip(self._parts(buffer), tensors, strict=True):
             if tensor is not None and shard.is_split:
                 _scatter_rows(part, tensor)
             elif tensor is not None:
                 # One element per rank: summed after the exchange, so that all ranks get identical bits.
                 part[:, shard.mesh.get_local_rank(shard.mesh.ndim - 1)] = tensor
-            offset += shard.chunk_numel
         return buffer
+
+    def _parts(self, buffer: Tensor) -> Iterator[tuple[ParameterShard, Tensor]]:
+        """Return each shard with a view of its part of a buffer ``(..., numel)``."""
+        return zip(self.shards, buffer.split([shard.chunk_numel for shard in self.shards], -1), strict=True)
 
     def pack_own(self) -> Tensor:
         """Pack this rank's rows of all shards into a buffer ``(numel,)``."""
@@ -201,23 +202,18 @@ class ShardBucket:
 
     def pieces(self, row: Tensor) -> Iterator[tuple[ParameterShard, Tensor]]:
         """Yield views of ``row`` (``(numel,)``, this rank's) in the shape of each shard; of a scalar, ``(count,)``."""
-        offset = 0
-        for shard in self.shards:
+        for shard, part in self._parts(row):
             shape = shard.optimized_part.shape if shard.is_split else torch.Size([shard.count])
-            yield shard, row[offset : offset + shape.numel()].view(shape)
-            offset += shard.chunk_numel
+            yield shard, part[: shape.numel()].view(shape)
 
     @torch.no_grad()
     def unpack_whole(self, buffer: Tensor) -> None:
         """Write a buffer ``(count, numel)`` of all ranks' rows into the parameters."""
-        offset = 0
-        for shard in self.shards:
-            part = buffer[:, offset : offset + shard.chunk_numel]
+        for shard, part in self._parts(buffer):
             if shard.is_split:
                 _gather_rows(shard.parameter, part)
             else:
                 shard.parameter.copy_(part[0, 0])
-            offset += shard.chunk_numel
 
 
 def _scatter_rows(target: Tensor, tensor: Tensor) -> None:

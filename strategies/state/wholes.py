@@ -16,17 +16,20 @@ from trainwright.strategies.contract.collectives.flat import gather_parts
 from trainwright.strategies.state.shards import dtensor_like, rows_of
 
 
-def whole_tensor(tensor: DTensor) -> Tensor:
-    """Gather a sharded tensor on the CPU of every rank. A collective."""
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor, or copy a plain one, on the CPU of every rank. A collective."""
     return whole_on_device(tensor).to("cpu", copy=True)
 
 
 @torch.no_grad()
-def whole_on_device(tensor: DTensor) -> Tensor:
+def whole_on_device(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on the device of its mesh; may share memory with the shard. A collective.
 
-    Uses one plain all-gather for a tensor sharded along one mesh axis, as ZeRO does.
+    Uses one plain all-gather for a tensor sharded along one mesh axis, as ZeRO does. A plain tensor is returned as it
+    is, detached.
     """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     mesh, part = tensor.device_mesh, tensor._local_tensor.detach()
     if part.device.type != mesh.device_type:  # offloaded
         part = part.to(mesh.device_type)

@@ -45,6 +45,6 @@ class Certified:
         """
         return [(batch, 1.0)]
 
-    def parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
-        """Return the locations of parts (``None``: replicated) and the group that shares samples (or ``None``)."""
-        return None, None
+    def parts(self) -> tuple[Assembly, dist.ProcessGroup | None]:
+        """Return the locations of parts and the group that shares samples; ``None``: this rank alone."""
+        return Assembly.of_whole(), None

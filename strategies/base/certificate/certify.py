@@ -82,8 +82,7 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
         changed = _raise_on_all(plain, changed, strategy.root_device)
         found = _gather_results(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
-        outcome = compare(names, found, tolerance, seconds=time.perf_counter() - start)
-        outcome = replace(outcome, state=changed)
+        outcome = compare(names, found, tolerance, time.perf_counter() - start, changed)
         if outcome.holds:
             return outcome
         return replace(outcome, module=_first_module(strategy, written, batch, parts, batch_idx, outcome))
@@ -112,9 +111,9 @@ def _first_module(
     return outcome.wrong[-1][0] if outcome.wrong else outcome.state or ""
 
 
-def _is_on_rank(assembly: Assembly | None, name: str) -> bool:
+def _is_on_rank(assembly: Assembly, name: str) -> bool:
     """Return whether this rank computes a module's output; pipeline stages run other stages' modules on zeros."""
-    if assembly is None or assembly.pipeline is None:
+    if assembly.pipeline is None:
         return True
     held = [owner for key, owner in assembly.owners.items() if key.startswith(f"{name}.")]
     return bool(held) and set(held) == {dist.get_rank(assembly.pipeline)}
@@ -146,8 +145,7 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
                     if not strategy.traits.backward_in_step:
                         strategy.backward(loss, strategy.optimizers[0] if strategy.optimizers else None)
             for name, gradient in strategy.named_gradients():
-                cut = None if assembly is None else assembly.cuts.get(name)
-                trial.gradients[name] = sketch_of_part(name, shapes[name], gradient, cut)
+                trial.gradients[name] = sketch_of_part(name, shapes[name], gradient, assembly.cuts.get(name))
             trial.state, trial.written = before.changes(), weights.changed()
     except Exception as error:
         if not _is_ours(error):

@@ -122,18 +122,13 @@ class Comparison:
 
     def record(self) -> dict[str, Any]:
         """Return plain values for files."""
+        values = {name: value for name, value in vars(self).items() if name != "tolerance"}
         return {
             "holds": self.holds,
-            "parameters": self.parameters,
-            "losses": self.losses,
-            "loss_difference": self.loss_difference,
-            "largest": self.largest,
+            **values,
             "wrong": [list(pair) for pair in self.wrong],
-            "logged": self.logged,
-            "state": self.state,
             "allowed": self.tolerance.gradient,
             "seconds": round(self.seconds, 3),
-            "module": self.module,
             "problem": self.problem(),
         }
 
@@ -159,8 +154,10 @@ class Found:
     compared: Sequence[bool]
 
 
-def compare(names: Sequence[str], found: Found, tolerance: Tolerance, seconds: float) -> Comparison:
-    """Compare the results of both runs."""
+def compare(
+    names: Sequence[str], found: Found, tolerance: Tolerance, seconds: float, state: str | None = None
+) -> Comparison:
+    """Compare the results of both runs; ``state``: a buffer or counter that they change differently."""
     pairs = [(one, other) for one, other in found.losses.tolist() if one or other]
     losses = max(pairs, key=lambda pair: relative_difference(*pair), default=None)
     differences = _differences(names, found, tolerance)
@@ -178,6 +175,7 @@ def compare(names: Sequence[str], found: Found, tolerance: Tolerance, seconds: f
         logged=logged,
         tolerance=tolerance,
         seconds=seconds,
+        state=state,
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.core.torch_internals import (
@@ -36,7 +35,7 @@ class Supply:
         units: names of the parameters of each unit.
         held: returns this rank's part of a parameter; ``None``: another stage holds it.
         dtypes: of the parameters by name.
-        assembly: locations of parts; ``None``: ranks hold whole parameters or DTensors.
+        assembly: locations of parts.
         group: ranks that share samples, the requesting one first; ``None``: this rank alone.
         device: of the values.
     """
@@ -47,7 +46,7 @@ class Supply:
         units: Sequence[Sequence[str]],
         held: Callable[[str], Tensor | None],
         dtypes: Mapping[str, torch.dtype],
-        assembly: Assembly | None,
+        assembly: Assembly,
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
@@ -93,8 +92,6 @@ class Supply:
     def _gather(self, name: str) -> Tensor | None:
         """Gather a parameter, at least on the leading rank."""
         assembly = self._assembly
-        if assembly is None:
-            return self._gather_shards(name)
         whole = None
         if assembly.owns(name):
             part, cut = self._gather_shards(name), assembly.cuts.get(name)
@@ -118,8 +115,7 @@ class Supply:
     def _gather_shards(self, name: str) -> Tensor:
         held = self._held[name]
         assert held is not None
-        whole = whole_on_device(held) if isinstance(held, DTensor) else held
-        return whole.detach().to(self._device)
+        return whole_on_device(held).to(self._device)
 
 
 class Streamed:

@@ -34,8 +34,7 @@ def parts_that_differ(strategy: Any, written: AsWritten, wholes: Tensor) -> str:
     for row, each in enumerate(written.parameters):
         held = strategy.certified.held(each.name)
         if held is not None:
-            cut = None if assembly is None else assembly.cuts.get(each.name)
-            parts[row] = sketch_of_part(each.name, each.shape, held, cut)
+            parts[row] = sketch_of_part(each.name, each.shape, held, assembly.cuts.get(each.name))
     wholes, parts = wholes.to(strategy.root_device), parts.to(strategy.root_device)
     dist.broadcast(wholes, src=0)
     dist.all_reduce(parts)

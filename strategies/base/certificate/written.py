@@ -15,6 +15,7 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.kept_parameters import redirected
 from trainwright.strategies.base.parameter_memory import keep_in_place
 from trainwright.strategies.pipeline.cut import refresh_recurrent
+from trainwright.strategies.plan.slots import Slot, find_slots
 
 # Dicts of every module that are modified in place.
 _TABLES = (
@@ -42,7 +43,7 @@ class WrittenParameter:
     name: str
     shape: tuple[int, ...]
     requires_grad: bool
-    slots: tuple[tuple[nn.Module, str], ...]
+    slots: tuple[Slot, ...]
     hooks: tuple[Any, ...] = ()
 
 
@@ -79,18 +80,12 @@ class AsWritten:
         """True if the module was not set up by a run yet, so that its parameters are unsharded."""
         self._names: dict[int, str] = {id(sub): name for name, sub in module.named_modules()}
         self._after: list[_Looks] = []
-        slots: dict[int, list[tuple[nn.Module, str]]] = {}
-        named: dict[int, tuple[str, Tensor]] = {}
-        for prefix, sub in module.named_modules():
-            for key, parameter in sub._parameters.items():
-                if parameter is not None:
-                    slots.setdefault(id(parameter), []).append((sub, key))
-                    named.setdefault(id(parameter), (f"{prefix}.{key}" if prefix else key, parameter))
+        slots = find_slots(module)
         self.parameters = tuple(
             WrittenParameter(
-                name, tuple(p.shape), p.requires_grad, tuple(slots[key]), tuple((p._backward_hooks or {}).values())
+                name, tuple(p.shape), p.requires_grad, tuple(slots[id(p)]), tuple((p._backward_hooks or {}).values())
             )
-            for key, (name, p) in named.items()
+            for name, p in module.named_parameters()
         )
 
     @classmethod

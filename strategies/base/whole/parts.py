@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.plan.slots import Slot
 from trainwright.strategies.state.wholes import part_like, whole_on_device
-
-# Registration of a parameter: the module and the name in it.
-Slot = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class ModuleParts:
     def _joined(self, share: Share, part: Tensor) -> Tensor:
         """Gather the whole from the ranks of this stage."""
         own = local_tensor(part)
-        whole = whole_on_device(part) if isinstance(part, DTensor) else part.detach()
+        whole = whole_on_device(part)
         if share.cut is not None:
             whole = share.cut.whole(whole.to(self.device))
         shares_memory = whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
@@ -127,16 +125,6 @@ class ModuleParts:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pipeline)
         trained, with_gradient = ({n for n, flag in zip(names, row, strict=True) if flag} for row in flags.tolist())
         return trained, with_gradient
-
-
-def find_slots(module: nn.Module) -> dict[int, list[Slot]]:
-    """Return where each parameter of ``module`` is registered, by ``id``."""
-    slots: dict[int, list[Slot]] = {}
-    for owner in module.modules():
-        for key, parameter in owner._parameters.items():
-            if parameter is not None:
-                slots.setdefault(id(parameter), []).append((owner, key))
-    return slots
 
 
 def differ_between_ranks(wholes: Sequence[tuple[str, Tensor]], device: torch.device) -> list[str]:

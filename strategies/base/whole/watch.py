@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.torch_internals import _get_current_function_mode, _pop_mode, _push_mode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.kept_parameters import KeptParameter, present
 from trainwright.strategies.base.whole.gathered import gathered, is_write, joined
-from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.contract.cuts import METADATA, Cut
 from trainwright.strategies.plan.blocks import uncompiled
+from trainwright.strategies.plan.slots import Slot
 
 _CALL = nn.Module._call_impl.__code__
 # Element-wise functions, which commute with splitting.
@@ -67,22 +66,17 @@ class UseWatch(TorchFunctionMode):
         everywhere = self._watches_everywhere(method)
         self._everywhere.setdefault(method, False)
         before, (self._depth, self._pauses) = (self._depth, self._pauses), (0, 0)
-        enter, leave = partial(self._enter, method, everywhere), self._leave
-        handles: list[RemovableHandle] = []
-        for called in _outermost(self._module):
-            handles.append(called.register_forward_pre_hook(enter, prepend=True))
-            handles.append(called.register_forward_hook(leave, always_call=True))
+        enter = partial(self._enter, method, everywhere)
+        # Compiled code would not call the hooks of modules within.
+        outside = uncompiled() if everywhere else nullcontext()
         try:
-            # Compiled code would not call the hooks of modules within.
-            with uncompiled() if everywhere else nullcontext(), self:
+            with _hooked(_outermost(self._module), enter, self._leave), outside, self:
                 try:
                     yield
                 finally:
                     self._resume()  # hooks do not run where a pipeline ends a stage's part of the step
         finally:
             self._depth, self._pauses = before
-            for handle in handles:
-                handle.remove()
 
     def _watches_everywhere(self, method: str) -> bool:
         if method in self._everywhere:
@@ -123,6 +117,16 @@ class UseWatch(TorchFunctionMode):
     def _passes(self, func: Any) -> bool:
         """Return whether to run ``func`` as it is: for the strategy, for metadata, in backward."""
         return bool(self._pauses) or func in METADATA or torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _hooked(modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call ``enter`` and ``leave`` around the calls of ``modules`` in a ``with`` block."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -173,16 +177,8 @@ class PartsWatch(UseWatch):
     def watching(self, method: str) -> Iterator[None]:
         """See the base class; the first call, and those watched within modules, not within the owners."""
         owners = self._owners if self._watches_everywhere(method) else frozenset()
-        handles: list[RemovableHandle] = []
-        for owner in owners:
-            handles.append(owner.register_forward_pre_hook(self._enter_owner, prepend=True))
-            handles.append(owner.register_forward_hook(self._leave_owner, always_call=True))
-        try:
-            with super().watching(method):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _hooked(owners, self._enter_owner, self._leave_owner), super().watching(method):
+            yield
 
     def _enter_owner(self, *_: Any) -> None:
         self._pauses += 1

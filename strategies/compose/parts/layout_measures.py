@@ -52,8 +52,6 @@ class CertifiedParts(CertifiedShards):
         weighs = strategy.traits.backward_in_step and weights is not None
         return strategy._engines.micro_batches_of(batch) if weighs else super().shares(batch)
 
-    def parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
+    def parts(self) -> tuple[Assembly, dist.ProcessGroup | None]:
         """See the base class."""
-        strategy = self._strategy
-        assembly = strategy._assembly if strategy._engines.is_cut else None
-        return assembly, strategy._groups.along("pipeline", "context", "tensor")
+        return self._strategy._assembly, self._strategy._groups.along("pipeline", "context", "tensor")

@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from trainwright.strategies.compose.engines import Engines
@@ -66,8 +65,7 @@ class PipelineSteps:
 
     def _whole_here(self, name: str) -> Tensor:
         """Return a parameter of this stage, gathered along the data axes."""
-        parameter: Tensor = self._strategy.lightning_module.get_parameter(name).detach()
-        return whole_on_device(parameter) if isinstance(parameter, DTensor) else parameter
+        return whole_on_device(self._strategy.lightning_module.get_parameter(name))
 
     def take_metric(self, metric: Metric) -> None:
         """Copy a metric's states from the last stage, the only one that updates it in a training step."""

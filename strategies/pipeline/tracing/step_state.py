@@ -119,10 +119,8 @@ class StepState:
         self, module: nn.Module, places: Sequence[StatePlace], ranks: Sequence[int], channel: ValueChannel
     ) -> None:
         self._module, self._ranks, self._channel = module, ranks, channel
-        self._places = list(places)
-        self._shared = sorted(
-            (place for place in self._places if place.is_shared), key=lambda p: (p.stage, p.path, p.name)
-        )
+        self._places = places
+        self._shared = sorted((p for p in places if p.is_shared), key=lambda p: (p.stage, p.path, p.name))
         self._begun: dict[StatePlace, Any] = {}
         self._given: dict[StatePlace, Any] = {}
         self._ended: dict[StatePlace, tuple[Any, bool]] = {}

@@ -5,16 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from tests.strategies.contract.traffic import Collective, recorded
 from trainwright.strategies.compose.hybrid_options import ATTENTION as METHODS
 from trainwright.strategies.context.attention import DistributedAttention, heads_problem
-from trainwright.strategies.context.documents import attend_documents, document_attention, document_mask
+from trainwright.strategies.context.documents import ATTENTION, attend_documents, document_attention, document_mask
 from trainwright.strategies.context.order import SequenceOrder
 
 LENGTH = 24
-ATTENTION = F.scaled_dot_product_attention
 
 
 def mask_of(kind: str | None) -> torch.Tensor | None:
@@ -73,7 +71,7 @@ def split_attention(method: str, balance: bool, local_padding: bool) -> list[lis
     """Every case, whole again."""
     group = dist.group.WORLD
     order = SequenceOrder.of(group, balance)
-    attention = DistributedAttention(group, order, method, ATTENTION)
+    attention = DistributedAttention(group, order, method)
     results = []
     for kv_heads, kind, dtype, kwargs in CASES:
         inputs = [order.part(t.detach(), 2).requires_grad_() for t in tensors(kv_heads, dtype)]
@@ -136,7 +134,7 @@ def test_masked_scores_of_documents_are_not_computed():
 def elements_sent(method: str, causal: bool) -> tuple[int, int]:
     """Elements that this rank sends in forward and in backward."""
     order = SequenceOrder.of(dist.group.WORLD, True)
-    attention = DistributedAttention(dist.group.WORLD, order, method, ATTENTION)
+    attention = DistributedAttention(dist.group.WORLD, order, method)
     inputs = [order.part(t.detach(), 2).requires_grad_() for t in tensors(2, torch.float32)]
     with recorded() as forward:
         out = attention(*inputs, is_causal=causal, enable_gqa=True)
@@ -185,7 +183,7 @@ def learned_mask(method: str) -> torch.Tensor:
     """Gradient of a mask, summed over the ranks."""
     dist.barrier()  # ranks that refuse could be gone before the others have connected
     order = SequenceOrder.of(dist.group.WORLD, True)
-    attention = DistributedAttention(dist.group.WORLD, order, method, ATTENTION)
+    attention = DistributedAttention(dist.group.WORLD, order, method)
     mask = mask_of("additive").requires_grad_()
     inputs = [order.part(t.detach(), 2) for t in tensors(4, torch.float32)]
     out = attention(*inputs, attn_mask=mask)

@@ -151,9 +151,12 @@ def engine_of(
 
 
 def train(
-    engine: PipelineEngine, batch: Any, scale: Callable[[Tensor, float], Tensor] = lambda loss, share: loss * share
+    engine: PipelineEngine,
+    batch: Any,
+    index: int = 0,
+    scale: Callable[[Tensor, float], Tensor] = lambda loss, share: loss * share,
 ) -> Any:
-    return engine.train((batch, 0), {}, batch=batch, scale=scale)
+    return engine.train((batch,), {"batch_idx": index}, batch=batch, scale=scale)
 
 
 def reference(model: Model, *batches: Any, scale: float = 1.0) -> tuple[list[Any], dict[str, Tensor]]:
@@ -167,9 +170,12 @@ def reference(model: Model, *batches: Any, scale: float = 1.0) -> tuple[list[Any
 
 
 def worst_gradient(model: nn.Module, engine: PipelineEngine, expected: dict[str, Tensor]) -> float:
-    """Return the largest error of an owned gradient; tied parameters are summed over their ranks."""
+    """Return the largest error of an owned gradient; tied parameters are summed over their ranks, frozen have none."""
     worst = 0.0
     for name, stages in engine.cut.holders.items():
+        if name not in expected:
+            assert name not in engine.cut.owned or model.get_parameter(name).grad is None
+            continue
         holding = {engine._ranks[stage] for stage in stages}
         gradient = torch.zeros_like(expected[name])
         if name in engine.cut.owned:

@@ -170,26 +170,11 @@ def through(layers: Any, x: Any, *inputs: Any) -> Any:
     return x
 
 
-class Skip(Model):
-    """Uses the embedding's output again after the blocks."""
-
-    def hidden(self, ids: Any) -> Any:
-        return super().hidden(ids) + self.embed(ids)
-
-
 class Early(Model):
     """Uses the last norm before the blocks."""
 
     def hidden(self, ids: Any) -> Any:
         return through(self.layers, self.norm(self.embed(ids)))
-
-
-class Bias(Model):
-    """Gives every block a value computed from the embedding."""
-
-    def hidden(self, ids: Any) -> Any:
-        x = self.embed(ids)
-        return self.norm(through(self.layers, x, x.mean(-1)))
 
 
 class Twice(Model):
@@ -210,15 +195,6 @@ class Short(Model):
 class Penalty(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) + 0.1 * sum(p.square().sum() for p in self.parameters())
-
-
-class Between(Model):
-    def hidden(self, ids: Any) -> Any:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-            x += 1
-        return self.norm(x)
 
 
 class Opaque(Model):
@@ -292,15 +268,12 @@ class Modest(Model):
 
 
 MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
-    (Skip, {}, None),
     (Early, {"last": ("head", "norm")}, r"'norm.bias'.*layer_norm, before the blocks.*plan.first=\['norm.bias'\]"),
     (Early, {"first": ("embed", "norm"), "last": ("head",)}, None),
-    (Bias, {}, None),
     (Twice, {}, "The block 'layers.0' was called when all blocks had run"),
     (Backwards, {}, "The block 'layers.3' was called when 'layers.0' was next"),
     (Short, {}, "ended after the block 'layers.0'"),
     (Penalty, {}, "sees only those of this rank's stage"),
-    (Between, {}, None),
     (Opaque, {}, "returns a object, which cannot be sent"),
     (Hidden, {}, "uses a tensor that the block 'layers.0' computes but neither returns nor keeps"),
     (Collective, {}, r"a collective \(all_reduce\) of ranks \[0, 1\]"),

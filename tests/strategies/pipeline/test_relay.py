@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.strategies.pipeline.models import Model, build, engine_of, make_batch, plan_of, train
-from trainwright.strategies.pipeline.cut import make_ghost
 
 Ranks = Callable[..., list[Any]]
 
@@ -123,8 +122,3 @@ def relay_errors() -> str:
 
 def test_errors_of_reused_caches_and_incomplete_passes(ranks: Ranks) -> None:
     assert all("past_key_values" in message for message in ranks(relay_errors, 2, timeout=60))
-
-
-def test_ghosts_have_no_gradient() -> None:
-    ghost = make_ghost(torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16)))
-    assert (ghost.shape, ghost.dtype, ghost.requires_grad) == ((3, 2), torch.bfloat16, False)

@@ -32,9 +32,11 @@ Ranks = Callable[..., list[Any]]
 ALL = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
 
-def errors(schedule: str, blocks: int, micro_batches: int, samples: list[tuple[int, int]], options: Any) -> Any:
+def errors(
+    schedule: str, blocks: int, micro_batches: int, samples: list[tuple[int, int]], options: Any, kind: Any = Model
+) -> Any:
     """Return the worst errors of losses (relative) and gradients on this rank."""
-    model = build(Model, blocks, **options)
+    model = build(kind, blocks, **options)
     batches = [make_batch(n, length, seed) for seed, (n, length) in enumerate(samples)]
     losses, gradients = reference(model, *batches, scale=0.5)
     engine = engine_of(model, schedule, micro_batches)
@@ -122,34 +124,18 @@ def test_hidden_states_sent_in_16_bit(ranks: Ranks, schedule: str, ends: tuple[i
 
 
 class Checkpointed(Model):
-    def __init__(self, frozen: int = 0) -> None:
-        super().__init__(4)
+    def __init__(self, blocks: int, frozen: int) -> None:
+        super().__init__(blocks)
         for module in (self.embed, *list(self.layers)[:frozen]):
             module.requires_grad_(frozen == 0)
         for layer in self.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def special(schedule: str, frozen: int) -> Any:
-    model = build(Checkpointed, frozen)
-    batches = [make_batch(), make_batch(7, 5, 1)]
-    losses, gradients = reference(build(Checkpointed, frozen), *batches)
-    engine = engine_of(model, schedule)
-    found = [train(engine, batch) for batch in batches]
-    worst = 0.0
-    for name, parameter in model.named_parameters():
-        if name in gradients:
-            assert parameter.grad is not None
-            worst = max(worst, float((parameter.grad - gradients[name]).abs().max()))
-        else:
-            assert parameter.grad is None
-    return max(abs(float(a - b)) for a, b in zip(found, losses, strict=True)), worst
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_checkpointed_and_frozen_blocks(ranks: Ranks, schedule: str, frozen: int) -> None:
-    check(ranks(special, 2, schedule, frozen, timeout=60))
+    check(ranks(errors, 2, schedule, 4, 4, [(8, 6), (7, 5)], {"frozen": frozen}, Checkpointed, timeout=60))
 
 
 def actions_until_sent(schedule: str) -> int:
@@ -181,11 +167,9 @@ def live(schedule: str, micro_batches: int) -> int:
         most = max(most, sum(stage.live for stage in engine.stages))
         return output
 
-    UserStepStage.forward_one_chunk = counted  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UserStepStage, "forward_one_chunk", counted)
         train(engine, make_batch(16))
-    finally:
-        UserStepStage.forward_one_chunk = forward  # type: ignore[method-assign]
     assert [stage.live for stage in engine.stages] == [0] * len(engine.stages)
     return most
 
@@ -279,15 +263,13 @@ def talk() -> Any:
     engine = engine_of(model)
     sent: list[str] = []
     read = results.unpack
-    results.unpack = lambda data: (sent.append("objects"), read(data))[1]
     outputs, expected = [], []
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "unpack", lambda data: (sent.append("objects"), read(data))[1])
         for index in (0, 0, 1, 1):
             batch = make_batch(7, 6, index)
-            outputs.append(engine.train((batch, index), {}, batch=batch, scale=lambda loss, share: loss * share))
+            outputs.append(train(engine, batch, index))
             expected.append(twin.training_step(batch, index))
-    finally:
-        results.unpack = read
     assert model.log is installed
     return calls, twin.logged, outputs, expected, len(sent)
 
@@ -319,10 +301,9 @@ def silent() -> Any:
     model = build(Silent, 4)
     engine = engine_of(model)
     batch = make_batch()
-    nothing = engine.train((batch, 0), {}, batch=batch, scale=lambda loss, share: loss * share)
+    nothing = train(engine, batch)
     gradients = [float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None]
-    something = engine.train((batch,), {"batch_idx": 1}, batch=batch, scale=lambda loss, share: loss * share)
-    return nothing, sum(gradients), float(something)
+    return nothing, sum(gradients), float(train(engine, batch, 1))
 
 
 def test_steps_without_a_loss(ranks: Ranks) -> None:
@@ -350,7 +331,7 @@ def broken() -> Any:
     model.zero_grad()
     bad = {**batch, "stop": batch["ids"][4, 0]}
     with pytest.raises(ArithmeticError, match="in the middle"):
-        engine.train((bad, 1), {}, batch=bad, scale=lambda loss, share: loss * share)
+        train(engine, bad, 1)
     assert model.log == log
     assert all(stage.live == 0 for stage in engine.stages)
     model.zero_grad()

@@ -23,18 +23,6 @@ from tests.strategies.pipeline.models import (
 Ranks = Callable[..., list[Any]]
 
 
-class Deep(Model):
-    """Losses on the output of every block."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, losses = self.embed(batch["ids"]), []
-        for layer in self.layers:
-            x = layer(x)
-            losses.append(F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch["ids"].flatten()))
-        self.log("first", losses[0])
-        return torch.stack(losses).mean()
-
-
 class LongSkip(Model):
     """Outputs of early blocks are joined to inputs of late ones by layers between the blocks."""
 
@@ -72,26 +60,6 @@ class Hooked(Model):
         return loss + sum(tensor.square().mean() for tensor in _SEEN)
 
 
-class Auxiliary(Model):
-    """A part of each block sets a loss as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        for layer in self.layers:
-            layer.inner = _Penalised(WIDTH, 2 * WIDTH)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss + sum(module.aux for module in self.modules() if isinstance(module, _Penalised))
-
-
-class _Penalised(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.aux = y.square().mean()
-        return y
-
-
 class Uneven(Model):
     """A value computed from the first block's output is given to all others."""
 
@@ -104,16 +72,6 @@ class Uneven(Model):
         return self.norm(x)
 
 
-class Skip(Model):
-    """A value computed before the blocks is used by all of them and after them."""
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = first = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x, first.mean(-1))
-        return self.norm(x) + first
-
-
 class Tied(Model):
     """The head uses the embedding's weight directly."""
 
@@ -122,17 +80,6 @@ class Tied(Model):
 
     def hidden_of_none(self, ids: Tensor) -> Tensor:
         return F.one_hot(ids, WIDTH + 3)[..., :WIDTH].to(self.norm.weight.dtype)
-
-
-class Root(Model):
-    """A root parameter used after the blocks, and a block's parameter used outside of it."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.scale = nn.Parameter(torch.full((), 1.5))
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        return super().hidden(ids) * self.scale + self.layers[0].norm.bias
 
 
 class InPlace(Model):
@@ -159,9 +106,7 @@ class Decides(Model):
         return self.norm(x) * (1.0 + size)
 
 
-MODELS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Deep, LongSkip, Hooked, Auxiliary, Uneven, Skip, Tied, Root, InPlace, Decides)
-}
+MODELS: dict[str, Any] = {kind.__name__: kind for kind in (LongSkip, Hooked, Uneven, Tied, InPlace, Decides)}
 FIRST = {"LongSkip": ("embed", "joins")}
 
 
