@@ -1,108 +1,71 @@
-"""Plans that are proven: what computes the same when it is split is split, whatever its names, and nothing else is."""
+"""Plans that are proven: what computes the same when it is split is split, whatever its names, and nothing else is.
 
-from collections.abc import Sequence
+tests/zoo shows that these modules train like one process, or are refused.
+"""
+
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from tests.parity.harness import make_trainer
-from tests.parity.layouts import Texts
-from tests.strategies.plan.models import BETWEEN, MIXES, Adapted, Mixing, Model
+from tests.zoo.table import rows
 from trainwright.strategies.compose.model_plan import make_plan
 from trainwright.strategies.context.proof import sequence_problems
 
 # What of a block is split: both of its parts, or one.
 BOTH, ONLY_MLP, ONLY_ATTENTION = {"attn", "mlp"}, {"mlp"}, {"attn"}
-BY_ALL_HEADS = ("norm of all", "norm without weights", "rms of all", "linear", "alibi", "mixes heads", "weight norm")
-ATTENTIONS = {
-    **dict.fromkeys(("nano", "vision", "per head", "norm of heads"), BOTH),
-    **dict.fromkeys((*BY_ALL_HEADS, "old weight norm"), ONLY_MLP),
-}
+PACKED = ("nanoGPT", "packed, reshaped to the input", "packed by head", "norms by head")
+BY_ALL_HEADS = ("norms of the full width", "norms of the full width, by hand", "linear", "ALiBi", "talking heads")
+BY_ALL_FEATURES = ("softmax", "RMS norm", "normalize", "top-k", "cosine")
 KINDS = {
-    **{(name, "gelu"): parts for name, parts in ATTENTIONS.items()},
-    **{("plain", name): BOTH if name in ("gelu", "glu") else ONLY_ATTENTION for name in BETWEEN},
+    **{("attention", name): BOTH for name in PACKED},
+    **{("attention", name): ONLY_MLP for name in BY_ALL_HEADS},
+    **{("mlps", name): BOTH for name in ("GELU", "SwiGLU", "packed GLU")},
+    **{("mlps", f"{name} between"): ONLY_ATTENTION for name in BY_ALL_FEATURES},
+    **{("mlps", name): ONLY_ATTENTION for name in ("gate by the mean", "channel shuffle")},
+    ("norms", "layer scale modules"): BOTH,
+    ("norms", "weight norm"): set(),
+    ("norms", "weight norm, old"): set(),
 }
 
 
-def parts_of(plan: Any) -> set[str]:
-    return {name.split(".")[2] for name in plan.tensor if name.startswith("h.")}
+def made(theme: str, name: str) -> Any:
+    return next(row for row in rows(theme) if row.name == name).make_module()
 
 
-@pytest.mark.parametrize(("attention", "between"), list(KINDS))
-def test_splits_only_what_is_proven(attention, between):
-    plan = make_plan(Model(attention, between, scaled=True), needs=("tensor",), tensor_size=2)
-    assert parts_of(plan) == KINDS[attention, between]
-    assert ("left whole" in plan.sources["tensor"]) == (KINDS[attention, between] != BOTH)
-
-
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LIBRARIES = {("llama", "all"): ALL, ("llama", "some"): ["q_proj", "v_proj", "down_proj"], ("mpt", "none"): []}
-
-
-def make(attention: str, between: str) -> Any:
-    modules = LIBRARIES.get((attention, between))
-    return Model(attention, between, scaled=True) if modules is None else Adapted(attention, modules)
-
-
-def train(kinds: Sequence[tuple[str, str]], options: dict[str, Any] | None) -> list[tuple[list[float], dict[str, Any]]]:
-    """Losses and parameters of three steps of each kind; on one process without ``options``."""
-    found = []
-    for attention, between in kinds:
-        module, losses = make(attention, between), []
-        module.log = lambda name, value, losses=losses: losses.append(value.item())
-        strategy = ("single", {}) if options is None else ("hybrid", options)
-        trainer = make_trainer(*strategy, max_steps=3, max_epochs=-1)
-        trainer.fit(module, DataLoader(Texts(24), batch_size=8))
-        found.append((losses, {n: p.clone() for n, p in trainer.strategy.whole_parameters()}))
-    return found
-
-
-SLICED = [("nano", "gelu"), ("per head", "gelu"), ("norm of heads", "gelu"), ("plain", "softmax")]
-WHOLE = [*SLICED, ("vision", "gelu"), ("alibi", "gelu"), ("linear", "gelu"), ("old weight norm", "gelu")]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("kinds", "options"), [(WHOLE, {}), (SLICED, {"sequence_parallel": True}), (list(LIBRARIES), {})]
-)
-def test_proven_splits_train_like_one_process(ranks, kinds, options):
-    (alone,) = ranks(train, 1, kinds, None, init_group=False)
-    for found in ranks(train, 2, kinds, {"tensor": 2, "shard": 1, **options}):
-        for kind, (losses, parameters), (wanted, weights) in zip(kinds, found, alone, strict=True):
-            assert losses == pytest.approx(wanted, rel=1e-5), kind
-            for name, weight in weights.items():
-                assert torch.allclose(parameters[name], weight, atol=1e-6), (kind, name)
+@pytest.mark.parametrize(("theme", "name"), list(KINDS))
+def test_splits_only_what_is_proven(theme, name):
+    plan = make_plan(made(theme, name), tensor_size=2)
+    assert {each.split(".")[3] for each in plan.tensor if each.startswith("net.blocks.")} == KINDS[theme, name]
+    assert ("left whole" in plan.sources["tensor"]) == (KINDS[theme, name] != BOTH)
 
 
 def test_refuses_wrong_user_splits():
-    said = {"tensor": {"h.*.mlp.fc1": "colwise", "h.*.mlp.fc2": "rowwise"}}
-    assert make_plan(Model(), said, tensor_size=2).tensor["h.1.mlp.fc1"] == "colwise"
-    with pytest.raises(
-        ValueError, match=r"plan\.tensor splits h\.0\.mlp\.fc1: colwise.*does not compute the same.*outputs"
-    ):
-        make_plan(Model(between="rms norm"), said, tensor_size=2)
-    with pytest.raises(ValueError, match=r"h\.\*\.attn does not compute the same on a slice of the sequence"):
-        make_plan(Model("alibi"), tensor_size=2, sequence_parallel=True)
+    said = {"tensor": {"net.blocks.*.mlp.fc1": "colwise", "net.blocks.*.mlp.fc2": "rowwise"}}
+    assert make_plan(made("mlps", "GELU"), said, tensor_size=2).tensor["net.blocks.1.mlp.fc1"] == "colwise"
+    wrong = r"plan\.tensor splits net\.blocks\.0\.mlp\.fc1: colwise.*does not compute the same.*outputs"
+    with pytest.raises(ValueError, match=wrong):
+        make_plan(made("mlps", "RMS norm between"), said, tensor_size=2)
+    with pytest.raises(ValueError, match=r"net\.blocks\.\*\.attn does not compute the same on a slice of the sequence"):
+        make_plan(made("attention", "ALiBi in a buffer"), tensor_size=2, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("how", list(MIXES))
+@pytest.mark.parametrize(("name", "where", "sliced"), [
+    ("roll", "", ".attn.q_proj"), ("cumulative sum", "", ".attn.q_proj"), ("mean", "", ".attn.q_proj"),
+    ("convolution", ".conv", ".conv"), ("GRU", ".gru", ".attn.q_proj"), ("time first inside", ".attn", ""),
+])  # fmt: skip
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_refuses_position_mixing_blocks(how, method):
-    module = nn.Sequential(Mixing(how), Mixing(how))
-    problems = sequence_problems(module, make_plan(module, tensor_size=1), 2, method)
-    if how == "nothing":
-        assert problems == []
-        return
-    (problem,) = problems
-    where = {"conv": r"\*.conv", "gru": r"\*.gru"}.get(how, r"\*")
-    assert problem.startswith(
-        f"context=2: {where.replace(chr(92), '')} does not compute the same on a part of the sequence"
-    )
-    with pytest.raises(ValueError, match=f"sequence_parallel=true: {where} does not compute"):
+def test_refuses_position_mixing_blocks(name, where, sliced, method):
+    module = made("mixing", name)
+    (problem,) = sequence_problems(module, make_plan(module, tensor_size=1), 2, method)
+    assert problem.startswith(f"context=2: net.blocks.*{where} does not compute the same on a part of the sequence")
+    with pytest.raises(ValueError, match=rf"sequence_parallel=true: net\.blocks\.\*{sliced} does not compute"):
         make_plan(module, tensor_size=2, sequence_parallel=True)
+
+
+def test_accepts_blocks_that_mix_by_attention_alone():
+    module = made("attention", "packed by head")
+    assert sequence_problems(module, make_plan(module, tensor_size=1), 2, "ring") == []
 
 
 def test_positions_must_be_dim_1():
@@ -112,14 +75,25 @@ def test_positions_must_be_dim_1():
     assert problem.startswith("context=2: layers.*")
 
 
-def test_splits_library_models_and_adapters():
-    plan = make_plan(make("llama", "all"), tensor_size=2)
-    block = "model.base_model.model.model.layers.1"
+def test_splits_adapters_with_their_layers():
+    import peft
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=24, **sizes, num_key_value_heads=2))
+    plan = make_plan(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")), tensor_size=2)
+    block = "base_model.model.model.layers.1"
     assert {n.removeprefix(f"{block}."): s for n, s in plan.tensor.items() if n.startswith(f"{block}.self_attn")} == {
         **{f"self_attn.{part}_proj.{inner}": "colwise" for part in "qkv" for inner in ("base_layer", "lora_B.default")},
         **{f"self_attn.o_proj.{inner}": "rowwise" for inner in ("base_layer", "lora_A.default")},
     }
     assert any(name.endswith("mlp.down_proj.lora_A.default") for name in plan.tensor)
-    plan = make_plan(make("mpt", "none"), tensor_size=2)
-    assert plan.tensor["model.transformer.blocks.0.ffn.up_proj"] == "colwise"
-    assert "model.transformer.blocks.*.attn.Wqkv" in plan.sources["tensor"].partition("left whole")[2]
+
+
+def test_splits_what_can_be_of_a_library_model():
+    from transformers import MptConfig, MptForCausalLM
+
+    model = MptForCausalLM(MptConfig(vocab_size=24, d_model=32, n_heads=4, n_layers=2, max_seq_len=16))
+    plan = make_plan(model, tensor_size=2)
+    assert plan.tensor["transformer.blocks.0.ffn.up_proj"] == "colwise"
+    assert "transformer.blocks.*.attn.Wqkv" in plan.sources["tensor"].partition("left whole")[2]
