@@ -181,7 +181,7 @@ class _Trial:
 
     def _fails_empty(self) -> bool:
         try:
-            _twin(self._optimizer, [[] for _ in self._optimizer.param_groups]).step(closure=_nothing)
+            _twin(self._optimizer, [[] for _ in self._optimizer.param_groups]).step(closure=lambda: 0.0)
         except Exception:  # whatever the user's class raises
             return True
         return False
@@ -260,10 +260,6 @@ def _numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(".")
-
-
-def _nothing() -> float:
-    return 0.0
 
 
 # ---- a twin of the optimizer -----------------------------------------------------------------------------------------

@@ -30,10 +30,7 @@ from trainwright.strategies.compose.parts.cutting import cut
 from trainwright.strategies.compose.parts.layout_measures import CertifiedParts, LayoutMeasures
 from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
 from trainwright.strategies.compose.parts.pipeline_steps import PipelineSteps
-from trainwright.strategies.compose.rules import (
-    cuts_module,
-    manual_optimization_problems,
-)
+from trainwright.strategies.compose.rules import cuts_module, manual_optimization_problems
 from trainwright.strategies.contract.collectives.data import DataCollectives
 from trainwright.strategies.contract.gradients import sum_gradients
 from trainwright.strategies.contract.groups import LayoutGroups
@@ -43,14 +40,7 @@ from trainwright.strategies.pipeline.zero_grad_first import optimize_after_zero_
 from trainwright.strategies.plan.deferred import Piece
 from trainwright.strategies.state.assemble import Assembly
 from trainwright.strategies.state.placement import Placement
-from trainwright.strategies.state.run_state import (
-    CURRENT_WEIGHTS,
-    OPTIMIZERS,
-    WEIGHTS,
-    is_stored,
-    misfit,
-    mismatch,
-)
+from trainwright.strategies.state.run_state import CURRENT_WEIGHTS, OPTIMIZERS, WEIGHTS, is_stored, misfit, mismatch
 
 
 class HybridStrategy(ZeroStrategy):

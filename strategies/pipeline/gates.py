@@ -180,17 +180,14 @@ class StagePass:
         try:
             output = function()
         except StageDone:
-            return self._outgoing()
+            sent = self._routes.sent[self._stage]
+            return (self.output, tuple(map(self._sent_on, sent))) if sent else self.output
         finally:
             for name, _ in borrowed:
                 self._cut.put_ghost_back(name)
         self.finish()
         block_values.refuse_placeholders(output, "What training_step returns")
         return output
-
-    def _outgoing(self) -> Any:
-        sent = self._routes.sent[self._stage]
-        return (self.output, tuple(self._sent_on(source) for source in sent)) if sent else self.output
 
     def _sent_on(self, source: Source) -> Tensor:
         if source in self._own:
@@ -210,7 +207,12 @@ class StagePass:
         """
         if self._next == self.span.stop and self.is_last:
             return
-        raise RuntimeError(unfinished_message(self._names, self._next))
+        then = self._names[min(self._next, len(self._names) - 1)]
+        raise RuntimeError(
+            f"training_step ended without calling the block {then!r}. A pipeline needs a step that calls every block "
+            f"once, in the order of plan.blocks: {self._names[0]} to {self._names[-1]}. (If the step catches "
+            "exceptions, re-raise StageDone.)"
+        )
 
     def _check_unchanged(self) -> None:
         if self._versions != [t._version for t in tensors_in(self.output)]:
@@ -219,15 +221,6 @@ class StagePass:
                 "block is called, but was not in the first step. The next stage would repeat it: use an operation that "
                 "creates a new tensor (x = x + y, not x += y)."
             )
-
-
-def unfinished_message(names: Sequence[str], then: int) -> str:
-    """Return the error of a step that ends without calling all blocks."""
-    return (
-        f"training_step ended without calling the block {names[min(then, len(names) - 1)]!r}. A pipeline needs a step "
-        f"that calls every block once, in the order of plan.blocks: {names[0]} to {names[-1]}. (If the step catches "
-        "exceptions, re-raise StageDone.)"
-    )
 
 
 def order_message(names: Sequence[str], index: int, expected: int) -> str:

@@ -43,7 +43,7 @@ class LogRecorder:
         self.sizes, self.device, self.module = sizes, device, module
         self.metrics: dict[str, tuple[str, dict[str, Any]]] = {}
         self.current: int | None = None
-        self._logs: dict[str, _Logged] = {}
+        self.logs: dict[str, _Logged] = {}
         self._outputs: dict[int, Any] = {}
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class LogRecorder:
                 f"(self.log({name!r}, self.metric(prediction, target)))."
             )
         size = kwargs.pop("batch_size", None)
-        logged = self._logs.setdefault(name, _Logged(kwargs))
+        logged = self.logs.setdefault(name, _Logged(kwargs))
         logged.kwargs = kwargs
         logged.values.append(_number(value, self.device))
         logged.weights.append(float(self.sizes[self.current] if size is None else size))
@@ -102,11 +102,8 @@ class LogRecorder:
         self._outputs[micro_batch] = pytree.tree_map_only(Tensor, Tensor.detach, kept)
         return loss
 
-    def merged(self) -> tuple[Any, dict[str, _Logged]]:
-        """Return the output of the whole batch, and the log entries before reduction."""
-        return self._merged_output(), self._logs
-
-    def _merged_output(self) -> Any:
+    def merged_output(self) -> Any:
+        """Return the output of the whole batch."""
         outputs = [self._outputs.get(part) for part in range(len(self.sizes))]
         if all(output is None for output in outputs):
             return None
@@ -195,7 +192,7 @@ class Publisher:
 
     def _describe(self, recorder: LogRecorder) -> tuple[bytes, list[Tensor], Tensor] | str:
         """Return description, tensors and numbers; or why they cannot be sent."""
-        output, logs = recorder.merged()
+        output, logs = recorder.merged_output(), recorder.logs
         entries = output if isinstance(output, dict) else {} if output is None else {"loss": output}
         hows = [(key, _how(value)) for key, value in entries.items()]
         values = [entries[key] for key, how in hows if how[0] in ("float", "scalar")]

@@ -149,7 +149,7 @@ class UserStepStage(_PipelineStageBase):
             self.fwd_cache[fwd_chunk_id] = (None, cast("list[Tensor]", leaves))
             return loss
         form, tensors = to_spec(output, self._source)
-        if not self._is_here(self.stage_index + 1):
+        if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self._registry.publish(self.stage_index, self.signatures[fwd_chunk_id], form, self._source)
         self.fwd_cache[fwd_chunk_id] = (tensors, cast("list[Tensor]", leaves))
         return Activation(form, tensors)
@@ -269,9 +269,6 @@ class UserStepStage(_PipelineStageBase):
 
     def _to_send(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype_sent(tensor)).contiguous()
-
-    def _is_here(self, stage: int) -> bool:
-        return self.stage_index_to_group_rank[stage] == self.group_rank
 
     def _computes(self, kind: str, chunk: int) -> None:
         if self.sends is not None:

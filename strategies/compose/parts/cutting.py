@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.core.config.options import refuse
 from trainwright.strategies.compose.engines import Engines
-from trainwright.strategies.compose.rules import (
-    averaging_problem,
-    manual_optimization_problems,
-    sync_batchnorm_problem,
-)
+from trainwright.strategies.compose.rules import averaging_problem, manual_optimization_problems, sync_batchnorm_problem
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.contract.same_model import broadcast_from_first

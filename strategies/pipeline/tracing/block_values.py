@@ -159,11 +159,8 @@ def _attributes(block: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 def _ids(value: Any) -> list[tuple[int, int]]:
     # A freed tensor's id may be reused; the version distinguishes most of them.
-    return [(id(leaf), leaf._version if _has_version(leaf) else 0) for leaf in pytree.tree_leaves(value)]
-
-
-def _has_version(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
+    leaves = pytree.tree_leaves(value)
+    return [(id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in leaves]
 
 
 def _tensors_and_plain(value: Any) -> Any:

@@ -21,11 +21,7 @@ from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.compose.hybrid_options import ATTENTION, AXIS_OPTIONS, HybridOptions
 from trainwright.strategies.compose.one_axis import PipelineStrategy
-from trainwright.strategies.compose.rules import (
-    PLAN_PARTS,
-    optimizer_problem,
-    sync_batchnorm_problem,
-)
+from trainwright.strategies.compose.rules import PLAN_PARTS, optimizer_problem, sync_batchnorm_problem
 from trainwright.strategies.context.attention import Method
 from trainwright.strategies.plan.model_plan import PlanConfig
 

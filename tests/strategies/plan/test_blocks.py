@@ -46,17 +46,17 @@ class Unsplittable(nn.Module):
         self.head = nn.Linear(4, 1)
 
 
-def test_children_of_a_list_are_blocks():
-    assert list(find_blocks(Model())) == ["layers.0", "layers.1", "layers.2"]
-
-
-def test_equal_children_of_a_sequence_are_blocks():
-    stack = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
-    assert list(find_blocks(stack)) == ["0", "2"]
-
-
-def test_no_split_modules_precede_structure():
-    assert list(find_blocks(Unsplittable())) == ["only"]
+@pytest.mark.parametrize(("module", "patterns", "names"), [
+    (Model(), None, ["layers.0", "layers.1", "layers.2"]),
+    (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4)), None, ["0", "2"]),
+    (Unsplittable(), None, ["only"]),  # before structure
+    (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), None, []),  # single modules are no blocks
+    (nn.ModuleList([nn.Linear(4, 4)]), None, []),
+    (Model(), ["layers.*"], ["layers.0", "layers.1", "layers.2"]),  # a star matches one level
+    (Model(), ["layers.1", "first"], ["first", "layers.1"]),
+])  # fmt: skip
+def test_blocks_of_a_module(module, patterns, names):
+    assert list(find_blocks(module, patterns)) == names
 
 
 def test_embeddings_in_no_split_modules_are_not_blocks():
@@ -65,16 +65,6 @@ def test_embeddings_in_no_split_modules_are_not_blocks():
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **sizes))
     assert list(find_blocks(model)) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
-
-
-def test_single_modules_are_not_blocks():
-    assert find_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == {}
-    assert find_blocks(nn.ModuleList([nn.Linear(4, 4)])) == {}
-
-
-def test_star_matches_one_level():
-    assert list(find_blocks(Model(), ["layers.*"])) == ["layers.0", "layers.1", "layers.2"]
-    assert list(find_blocks(Model(), ["layers.1", "first"])) == ["first", "layers.1"]
 
 
 def test_refuses_unknown_names():

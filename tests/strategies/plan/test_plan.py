@@ -213,31 +213,14 @@ def test_pairs_across_pointwise_layers():
     assert make_plan(stack).tensor == {"0": "colwise", "2": "rowwise"}
 
 
-class TwoLayers(nn.Module):
-    def __init__(self, between: nn.Module) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(4, 8)
-        self.between = between
-        self.fc2 = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.between(self.fc1(x)))
-
-
-@pytest.mark.parametrize("between", [nn.LayerNorm(8), nn.Softmax(-1)])
-def test_feature_mixing_prevents_a_pair(between):
-    assert make_plan(TwoLayers(nn.GELU())).tensor == {"fc1": "colwise", "fc2": "rowwise"}
-    assert make_plan(TwoLayers(between)).tensor == {}
-
-
 class Attention(nn.Module):
-    """Normalises heads, or all features at once."""
+    """Normalises heads."""
 
-    def __init__(self, normalised: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.n_heads, self.head_dim, self.n_embd, self.dim = 4, 4, 16, 16
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, 16) for _ in range(4))
-        self.q_norm = nn.LayerNorm(normalised)
+        self.q_norm = nn.LayerNorm(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[-1] == self.dim
@@ -247,12 +230,11 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(*x.shape[:2], self.n_embd))
 
 
-def test_norms_of_heads_and_of_all_features():
-    plan = make_plan(nn.Sequential(Attention(4)))
+def test_attributes_that_count_heads():
+    plan = make_plan(nn.Sequential(Attention()))
     assert plan.tensor == {**{f"0.w{part}": "colwise" for part in "qkv"}, "0.wo": "rowwise"}
     # ``dim`` is not part of a shape that the code makes: it is the width of the input, which stays.
     assert plan.heads == {"0": ("n_heads", "n_embd")}
-    assert make_plan(nn.Sequential(Attention(16))).tensor == {}
 
 
 class Shared(nn.Module):
@@ -260,10 +242,10 @@ class Shared(nn.Module):
 
     def __init__(self, is_first: bool) -> None:
         super().__init__()
-        self.attention = Attention(4)
+        self.attention = Attention()
         if is_first:
             self.bias = nn.Parameter(torch.randn(4, 1, 1))
-        self.feed_forward = TwoLayers(nn.ReLU())
+        self.feed_forward = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16))
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         bias = self.bias.expand(-1, *2 * x.shape[1:2]) if bias is None else bias
@@ -277,8 +259,6 @@ class Sharing(nn.Module):
         super().__init__()
         self.words = nn.Embedding(8, 16)
         self.stack = nn.ModuleList(Shared(index == 0) for index in range(3))
-        for block in self.stack:
-            block.feed_forward = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x, bias = self.words(ids), None
