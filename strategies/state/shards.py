@@ -190,8 +190,11 @@ class ShardBucket:
         return buffer
 
     def _parts(self, buffer: Tensor) -> Iterator[tuple[ParameterShard, Tensor]]:
-        """Return each shard with a view of its part of a buffer ``(..., numel)``."""
-        return zip(self.shards, buffer.split([shard.chunk_numel for shard in self.shards], -1), strict=True)
+        """Yield each shard with a view of its part of a buffer ``(..., numel)``."""
+        offset = 0
+        for shard in self.shards:
+            yield shard, buffer[..., offset : offset + shard.chunk_numel]
+            offset += shard.chunk_numel
 
     def pack_own(self) -> Tensor:
         """Pack this rank's rows of all shards into a buffer ``(numel,)``."""

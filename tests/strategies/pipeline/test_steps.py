@@ -38,7 +38,7 @@ class Net(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
@@ -59,20 +59,6 @@ class Counting(Net):
         return loss
 
 
-class HalfFrozen(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        for module in (self.enter, *self.blocks[:2]):
-            module.requires_grad_(False)
-
-
-class Probe(Net):
-    def configure_optimizers(self) -> Any:
-        for module in (self.enter, self.blocks):
-            module.requires_grad_(False)
-        return torch.optim.SGD(self.out.parameters(), lr=0.05)
-
-
 class Constants(Net):
     """A batch with a list of numbers, and weights that are not samples."""
 
@@ -85,7 +71,7 @@ class TimeFirst(Net):
         return (self(batch["x"])[-1] - batch["x"].sum((0, 2))[:, None]).square().mean()
 
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Counting, HalfFrozen, Probe, Constants, TimeFirst)}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Counting, Constants, TimeFirst)}
 OPTIONS: dict[str, Any] = {"Constants": {"weights": None}, "TimeFirst": {"x": 1}}
 
 
