@@ -172,7 +172,7 @@ class StagePass:
         """Return the result of ``function``, which runs the user's step, or what is sent if the stage ends early.
 
         Raises:
-            RuntimeError: see :meth:`block` and :meth:`finish`.
+            RuntimeError: see :meth:`block`; if it ended before all of the stage's blocks.
         """
         borrowed = [(source.name, t) for source, t in self._carried.items() if source.name in self._cut.ghosts]
         for name, tensor in borrowed:
@@ -185,7 +185,13 @@ class StagePass:
         finally:
             for name, _ in borrowed:
                 self._cut.put_ghost_back(name)
-        self.finish()
+        if not (self.is_last and self._next == self.span.stop):
+            then = self._names[min(self._next, len(self._names) - 1)]
+            raise RuntimeError(
+                f"training_step ended without calling the block {then!r}. A pipeline needs a step that calls every "
+                f"block once, in the order of plan.blocks: {self._names[0]} to {self._names[-1]}. (If the step catches "
+                "exceptions, re-raise StageDone.)"
+            )
         block_values.refuse_placeholders(output, "What training_step returns")
         return output
 
@@ -198,21 +204,6 @@ class StagePass:
         parameter: Tensor = getattr(owner, key)
         # Not the parameter itself: hooks are registered on outputs of a stage.
         return parameter.view_as(parameter)
-
-    def finish(self) -> None:
-        """Check that the step ran all of the stage's blocks.
-
-        Raises:
-            RuntimeError: if it ended early.
-        """
-        if self._next == self.span.stop and self.is_last:
-            return
-        then = self._names[min(self._next, len(self._names) - 1)]
-        raise RuntimeError(
-            f"training_step ended without calling the block {then!r}. A pipeline needs a step that calls every block "
-            f"once, in the order of plan.blocks: {self._names[0]} to {self._names[-1]}. (If the step catches "
-            "exceptions, re-raise StageDone.)"
-        )
 
     def _check_unchanged(self) -> None:
         if self._versions != [t._version for t in tensors_in(self.output)]:

@@ -84,11 +84,6 @@ class UserStepStage(_PipelineStageBase):
         self._deferred: dict[int, Any] = {}
         self.sends: Sends | None = None
 
-    @property
-    def live(self) -> int:
-        """Number of micro-batches with live activations."""
-        return len(self.fwd_cache) + len(self._deferred)
-
     # Set-up: nothing needs to be known in advance
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:

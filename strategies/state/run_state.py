@@ -19,7 +19,7 @@ from trainwright.strategies.state.assemble import StateOwners, numbered
 from trainwright.strategies.state.placement import Placement
 from trainwright.strategies.state.shards import spread_like
 from trainwright.strategies.state.wholes import only_splits
-from trainwright.strategies.state.wrapped_tensors import rebuilt
+from trainwright.strategies.state.wrapped_tensors import OTHERWISE, rebuilt
 
 WEIGHTS, CURRENT_WEIGHTS, OPTIMIZERS = "state_dict", "current_model_state", "optimizer_states"
 # Maximum number of names in a message, per kind.
@@ -219,8 +219,7 @@ def refuse_other_optimizer(optimizer: Optimizer) -> None:
     if missing:
         raise CheckpointError(
             f"The checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has no "
-            f"{', '.join(missing)}. Make the same optimizer in configure_optimizers, or start from the weights alone "
-            "with init_from=<the checkpoint>."
+            f"{', '.join(missing)}. Make the same optimizer {OTHERWISE}"
         )
 
 
@@ -228,13 +227,12 @@ def _refuse_other_groups(names: Sequence[Sequence[str]], saved: Sequence[Mapping
     if len(names) != len(saved):
         raise CheckpointError(
             f"The checkpoint holds an optimizer of {len(saved)} parameter group(s), this one has {len(names)}. Make "
-            "the same groups in configure_optimizers, or start from the weights alone with init_from=<the checkpoint>."
+            f"the same groups {OTHERWISE}"
         )
     for index, (own, group) in enumerate(zip(names, saved, strict=True)):
         missing, unexpected = sorted(set(own) - set(group["params"])), sorted(set(group["params"]) - set(own))
         if missing or unexpected:
             raise CheckpointError(
                 f"Parameter group {index} of the optimizer differs from that of the checkpoint: "
-                f"{mismatch(missing, unexpected, ())} Make the same groups in configure_optimizers, or start from the "
-                "weights alone with init_from=<the checkpoint>."
+                f"{mismatch(missing, unexpected, ())} Make the same groups {OTHERWISE}"
             )

@@ -17,6 +17,8 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.torch_internals import is_traceable_wrapper_subclass
 
 _CLASS, _CONTEXT, _TENSORS = "wrapper_class", "context", "tensors"
+# End of messages about saved optimizers: what to do instead of resuming from them.
+OTHERWISE = "in configure_optimizers, or start from the weights alone with init_from=<the checkpoint>."
 
 
 def is_wrapped(value: Any) -> bool:
@@ -56,8 +58,7 @@ def rebuilt(value: Any) -> Any:
     if kind is None or not issubclass(kind, Tensor):
         raise CheckpointError(
             f"The checkpoint holds optimizer state of class {value[_CLASS]}, which no imported library declares safe "
-            "to load. Make the same optimizer in configure_optimizers, or start from the weights alone with "
-            "init_from=<the checkpoint>."
+            f"to load. Make the same optimizer {OTHERWISE}"
         )
     dtypes = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     context = [dtypes.get(each, each) if isinstance(each, str) else each for each in value[_CONTEXT]]
