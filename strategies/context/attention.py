@@ -203,11 +203,11 @@ class _Call(NamedTuple):
 
     def computed(self) -> Tensor:
         """Compute attention in this process."""
-        gqa = self.query.size(1) != self.key.size(1)
-        *given, scale = self
-        if self.mask is not None and is_starts(self.mask):
-            return attend_documents(ATTENTION, self.query, self.key, self.value, self.mask, self.dropout, scale)
-        return ATTENTION(*given, scale=scale, enable_gqa=gqa)
+        query, key, value, mask, dropout, is_causal, scale = self
+        if mask is not None and is_starts(mask):
+            return attend_documents(ATTENTION, query, key, value, mask, dropout, scale)
+        gqa = query.size(1) != key.size(1)
+        return ATTENTION(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=gqa)
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,7 +47,7 @@ def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str,
         tensor: size of the tensor axis, which divides heads first; 1: off. Only known head counts are checked
             (:func:`~trainwright.strategies.plan.tensor_rules.head_counts`).
     """
-    problems = []
+    problems: list[str] = []
     if method == "ulysses":
         for heads, kv_heads in sorted(set(head_counts(module, plan).values())):
             problems += filter(None, [heads_problem(heads // tensor, max(kv_heads // tensor, 1), size)])
