@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
@@ -62,12 +63,17 @@ class Measures:
         """Return the bytes that this rank holds; shared memory counts once."""
         strategy = self._strategy
         parameters = [*strategy.lightning_module.parameters(), *strategy._optimized_parameters()]
-        states = [t for o in strategy.optimizers for s in o.state.values() for t in s.values() if isinstance(t, Tensor)]
+        states = [t for o in self._optimizers for s in o.state.values() for t in s.values() if isinstance(t, Tensor)]
         return HeldBytes(
             parameters=_storage_bytes(parameters) + sum(part.held[0] for part in strategy._parts),
             gradients=_storage_bytes(p.grad for p in parameters if p.grad is not None),
             optimizer=_storage_bytes(states) + sum(part.held[1] for part in strategy._parts),
         )
+
+    @property
+    def _optimizers(self) -> Iterable[Optimizer]:
+        """The optimizers whose state this rank may hold."""
+        return self._strategy.optimizers
 
     def measure_waits(self) -> Waits:
         """Start to measure how long this rank waits for others, until the caller stops it."""

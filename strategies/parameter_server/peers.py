@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from trainwright.core.run.peers import EndNotice, Peers, ReceivedNotice, Service
 from trainwright.strategies.base.measures import HeldBytes, Measures
@@ -102,3 +103,7 @@ class WorkerMeasures(Measures):
             return held
         parameters, optimizer = server.shard.nbytes
         return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
+
+    @property
+    def _optimizers(self) -> Iterable[Optimizer]:
+        return [getattr(optimizer, "optimizer", optimizer) for optimizer in self._strategy.optimizers]

@@ -246,8 +246,16 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def _served(self) -> ServedOptimizer | None:
+        """The optimizer that servers step; ``None``: nothing is trained. Raises if user code has replaced it."""
         optimizer = self.optimizers[0] if self.optimizers else None
-        return optimizer if isinstance(optimizer, ServedOptimizer) else None
+        if optimizer is None or isinstance(optimizer, _MockOptimizer):
+            return None
+        if not isinstance(optimizer, ServedOptimizer):
+            raise RuntimeError(
+                "trainer.optimizers was assigned in fit, but parameter servers step the optimizer that "
+                "configure_optimizers returned. Return the new one there, or use strategy=ddp."
+            )
+        return optimizer
 
     # ---- serving --------------------------------------------------------------------------------------------------
 
@@ -403,6 +411,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
                 fit.end(problem, code)
         client, server = self._client, self._server
         self._client = self._server = None
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ServedOptimizer):
+                optimizer.leave()
         if client is not None:
             client.drop()
         if server is not None:

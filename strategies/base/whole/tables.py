@@ -44,11 +44,16 @@ class _Table(dict[str, Any]):
 
 
 class UnreadableState(dict[Any, Any]):
-    """Placeholder for an optimizer's state, whose tensors are sharded."""
+    """Placeholder for an optimizer's state, which is not on this rank.
 
-    def __init__(self, where: str) -> None:
+    Args:
+        problem: the sentence that opens the error.
+        remedy: what else the error advises.
+    """
+
+    def __init__(self, problem: str, remedy: str = ", clear it,") -> None:
         super().__init__()
-        self._where = where
+        self._problem, self._remedy = problem, remedy
         self.is_cleared = False
 
     def give_back(self, state: Any, shown: Any) -> None:
@@ -64,8 +69,7 @@ class UnreadableState(dict[Any, Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"{self._where} uses the state of an optimizer, which is split over ranks. Read it from a checkpoint "
-            f"(trainer.save_checkpoint), clear it, or use strategy=ddp."
+            f"{self._problem} Read it from a checkpoint (trainer.save_checkpoint){self._remedy} or use strategy=ddp."
         )
 
     def clear(self) -> None:

@@ -215,7 +215,7 @@ class WholeView:
                 self._shown_groups[id(group)] = list(group["params"]), shown
             self._saved_groups.append((group, group["params"], shown))
             group["params"] = list(shown)
-        unreadable = UnreadableState(self._where)
+        unreadable = UnreadableState(f"{self._where} uses the state of an optimizer, which is split over ranks.")
         self._saved_states.append((optimizer, optimizer.state, unreadable))
         optimizer.state = unreadable  # type: ignore[assignment]
 

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.strategies.base.whole.tables import UnreadableState
 from trainwright.strategies.contract.gradients import refuse_nonfinite
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.parameter_server.messages.packing import State
@@ -57,11 +58,13 @@ class ServedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """State fetched for a checkpoint, or loaded; empty while training."""
-        return self.optimizer.state
+        """The loaded or last state; cannot be read or changed while servers have it."""
+        return self.optimizer.state if self._client is None or self.outdated else _ServedState()
 
     @state.setter
     def state(self, state: Any) -> None:
+        if self._client is not None and not self.outdated:
+            _ServedState().clear()
         self.optimizer.state = state
 
     @property
@@ -98,6 +101,10 @@ class ServedOptimizer(Optimizer):
     def retire(self) -> None:
         """Fetch the state of the servers, which are about to stop."""
         self._fetch()
+        self.leave()
+
+    def leave(self) -> None:
+        """End serving; the state that servers had is unknown unless it was fetched."""
         self._client = None
 
     def _states(self) -> list[State]:
@@ -166,6 +173,17 @@ class ServedOptimizer(Optimizer):
         """Load groups and state; uploaded to servers before the next step."""
         self.optimizer.load_state_dict(state_dict)
         self.outdated = True
+
+
+class _ServedState(UnreadableState):
+    """The state of an optimizer while servers have it."""
+
+    def __init__(self) -> None:
+        super().__init__("The state of an optimizer was used or changed while parameter servers have it.", remedy="")
+
+    def clear(self) -> None:
+        """Refuse to reset the state."""
+        self._refuse()
 
 
 class ServedClipping:
