@@ -335,7 +335,7 @@ def _images(module: nn.Module) -> Iterable[tuple[int, int]]:
 
 
 def calls_for(module: nn.Module, size: int) -> Iterator[BlockCall]:
-    """Yield calls that ``module`` may accept: hidden states, with ``None`` or themselves for other arguments."""
+    """Yield calls that ``module`` may accept: hidden states, and ``None``, themselves or a vector of each sample."""
     try:
         options = list(inspect.signature(module.forward).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -345,5 +345,6 @@ def calls_for(module: nn.Module, size: int) -> Iterator[BlockCall]:
         yield BlockCall((x, *[None] * more))
         if more:
             yield BlockCall((x, *[x] * more))
+            yield BlockCall((x, *[x[:, 0].detach().requires_grad_()] * more))
     if any(isinstance(sub, nn.Conv2d | nn.Embedding) for sub in module.modules()):
         yield from _synthetic_calls(module, size)
