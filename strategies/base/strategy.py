@@ -36,13 +36,13 @@ from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.notebook import fork_in_notebook
 from trainwright.strategies.base.rendezvous import rendezvous
 from trainwright.strategies.base.whole.view import end_view
+from trainwright.strategies.contract import same_model
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
 from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.gradients import squares_by_block
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.part import Part, Replicas
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
-from trainwright.strategies.contract.same_model import refuse_different_models, refuse_rescaled_rows
 from trainwright.strategies.plan.blocks import count_parameters
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly, StateOwners
@@ -103,6 +103,7 @@ class LayoutStrategy(Strategy):
         self.certified = Certified(self)
         self._blocks = Blocks(self.options)
         self._restores_after_setup: bool | None = None
+        self._compares_weights = False  # in the next backward
         self._frozen: list[nn.Parameter] = []
         self.loss_factor = 1.0  # in manual optimization; set by the Trainer if ranks have unequal batches
         # Set by the Trainer if `backward_in_step`; otherwise it divides the loss. None: number of micro-batches.
@@ -226,6 +227,9 @@ class LayoutStrategy(Strategy):
         plugin, module = self.precision_plugin, self.lightning_module
         if self.certificate.is_on:
             self.certificate.patterns.see(closure_loss)
+        if self._compares_weights:
+            self._compares_weights = False
+            same_model.refuse_varying_weights(self)
         # Like Lightning's, plus averaging.
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
@@ -295,6 +299,7 @@ class LayoutStrategy(Strategy):
     def on_train_start(self) -> None:
         """Start training from the loaded state."""
         super().on_train_start()
+        self._compares_weights = self.traits.steps_are_collective and not self.replicas.are_independent
         self.state.begin()
         for part in self._parts:
             part.start()
@@ -468,9 +473,9 @@ class LayoutStrategy(Strategy):
     def _refuse_different_models(self) -> None:
         """Compare modules across ranks before sharding. A collective."""
         if getattr(self.lightning_module, "_trainwright_layout", None) is None:
-            refuse_different_models(self.lightning_module, self.root_device)
+            same_model.refuse_different_models(self.lightning_module, self.root_device)
         if self.ranks.num_data_ranks > 1 and not self.replicas.are_independent:
-            refuse_rescaled_rows(self.lightning_module)
+            same_model.refuse_rescaled_rows(self.lightning_module)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         return self._blocks.find(self.lightning_module)

@@ -339,8 +339,12 @@ class Engines:
         for name in names:
             cut, pipeline = self.cuts.get(name), self._pipeline_cut
             if name not in held:
-                assert pipeline is not None
-                ghost = pipeline.ghosts[name]
+                ghost = None if pipeline is None else pipeline.ghosts.get(name)
+                if pipeline is None or ghost is None:
+                    raise RuntimeError(
+                        f"{name} is no longer in the module, which is split over ranks since setup. Remove or replace "
+                        "layers before (in __init__, configure_model or setup), or use strategy=ddp."
+                    )
                 found[name] = Share(pipeline.slots(name), ghost.shape, ghost, is_held=False, cut=cut)
                 continue
             share = held[name]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values
@@ -74,6 +76,31 @@ def refuse_different_models(module: nn.Module, device: torch.device) -> None:
     )
 
 
+def refuse_varying_weights(strategy: Any) -> None:
+    """Refuse parameters that data-parallel ranks hold differently in the first step. A collective.
+
+    Such are those that a forward sets from its own samples, as activation norms do.
+
+    Args:
+        strategy: in backward of the first step, whose ranks make it together.
+
+    Raises:
+        RuntimeError: on all ranks, naming a parameter.
+    """
+    held = [
+        (name, parameter)
+        for name, parameter in strategy.lightning_module.named_parameters()
+        if not (isinstance(parameter, DTensor) or parameter.is_meta) and strategy._parts_of(name) == 1
+    ]
+    differing = differ_between_ranks(held, strategy.root_device, strategy.ranks.data_group)
+    if strategy.reduce_boolean_decision(bool(differing), all=False):
+        raise RuntimeError(
+            f"Data-parallel ranks hold different values of {differing[0] if differing else 'a parameter'}: the module "
+            "sets it in its first step, from the samples of one rank. Set it before fit (in __init__ or setup, from "
+            "fixed samples), make its value the same on all ranks (self.all_gather), or train on one data rank."
+        )
+
+
 def refuse_rescaled_rows(module: nn.Module) -> None:
     """Refuse embeddings that change the rows of a batch as they are read: each data rank would change others.
 
@@ -128,3 +155,23 @@ def average_buffers(module: nn.Module) -> None:
             dist.all_reduce(difference)
             first += difference / dist.get_world_size()
         buffer.copy_(first)
+
+
+def differ_between_ranks(
+    wholes: Sequence[tuple[str, Tensor]], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[str]:
+    """Return the names of tensors whose bits differ between the ranks of ``group`` (``None``: all). A collective."""
+    if not wholes or not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    sums = torch.stack([_bit_sum(tensor).to(device) for _, tensor in wholes])
+    bounds = torch.cat([sums, -sums])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    most, least = bounds.chunk(2)
+    return [name for (name, _), same in zip(wholes, (most == -least).tolist(), strict=True) if not same]
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's elements reinterpreted as integers, which is exact in any order."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    integers: Callable[[int], torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.__getitem__
+    return tensor.detach().contiguous().view(integers(tensor.element_size())).sum(dtype=torch.int64)

@@ -22,9 +22,9 @@ from trainwright.strategies.averaging.means import OverlappedMean
 from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.strategy import LayoutStrategy
-from trainwright.strategies.base.whole.parts import differ_between_ranks
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
 from trainwright.strategies.contract.communication.options import ALL_REDUCE
+from trainwright.strategies.contract.same_model import differ_between_ranks
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
 from trainwright.strategies.data.ddp_options import DDPOptions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,21 +125,3 @@ class ModuleParts:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pipeline)
         trained, with_gradient = ({n for n, flag in zip(names, row, strict=True) if flag} for row in flags.tolist())
         return trained, with_gradient
-
-
-def differ_between_ranks(wholes: Sequence[tuple[str, Tensor]], device: torch.device) -> list[str]:
-    """Return the names of tensors whose bits differ between ranks. A collective of all ranks."""
-    if not wholes or not dist.is_initialized() or dist.get_world_size() == 1:
-        return []
-    sums = torch.stack([_bit_sum(tensor).to(device) for _, tensor in wholes])
-    bounds = torch.cat([sums, -sums])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    most, least = bounds.chunk(2)
-    return [name for (name, _), same in zip(wholes, (most == -least).tolist(), strict=True) if not same]
-
-
-def _bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements reinterpreted as integers, which is exact in any order."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    integers: Callable[[int], torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.__getitem__
-    return tensor.detach().contiguous().view(integers(tensor.element_size())).sum(dtype=torch.int64)

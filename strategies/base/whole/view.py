@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.checkpoint.exchange.groups import wait_for_all
 from trainwright.strategies.base.whole.gradients import Gradients
-from trainwright.strategies.base.whole.parts import ModuleParts, differ_between_ranks
+from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.tables import UnreadableState, whole_tables
 from trainwright.strategies.base.whole.tensors import WholeTensor
 from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.same_model import differ_between_ranks
 
 # Attribute of a module with the view that is active after a run.
 _AFTER_RUN = "_trainwright_view"
