@@ -96,6 +96,7 @@ class Engines:
         self._pipeline: PipelineEngine | None = None
         self._tensor: TensorParallel | None = None
         self._expert: ExpertParallel | None = None
+        self._context: ContextParallel | None = None
 
     @classmethod
     def of(
@@ -157,7 +158,7 @@ class Engines:
             self._expert.apply()
         context = self._groups.along("context")
         if context is not None:
-            ContextParallel(
+            self._context = ContextParallel(
                 self.module,
                 list(self.owned_blocks.values()),
                 context,
@@ -169,7 +170,8 @@ class Engines:
                 split_outputs=self._tensor is None,
                 first=None if first else self._block(0),
                 further=self._further_slices,
-            ).apply()
+            )
+            self._context.apply()
 
     def _further_slices(self) -> int:
         return self._layout.tensor if self._tensor is not None and self._tensor.slices_sequence else 1
@@ -414,6 +416,11 @@ class Engines:
     def registered_ghosts(self) -> AbstractContextManager[set[nn.Parameter]]:
         """Register all parameters of the module inside; yields those that this rank does not hold."""
         return nullcontext(set()) if self._pipeline_cut is None else self._pipeline_cut.registered_ghosts()
+
+    def complete(self) -> None:
+        """Complete the partitioning, after sharding."""
+        if self._context is not None:
+            self._context.slice_between()
 
     def share_buffers(self) -> None:
         """Share the buffers of all stages among the pipeline ranks. A collective."""

@@ -211,6 +211,7 @@ class HybridStrategy(ZeroStrategy):
         engines = self._engines
         if not engines.is_cut:
             return
+        engines.complete()
         source = {id(shard.optimized): parameter for parameter, shard in self._exchanges.shards.items()}
         self.precision_plugin.scope = engines.gradient_scope(source)  # type: ignore[attr-defined]
         scaler = getattr(self.precision_plugin, "scaler", None)

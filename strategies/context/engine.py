@@ -1,8 +1,10 @@
 """Context parallelism: within the blocks, each rank of a group holds some positions of every sequence.
 
-Hidden states are split before the first block and gathered after the last. In between everything except attention works
-on each position alone; attention is replaced by one over the whole sequence
-(:mod:`trainwright.strategies.context.attention`). Outside of the blocks all ranks of the group compute the same.
+Hidden states are split before the first block and gathered after the last. Within a block everything except attention
+works on each position alone; attention is replaced by one over the whole sequence
+(:mod:`trainwright.strategies.context.attention`). Code between two blocks sees whole tensors of which each rank holds
+its positions (:mod:`trainwright.strategies.context.slices`), except in pipelines, beside tensor parallelism and between
+compiled blocks. Outside of the blocks all ranks of the group compute the same.
 
 Gradients: the gathered output is used identically on every rank, so its gradient is this rank's rows times the number
 of ranks; the input's gradient is zero in other ranks' rows. Averaged over the group, gradients of parameters inside and
@@ -124,6 +126,9 @@ class ContextParallel:
         self.exchange = Exchange(self.attention, self._blocks)
         self.randomness = SplitRandomness(self.order.rank)
         self._cuts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._slices_between = False
+        # Block -> places of the arguments of its last call that were slices.
+        self._sliced: dict[nn.Module, frozenset[int | str]] = {}
 
     def apply(self) -> None:
         """Replace ``forward`` of the blocks, and register the hooks that split and gather hidden states."""
@@ -132,27 +137,40 @@ class ContextParallel:
                 if submodule is not block and _may_attend(submodule):
                     submodule.forward = _AttendingForward(self, submodule.forward)
             block.forward = _BlockForward(self, block, self._names[id(block)])
+            # Before hooks of user code.
+            block.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
         if self._first is not None:
             self._first.register_forward_pre_hook(self._enter, with_kwargs=True)
-        if self._leaves:
-            self._blocks[-1].register_forward_hook(self._leave, with_kwargs=True)
+
+    def slice_between(self) -> None:
+        """Show slices to code between two blocks, where possible; once, after all other hooks are on the blocks.
+
+        Hooks of FSDP do not take slices.
+        """
+        is_compiled = any(block._compiled_call_impl is not None for block in self._blocks)
+        if self._slices_between or is_compiled or not (self.split_outputs and self.enters and self._leaves):
+            return
+        self._slices_between = True
+        for block in self._blocks[1:]:
+            block.register_forward_pre_hook(self._take, with_kwargs=True, prepend=True)
 
     @property
     def splits(self) -> bool:
         """True if sequences are split in the current pass."""
         return torch.is_grad_enabled() or not self._whole_pass
 
-    def cut_others(self, names: Sequence[str], given: Arguments, is_first: bool = False) -> Arguments:
+    def cut_others(self, block: nn.Module, names: Sequence[str], given: Arguments) -> Arguments:
         """Return the arguments, with all except the hidden states split to the positions of this rank.
 
         Args:
-            names, given: of a block's call.
-            is_first: whether it is the model's first block, which slices hidden states further itself.
+            block, names, given: of a block's call.
         """
         hidden = hidden_states(given)
+        is_first = self.enters and block is self._first  # which slices hidden states further itself
         held = given[hidden].size(1) * (1 if is_first else self._further())
+        split = {hidden} | self._sliced.get(block, frozenset())
         return {
-            place: value if place == hidden else self._cut(_name_at(names, place), value, held)
+            place: value if place in split else self._cut(_name_at(names, place), value, held)
             for place, value in given.items()
         }
 
@@ -199,27 +217,40 @@ class ContextParallel:
                     "training. Pass use_cache=False."
                 )
         self._whole_pass = cached is not None or not self.order.divides(states.size(1))
-        if not self.splits or not self.enters:
+        return self._take(block, args, kwargs) if self.enters else None
+
+    @torch.compiler.disable
+    def _take(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Split hidden states that code between two blocks has made whole, and take this rank's part of slices."""
+        if not self.splits:
             return None
-        return call_of({**given, place: self.order.part(states, 1)})
+        given = arguments(args, kwargs)
+        place = hidden_states(given)
+        slices = {at: value for at, value in given.items() if isinstance(value, SequenceSlice) and value.rows.is_all}
+        parts = {at: value.local for at, value in slices.items() if value.rows.batch is None}
+        self._sliced[block] = frozenset(parts)
+        given = {**pytree.tree_map_only(SequenceSlice, SequenceSlice.whole, given), **parts}
+        return call_of(given if place in parts else {**given, place: self.order.part(given[place], 1)})
 
     @torch.compiler.disable
     def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Gather the outputs of the last block."""
-        if not self.splits:
+        """Show outputs of blocks as slices; gather those of the last block where a slice is not exact."""
+        is_last = self._leaves and block is self._blocks[-1]
+        if not self.splits or not (is_last or self._slices_between):
             return None
+        is_slice = not is_last or (self.split_outputs and block.training and torch.is_grad_enabled())
+        show = self._slice if is_slice else self._gather
         if isinstance(output, Tensor):
-            return self._make_whole(output)
+            return show(output)
         given = arguments(args, kwargs)
         held = given[hidden_states(given)].size(1)
-        return pytree.tree_map_only(
-            Tensor, lambda t: self._make_whole(t) if t.ndim > 1 and t.size(1) == held else t, output
-        )
+        return pytree.tree_map_only(Tensor, lambda t: show(t) if t.ndim > 1 and t.size(1) == held else t, output)
 
-    def _make_whole(self, part: Tensor) -> Tensor:
-        if self.split_outputs and self._blocks[-1].training and torch.is_grad_enabled():
-            length = part.size(1) * self.order.size
-            return SequenceSlice(part, SequenceRows(self.group, self.order, length, 0, length))
+    def _slice(self, part: Tensor) -> Tensor:
+        length = part.size(1) * self.order.size
+        return SequenceSlice(part, SequenceRows(self.group, self.order, length, 0, length))
+
+    def _gather(self, part: Tensor) -> Tensor:
         return make_whole(part, self.group, self.order, 1)
 
 
@@ -351,7 +382,7 @@ class _BlockForward:
         """Return the split arguments, and whether per-rank random numbers were entered."""
         if self._is_first:
             self.engine.forget_cuts()
-        given = self.engine.cut_others(self._names, arguments(args, kwargs), self._is_first and self.engine.enters)
+        given = self.engine.cut_others(self._block, self._names, arguments(args, kwargs))
         draws = self._draws and self._block.training
         return *call_of(given), draws and self.engine.randomness.enter(given[hidden_states(given)].device)
 
