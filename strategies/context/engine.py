@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.attention import DistributedAttention, Method, heads_problem
 from trainwright.strategies.context.collectives import make_whole
 from trainwright.strategies.context.documents import ATTENTION, document_attention
 from trainwright.strategies.context.order import SequenceOrder
+from trainwright.strategies.context.positions import Positions
 from trainwright.strategies.context.slices import SequenceRows, SequenceSlice
 from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
 from trainwright.strategies.plan.arguments import Arguments, arguments, call_of, first_tensor
@@ -133,10 +133,11 @@ class ContextParallel:
     def apply(self) -> None:
         """Replace ``forward`` of the blocks, and register the hooks that split and gather hidden states."""
         for block in self._blocks:
+            positions = Positions(block, self._names[id(block)], self.order)
             for submodule in block.modules():
                 if submodule is not block and _may_attend(submodule):
-                    submodule.forward = _AttendingForward(self, submodule.forward)
-            block.forward = _BlockForward(self, block, self._names[id(block)])
+                    submodule.forward = _AttendingForward(self, submodule.forward, positions)
+            block.forward = _BlockForward(self, block, self._names[id(block)], positions)
             # Before hooks of user code.
             block.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
         if self._first is not None:
@@ -165,14 +166,17 @@ class ContextParallel:
         Args:
             block, names, given: of a block's call.
         """
-        hidden = hidden_states(given)
-        is_first = self.enters and block is self._first  # which slices hidden states further itself
-        held = given[hidden].size(1) * (1 if is_first else self._further())
+        hidden, held = hidden_states(given), self.held_by(block, given)
         split = {hidden} | self._sliced.get(block, frozenset())
         return {
             place: value if place in split else self._cut(_name_at(names, place), value, held)
             for place, value in given.items()
         }
+
+    def held_by(self, block: nn.Module, given: Arguments) -> int:
+        """Return the number of positions of this rank, given the split hidden states of a block."""
+        is_first = self.enters and block is self._first  # which slices hidden states further itself
+        return int(given[hidden_states(given)].size(1)) * (1 if is_first else self._further())
 
     def forget_cuts(self) -> None:
         """Release tensors that were split for several blocks."""
@@ -317,23 +321,25 @@ def _may_attend(module: nn.Module) -> bool:
 class _AttendingForward:
     """``forward`` of a module inside a block, with split attention if recomputed on its own in backward."""
 
-    def __init__(self, engine: ContextParallel, forward: Callable[..., Any]) -> None:
+    def __init__(self, engine: ContextParallel, forward: Callable[..., Any], positions: Positions) -> None:
         self.engine = engine
         self.forward = forward
+        self._positions = positions
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.engine.splits:
             return self.forward(*args, **kwargs)
-        with self.engine.exchange:
+        with self.engine.exchange, self._positions.counted():
             return self.forward(*args, **kwargs)
 
 
 class _BlockForward:
     """``forward`` of a block on this rank's positions."""
 
-    def __init__(self, engine: ContextParallel, block: nn.Module, name: str) -> None:
+    def __init__(self, engine: ContextParallel, block: nn.Module, name: str, positions: Positions) -> None:
         self.engine = engine
+        self._positions = positions
         self.forward = block.forward
         self.name = name
         self._names = _argument_names(type(block).forward)
@@ -350,7 +356,7 @@ class _BlockForward:
             return self._checked(args, kwargs)
         args, kwargs, is_entered = self._begin(args, kwargs)
         try:
-            with self.engine.exchange:
+            with self.engine.exchange, self._positions.counted():
                 return self.forward(*args, **kwargs)
         finally:
             self._end(is_entered)
@@ -359,14 +365,13 @@ class _BlockForward:
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first call, with checks."""
         args, kwargs, is_entered = self._begin(args, kwargs)
-        given = arguments(args, kwargs)
-        held = given[hidden_states(given)].size(1)
         calls = self.engine.exchange.calls
         try:
-            with self.engine.exchange, _PositionWatch(self.name, self._block, held):
+            with self.engine.exchange, self._positions.watched():
                 output = self.forward(*args, **kwargs)
         finally:
             self._end(is_entered)
+        self._positions.check()
         if self.engine.exchange.calls == calls:
             raise RuntimeError(
                 f"No scaled_dot_product_attention was called in block {self.name} while its sequence is split, so its "
@@ -383,6 +388,7 @@ class _BlockForward:
         if self._is_first:
             self.engine.forget_cuts()
         given = self.engine.cut_others(self._block, self._names, arguments(args, kwargs))
+        self._positions.held = self.engine.held_by(self._block, given)
         draws = self._draws and self._block.training
         return *call_of(given), draws and self.engine.randomness.enter(given[hidden_states(given)].device)
 
@@ -392,48 +398,6 @@ class _BlockForward:
             self.engine.randomness.leave()
         if self._is_last:
             self.engine.forget_cuts()
-
-
-class _PositionWatch(TorchFunctionMode):
-    """Function mode that refuses blocks that compute positions from the length of their input."""
-
-    def __init__(self, name: str, block: nn.Module, held: int) -> None:
-        super().__init__()
-        self._name, self._held = name, held
-        self._tables = {id(tensor): n for n, tensor in (*block.named_buffers(), *block.named_parameters())}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.arange and _counted(args, kwargs) == self._held:
-            self._refuse(f"torch.arange({self._held})")
-        table = self._tables.get(id(args[0])) if args and func is Tensor.__getitem__ else None
-        if table is not None and self._takes_beginning(args[0], args[1]):
-            self._refuse(f"the first {self._held} rows of {table}")
-        return func(*args, **kwargs)
-
-    def _takes_beginning(self, table: Tensor, index: Any) -> bool:
-        entries = index if isinstance(index, tuple) else (index,)
-        slices = [(entry, size) for entry, size in zip(entries, table.shape, strict=False) if isinstance(entry, slice)]
-        return any(
-            entry.start in (None, 0) and entry.step in (None, 1) and entry.stop == self._held < size
-            for entry, size in slices
-        )
-
-    def _refuse(self, what: str) -> None:
-        raise RuntimeError(
-            f"Block {self._name} counts positions itself ({what}) and would number each rank's part of the sequence "
-            "from 0. Compute them before the blocks and pass them in, or use context=1."
-        )
-
-
-def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the end of a range from 0 with step 1; ``None`` for other ranges."""
-    bounds = [*args, *(kwargs[name] for name in ("start", "end", "step") if name in kwargs)]
-    if len(bounds) == 1:
-        return bounds[0]
-    return bounds[1] if bounds[0] == 0 and bounds[2:] in ([], [1]) else None
 
 
 class _Attending(threading.local):

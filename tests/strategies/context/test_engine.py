@@ -237,17 +237,23 @@ class Block(nn.Module):
         super().__init__()
         self.fault = fault
         self.scale = nn.Parameter(torch.ones(4))
-        self.register_buffer("table", torch.zeros(32, 4))
+        self.register_buffer("table", torch.arange(128.0).view(32, 4) / 100)
+        self.register_buffer("square", torch.ones(32, 32, dtype=torch.bool).tril())
+        self.register_buffer("short", torch.zeros(6, 4))
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
         x = x * self.scale
-        if self.fault == "arange":
-            x = x + torch.arange(x.size(1))[:, None]
-        if self.fault == "table":
-            x = x + self.table[: x.size(1)]
+        length = x.size(1)
+        if self.fault in ("arange", "keeps"):
+            where = torch.arange(length)[:, None]
+            x = x + where / 10
+            self.seen = where if self.fault == "keeps" else None
+        if self.fault in ("table", "short"):
+            x = x + getattr(self, self.fault)[:length]
         if self.fault == "eager":
             return torch.softmax(x @ x.mT, -1) @ x
-        mask = torch.ones(x.size(1), x.size(1)) if self.fault == "mask" else None
+        mask = torch.ones(length, length) if self.fault == "mask" else None
+        mask = self.square[:length, :length] if self.fault == "square" else mask
         dropout = 0.1 if self.fault == "dropout" else 0.0
         return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], mask, dropout)[:, 0]
 
@@ -284,6 +290,27 @@ class Faulty(nn.Module):
         return x
 
 
+def counted(kind: str) -> list[float]:
+    """Return distances of two passes, each with its gradient, to those of one process."""
+    distances = []
+    alone, parts = Faulty(kind), Faulty(kind)
+    split(parts)
+    for _ in range(2):
+        for module in (alone, parts):
+            module.zero_grad()
+            module().square().sum().backward()
+        gradient = parts.layers[0].scale.grad.clone()
+        dist.all_reduce(gradient)
+        distances += [(alone() - parts()).abs().max().item(), (gradient / 2 - alone.layers[0].scale.grad).norm().item()]
+    return distances
+
+
+@pytest.mark.parametrize("kind", ["arange", "table", "square"])
+def test_blocks_may_count_positions(ranks, kind):
+    for distances in ranks(counted, 2, kind, timeout=30):
+        assert max(distances) < 1e-3
+
+
 def faulty(fault: str) -> str:
     dist.barrier()  # connect first, since a rank that refuses exits
     module = Faulty(fault)
@@ -294,8 +321,8 @@ def faulty(fault: str) -> str:
 
 
 @pytest.mark.parametrize(("fault", "said"), [
-    ("arange", "Block layers.0 counts positions itself (torch.arange(4))"),
-    ("table", "Block layers.0 counts positions itself (the first 4 rows of table)"),
+    ("keeps", "Block layers.0 counts positions itself and keeps what it computes from them (seen)"),
+    ("short", "Block layers.0 reads the first 4 of 6 rows of short, which has none for 8 positions"),
     ("eager", "No scaled_dot_product_attention was called in block layers.0"),
     ("mask", "An attention mask of shape (4, 4) for 4 of 8 positions"),
     ("dropout", "Attention dropout 0.1 with the context method 'ring' (allowed: 0)"),
