@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.context.collectives import make_whole, sum_alike
+from trainwright.strategies.context.collectives import gather_all, sum_alike
 from trainwright.strategies.context.order import SequenceOrder
 
 
@@ -83,7 +83,8 @@ class SequenceRows:
             # Collectives need equal parts: removed positions are padded with zeros, and removed again below.
             padding = [0, 0] * (local.ndim - 2) + [before, after]
             pieces.append(F.pad(piece, padding) if before or after else piece)
-        whole = make_whole(torch.cat(pieces, 1), self.group, self.order, 1)
+        # Ranks may use different rows of it, as where it enters a block.
+        whole = gather_all(torch.cat(pieces, 1), self.group, self.order, 1)
         return whole if self.is_all else whole.narrow(1, self.start, self.stop - self.start)
 
     def _spans(self) -> Iterator[tuple[int, int, int, int]]:
