@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,15 +91,9 @@ def bytes_of_ranks(
         ValueError: if the module cannot be cut for this layout.
     """
     plan = plan_for(module, layout, options) if cuts_module(layout) else ModelPlan()
-    sizes = _RankSizes(module, plan, layout, options, rules)
-    known: dict[tuple[int, int], RankBytes] = {}
-    held = []
-    for rank in range(layout.world_size):
-        place = layout.coordinates(rank)
-        key = place["pipeline"], place["shard"] * layout.context + place["context"]
-        if key not in known:
-            known[key] = sizes.of(*key)
-        held.append(known[key])
+    of = cache(_RankSizes(module, plan, layout, options, rules).of)
+    places = map(layout.coordinates, range(layout.world_size))
+    held = [of(place["pipeline"], place["shard"] * layout.context + place["context"]) for place in places]
     return held if not rules.servers else _with_servers(module, held, rules)
 
 
@@ -125,14 +120,17 @@ def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], 
         is_known = True
         for piece in slices:
             parameter = parameters[plan.names[piece.parameter]]
-            halves = rules.halves and parameter.is_floating_point()
-            dtype = torch.bfloat16 if halves else parameter.dtype
+            dtype = _dtype_of(parameter, rules)
             # Servers send float32, and keep parameters of another type beside it.
             sent += piece.numel * (plan.dtype.itemsize + (dtype.itemsize if dtype != plan.dtype else 0))
             state = states.bytes_of(parameter, piece.shape, dtype) if parameter.requires_grad else 0
             is_known, optimizer = is_known and state is not None, optimizer + (state or 0)
         found.append(RankBytes(sent, 0, optimizer if is_known else None))
     return found
+
+
+def _dtype_of(parameter: nn.Parameter, rules: StateRules) -> torch.dtype:
+    return torch.bfloat16 if rules.halves and parameter.is_floating_point() else parameter.dtype
 
 
 class _RankSizes:
@@ -156,7 +154,7 @@ class _RankSizes:
         is_known = self._states.problem is None
         for name, shape in self._held[stage].items():
             parameter = self._parameters[name]
-            dtype = torch.bfloat16 if self._rules.halves and parameter.is_floating_point() else parameter.dtype
+            dtype = _dtype_of(parameter, self._rules)
             kept, averaged, stepped = self._numbers(shape, name in self._experts, index)
             parameters += kept * dtype.itemsize
             if self._rules.offload == "optimizer":

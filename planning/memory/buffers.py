@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trainwright.planning.memory.state import UnitState
-from trainwright.planning.search.work import Work, bucket_bytes
+from trainwright.planning.search.work import BUCKET_BYTES, Work
+from trainwright.strategies.data.bucket_size import bucket_bytes_for
 
 # Packed buckets in flight, see strategies/data/sharding/reducer.py.
 _IN_FLIGHT = 2
@@ -29,7 +30,7 @@ class Buffers:
         self.is_alone = layout.replicate * layout.state_ranks == 1
         # With ZeRO's own reducer.
         self._is_reduced = work.stage > 0 and not self._is_gathered and not self.is_alone
-        self._bucket = min(bucket_bytes(work, state.whole), state.reduced)
+        self._bucket = min(bucket_bytes_for(BUCKET_BYTES, state.whole), state.reduced)
 
     def persisting(self, averaged: float, whole: float) -> float:
         """Return the gradients that exist when the last backward begins."""
@@ -122,24 +123,14 @@ class Buffers:
     def _gathered(self, blocks: float) -> float:
         return self._outside.whole + blocks * self._heaviest.whole if self._is_gathered else 0.0
 
-    @property
-    def gathered_whole(self) -> float:
-        """In a pipeline: parameters gathered once for all passes."""
-        return self._state.whole if self._is_gathered else 0.0
-
     def whole_of_stages(self, part: float) -> float:
-        """In a pipeline: gathered parameters, and whole gradients of a part of the rank's stages."""
-        return self.gathered_whole + part * self._state.whole_gradients
+        """In a pipeline: parameters gathered once, and whole gradients of a part of the rank's stages."""
+        return (self._state.whole if self._is_gathered else 0.0) + part * self._state.whole_gradients
 
     @property
     def whole_of_block(self) -> float:
         """Whole gradients of the largest block."""
         return self._heaviest.whole_gradients
-
-    @property
-    def whole_step(self) -> float:
-        """In a pipeline, after backward of all stages."""
-        return self.whole_of_stages(1.0)
 
     @property
     def at_end(self) -> float:
@@ -150,7 +141,7 @@ class Buffers:
                 # One bucket is being packed; of those in flight shards remain.
                 buckets = min(_IN_FLIGHT, self._state.reduced // self._bucket)
                 sent = self._bucket * (1 + buckets / self._work.layout.state_ranks)
-            return self.whole_step + (0.0 if self.is_alone else sent)
+            return self.whole_of_stages(1.0) + (0.0 if self.is_alone else sent)
         if self._is_gathered:
             return self._outside.whole + self._outside.whole_gradients + self._heaviest.whole_gradients
         if self._is_reduced:

@@ -118,7 +118,11 @@ def _moments_of_pipeline(
     # Offloaded gradients are freed too, and created again after the passes.
     is_dropped = work.offload != "none" and work.rounds == 1
     rest_in_passes = replace(rest, host=rest.host - state.gradients) if is_dropped else rest
-    found = [_first_backward(rest_in_passes, kept, buffers, persisting, live, is_whole)]
+    activations = kept.pipeline(live, is_accumulating=is_whole)
+    held = buffers.whole_of_stages(1.0 if is_whole else 0.0)  # whole gradients if earlier rounds left them whole
+    found = [
+        replace(rest_in_passes, gradients=persisting, activations=activations, buffers=held, moment="first backward")
+    ]
     passes, stages = work.parts * work.stages_per_rank, work.stages_per_rank
     steady: list[tuple[float, float, float]]  # passes held, those without weight gradients, stages with them
     if work.schedule == "looped_bfs":
@@ -142,15 +146,6 @@ def _moments_of_pipeline(
         replace(rest, gradients=persisting, buffers=buffers.at_end, moment="averaging"),
         _stepping(rest, averaged, state),
     ]
-
-
-def _first_backward(
-    rest: Held, kept: KeptMemory, buffers: Buffers, persisting: float, live: float, is_whole: bool
-) -> Held:
-    """Return the first backward of a round: whole gradients exist if earlier rounds left them whole."""
-    held = buffers.whole_step if is_whole else buffers.gathered_whole
-    activations = kept.pipeline(live, is_accumulating=is_whole)
-    return replace(rest, gradients=persisting, activations=activations, buffers=held, moment="first backward")
 
 
 def _first_of_stage(
@@ -286,22 +281,15 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def actions_of(schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int) -> tuple[Action, ...]:
-    """Return the passes of a rank in order.
+    """Return the passes of a rank in torch's order.
 
     Args:
-        schedule: name of the schedule.
+        schedule: name of a schedule with several stages per rank.
         pipeline: number of ranks.
         stages_per_rank: stages per rank.
         parts: number of micro-batches.
         rank: along the pipeline.
     """
-    if schedule in ("gpipe", "1f1b"):
-        ahead = parts if schedule == "gpipe" else min(parts, pipeline - rank)
-        found = [Action(FORWARD, rank, part) for part in range(ahead)]
-        for part in range(parts):
-            found.append(Action(BACKWARD, rank, part))
-            found += [Action(FORWARD, rank, ahead + part)] if ahead + part < parts else []
-        return tuple(found)
     stages = pipeline * stages_per_rank
     mine = stages_of_rank(rank, pipeline, stages, schedule)
     stubs = [_StageStub(index, rank, pipeline, stages, schedule) for index in mine]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +28,9 @@ class StageShare:
     @cached_property
     def blocks(self) -> dict[int, int]:
         """Kind -> number of blocks."""
-        found: dict[int, int] = {}
+        found = Counter[int]()
         for stage in self.stages:
-            for kind, count in stage:
-                found[kind] = found.get(kind, 0) + count
+            found.update(dict(stage))
         return found
 
 
@@ -45,10 +45,5 @@ def share_of(kinds: Sequence[int], spans: Sequence[range], pipeline: int, schedu
         rank: along the pipeline.
     """
     mine = stages_of_rank(rank, pipeline, len(spans), schedule) if pipeline > 1 else [0]
-    counted = []
-    for stage in mine:
-        counts: dict[int, int] = {}
-        for index in spans[stage]:
-            counts[kinds[index]] = counts.get(kinds[index], 0) + 1
-        counted.append(tuple(sorted(counts.items())))
-    return StageShare(tuple(counted), 0 in mine, len(spans) - 1 in mine, rank)
+    counts = (Counter(kinds[index] for index in spans[stage]) for stage in mine)
+    return StageShare(tuple(tuple(sorted(each.items())) for each in counts), 0 in mine, len(spans) - 1 in mine, rank)

@@ -112,17 +112,13 @@ class StateTable:
     ) -> None:
         self.facts, self._plans, self._small, self._halves = facts, plans, small, halves
         self._states = OptimizerStates(facts.module)
-        self._weights: dict[int, dict[Unit, list[_Weight]]] = {}
-        self._linear: dict[tuple[str, torch.dtype], tuple[float, float] | None] = {}
+        self._units = cache(self._sorted)
+        self._linear = cache(self._linear_state)
         self._of_unit = cache(self._unit_state)
         self.of_share = cache(self._of_share)
 
-    def _units(self, tensor: int) -> dict[Unit, list[_Weight]]:
-        if tensor not in self._weights:
-            self._weights[tensor] = self._sorted(tensor)
-        return self._weights[tensor]
-
     def _sorted(self, tensor: int) -> dict[Unit, list[_Weight]]:
+        """Return the parameters of each unit for a size of the tensor axis."""
         module, blocks = self.facts.module, self.facts.blocks
         plan = self._plans(tensor)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -133,16 +129,15 @@ class StateTable:
         for name, kind in zip(blocks, self.facts.kinds, strict=True):
             seen.setdefault(kind, name)
         prefixes = {f"{name}.": kind for kind, name in seen.items()}
-        others = [f"{name}." for name in blocks if name not in seen.values()]
+        others = tuple(f"{name}." for name in blocks if name not in seen.values())
         found: dict[Unit, list[_Weight]] = {}
         for name, parameter in module.named_parameters():
-            if name.startswith(tuple(others)) and others:
+            if name.startswith(others):
                 continue
             unit: Unit = next(
                 (kind for prefix, kind in prefixes.items() if name.startswith(prefix)), sides.get(name, BOTH)
             )
-            is_float = parameter.is_floating_point()
-            dtype = torch.bfloat16 if self._halves and is_float else parameter.dtype
+            dtype = torch.bfloat16 if self._halves and parameter.is_floating_point() else parameter.dtype
             is_expert = any(name.startswith(f"{expert}.") for expert in plan.experts)
             weight = _Weight(
                 tuple(parameter.shape), dtype.itemsize, parameter.requires_grad, is_expert, dims.get(name), dtype, name
@@ -194,18 +189,16 @@ class StateTable:
 
     def _optimizer(self, weight: _Weight, numel: int) -> float:
         """Return state bytes, linear in the number of elements, which is exact for elementwise optimizers."""
-        parameter = self.facts.module.get_parameter(weight.name)
-        key = (weight.name, weight.dtype)
-        if key not in self._linear:
-            sizes = [self._states.bytes_of(parameter, (n, 8), weight.dtype) for n in (8, 16)]
-            if sizes[0] is None or sizes[1] is None:
-                self._linear[key] = None
-            else:
-                slope = (sizes[1] - sizes[0]) / 64
-                self._linear[key] = (sizes[0] - 64 * slope, slope)
-        linear = self._linear[key]
-        # If the optimizer is unknown, assume Adam's two numbers.
-        return 8.0 * numel if linear is None else linear[0] + linear[1] * numel
+        constant, slope = self._linear(weight.name, weight.dtype)
+        return constant + slope * numel
+
+    def _linear_state(self, name: str, dtype: torch.dtype) -> tuple[float, float]:
+        parameter = self.facts.module.get_parameter(name)
+        small, large = (self._states.bytes_of(parameter, (rows, 8), dtype) for rows in (8, 16))
+        if small is None or large is None:
+            return 0.0, 8.0  # the optimizer is unknown: assume Adam's two numbers
+        slope = (large - small) / 64
+        return small - 64 * slope, slope
 
 
 def _sides(module: LightningModule, plan: ModelPlan) -> dict[str, str]:

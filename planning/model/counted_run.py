@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,9 @@ class CountedRun:
 
     def _run(self, module: LightningModule, batch: Any, precision: str) -> None:
         counter = self.counter
-        with _listening(self._count_collective), counter:
+        with contextlib.ExitStack() as stack, counter:
+            if dist.is_initialized():
+                stack.callback(listen(self._count_collective))
             with autocast_of(precision):
                 loss = loss_of(module.training_step(batch, 0))
             self.kept = counter.alive()
@@ -271,15 +273,6 @@ def _is_view(func: Any) -> bool:
     schema = func._schema
     aliases = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     return aliases or func.namespace in ("c10d", "_c10d_functional", "fsdp") or not schema.returns
-
-
-@contextlib.contextmanager
-def _listening(listener: Callable[[CollectiveCall], None]) -> Iterator[None]:
-    """Report every collective to a listener, if there is a process group."""
-    with contextlib.ExitStack() as stack:
-        if dist.is_initialized():
-            stack.callback(listen(listener))
-        yield
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

@@ -180,7 +180,7 @@ class ModelFacts:
         # Not one sample: views that are contiguous only for one sample keep larger storages alive.
         two, three = (self._run(cut, samples, with_values) for samples in (2, 3))
         active = [place for place, _ in two.blocks]
-        return pass_of(two, three, self._representatives(active))
+        return pass_of(two, three, self._representatives(active), self.kinds)
 
     def _run(self, cut: ModelCut, samples: int, with_values: bool) -> CountedRun:
         with self._prepared(cut, samples, with_values) as (module, blocks, batch, layout):
@@ -206,7 +206,7 @@ class ModelFacts:
             if layout.world_size > 1:
                 _cut_module(module, layout, cut, {**self._plan, "blocks": [self.blocks[i] for i in sorted(active)]})
             chosen = [module.get_submodule(self.blocks[i]) for i in sorted(active)]
-            checkpoint_activations(module, cut.checkpointing, chosen, cut.checkpoint_modules)
+            checkpoint_activations(module, cut.checkpointing, chosen, None)
             for block in chosen:
                 block.register_forward_hook(last.remember)  # after the engines' own, which exchange outputs
             yield module, list(zip(sorted(active), chosen, strict=True)), batch, layout
@@ -353,12 +353,13 @@ def _shell(block: nn.Module, last: LastOutput) -> nn.Module:
     return shell
 
 
-def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) -> PassCost:
+def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int], kinds: Sequence[int]) -> PassCost:
     """Return the cost of a pass from runs with two and three samples.
 
     Args:
         two, three: the runs.
         representatives: for each kind of block, the index of its representative.
+        kinds: of all blocks.
     """
 
     def grown(value: Callable[[CountedRun], float]) -> Bytes:
@@ -382,9 +383,9 @@ def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) 
 
     blocks = tuple(part(place) for place in representatives)
     before, after, through = part(BEFORE), part(AFTER), part(BEFORE).kept
-    for place, block in two.blocks:
+    for place, _ in two.blocks:
         through = through + part(place).kept
-        alike = _representative_of(block, two.blocks, representatives)
+        alike = representatives[kinds[place]]
         # Extra costs of the first and the last block count with the parts before and after.
         if place != alike and place == two.blocks[0][0]:
             before = before.with_excess(part(place), part(alike))
@@ -403,19 +404,6 @@ def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) 
         block_peak=grown(lambda run: run.block_peak - run.entry),
         accumulating_peak=grown(lambda run: run.accumulating_peak - run.entry),
     )
-
-
-def _representative_of(
-    block: nn.Module, blocks: Sequence[tuple[int, nn.Module]], representatives: Sequence[int]
-) -> int:
-    """Return the index of the representative with the same parameter shapes as a block."""
-    shapes = {place: _shapes(other) for place, other in blocks}
-    own = _shapes(block)
-    return next((place for place in representatives if shapes[place] == own), representatives[0])
-
-
-def _shapes(block: nn.Module) -> tuple[Any, ...]:
-    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
 
 
 def _of_one(sent: Mapping[tuple[str, str], Sent]) -> dict[tuple[str, str], Sent]:

@@ -69,11 +69,8 @@ def fake_tensors() -> Any:
 @contextlib.contextmanager
 def default_dtype(precision: str) -> Iterator[None]:
     """Set the default dtype of a precision."""
-    if precision != "bf16-true":
-        yield
-        return
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else before)
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,10 +117,8 @@ def _details(plan: Plan) -> Table:
         title="\nGiB of the largest rank at its peak, and exposed (total) seconds of communication per step by axis",
     )  # fmt: skip
     table.add_column("#", justify="right")
-    for name in (*KINDS, "moment"):
+    for name in (*KINDS, "moment", *axes):
         table.add_column(name, justify="right", overflow="fold")
-    for axis in axes:
-        table.add_column(axis, justify="right", overflow="fold")
     for number, each in enumerate(shown, 1):
         memory = [f"{getattr(each.memory, kind) / _GIB:.1f}" for kind in KINDS]
         waits = [_wait(each, axis) for axis in axes]
@@ -154,9 +151,8 @@ _WHY = {"layout": "refused for the module", "batch": "refused for the batch", "m
 
 def grouped(refused: Sequence[Refusal]) -> dict[str, list[Refusal]]:
     """Group refusals by kind: layouts, batches, memory; within a kind by missing memory."""
-    found: dict[str, list[Refusal]] = defaultdict(list)
-    for kind in ("layout", "batch", "memory"):
-        found[kind] = sorted((each for each in refused if each.kind == kind), key=lambda each: each.needed)
+    by_memory = sorted(refused, key=lambda each: each.needed)
+    found = {kind: [each for each in by_memory if each.kind == kind] for kind in _WHY}
     return {kind: group for kind, group in found.items() if group}
 
 

@@ -48,8 +48,7 @@ class Axes:
         self._length = sequence_length(config.cfg)
         optimizer = config.cfg.optimizer
         self._optimizers = [class_of(optimizer)] if isinstance(optimizer, DictConfig) else []
-        self._context_problems = cache(lambda context: self._problems(Layout(context=context)))
-        self._pipeline_problems = cache(lambda pipeline: self._problems(Layout(pipeline=pipeline)))
+        self._problems = cache(self._problems_of)
         self._allows_expert = cache(self._check_expert)
 
     def tensors(self) -> Iterator[int]:
@@ -84,7 +83,7 @@ class Axes:
                 continue
             if context > most:
                 return
-            problems = list(self._context_problems(context))
+            problems = list(self._problems(Layout(context=context)))
             if self._length is not None and sequence:
                 both = Layout(context=context, tensor=tensor)
                 problems += length_problems(both, self._length, sequence_parallel=True)
@@ -100,7 +99,7 @@ class Axes:
         for pipeline in divisors_of(rest):
             if not self._limits.allow_axis("pipeline", pipeline):
                 continue
-            if pipeline == 1 or not self._refused(self._pipeline_problems(pipeline), pipeline=pipeline):
+            if pipeline == 1 or not self._refused(self._problems(Layout(pipeline=pipeline)), pipeline=pipeline):
                 yield pipeline
             elif pipeline > max(len(self._config.facts.blocks), 1):
                 return
@@ -159,7 +158,7 @@ class Axes:
                 problems = [str(error)]
         return not self._refused(problems, expert=expert)
 
-    def _problems(self, layout: Layout, **options: Any) -> list[str]:
+    def _problems_of(self, layout: Layout, **options: Any) -> list[str]:
         """Return the strategies' problems with a layout for this module, whatever the other axes are."""
         given = self._config.options(**options)
         try:

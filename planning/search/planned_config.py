@@ -80,7 +80,6 @@ class PlannedConfig:
         self.table = StateTable(self.facts, self.plan_of, self.small, cfg.precision == "bf16-true")
         self.parameters = count_parameters(self.module)
         self.capacity = USABLE * self.profile.memory_bytes
-        self._spans: dict[int, list[range]] = {}
 
     @cache  # noqa: B019 - lives as long as one search
     def plan_of(self, tensor: int) -> ModelPlan:
@@ -95,25 +94,17 @@ class PlannedConfig:
         dims = self.model_options.get("batch_dims", {})
         return EngineOptions(plan=plan, batch_dims=dims, attention=self.attention, **given)
 
-    def spans(self, stages: int) -> list[range]:
-        """Return the blocks of each stage of a pipeline."""
-        if stages not in self._spans:
-            self._spans[stages] = stage_spans(
-                self.module, ModelPlan(blocks=tuple(self.facts.blocks)), stages, "balanced"
-            )
-        return self._spans[stages]
-
     def shares(self, work: Work) -> tuple[StageShare, ...]:
         """Return the parts of the model on the first and the last rank of a pipeline."""
         return self._shares_of(work.layout.pipeline, work.stages_per_rank, work.schedule)
 
     @cache  # noqa: B019 - lives as long as one search
     def _shares_of(self, pipeline: int, per_rank: int, schedule: str) -> tuple[StageShare, ...]:
-        kinds = self.facts.kinds
-        if pipeline == 1:
-            return (share_of(kinds, [range(len(kinds))], 1, schedule, 0),)
-        spans = self.spans(pipeline * per_rank)
-        return tuple(share_of(kinds, spans, pipeline, schedule, rank) for rank in (0, pipeline - 1))
+        kinds, spans = self.facts.kinds, [range(len(self.facts.kinds))]
+        if pipeline > 1:
+            plan = ModelPlan(blocks=tuple(self.facts.blocks))
+            spans = stage_spans(self.module, plan, pipeline * per_rank, "balanced")
+        return tuple(share_of(kinds, spans, pipeline, schedule, rank) for rank in sorted({0, pipeline - 1}))
 
     def held(self, work: Work, cost: PassCost) -> Held:
         """Return the peak memory of the first or the last rank of a pipeline, whichever is larger.

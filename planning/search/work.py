@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.rules import cuts_module
-from trainwright.strategies.data.bucket_size import bucket_bytes_for
 
-# Default of torch's DistributedDataParallel, and of ZeRO's buckets (strategy.bucket_mib).
-_BUCKET = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
+"""Of the buckets in which gradients are averaged: default of torch's DistributedDataParallel, and of ZeRO
+(strategy.bucket_mib)."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Work:
         schedule, stages_per_rank: of the pipeline.
         offload: none, optimizer or parameters.
         no_sync: stages 2 and 3 reduce gradients once a step.
-        bucket_bytes: of the buckets in which gradients are averaged.
         prefetch: blocks that stage 3 gathers ahead; None: FSDP2's default.
     """
 
@@ -38,7 +37,6 @@ class Work:
     stages_per_rank: int = 1
     offload: str = "none"
     no_sync: bool = False
-    bucket_bytes: float = _BUCKET
     prefetch: int | None = None
 
     @property
@@ -51,8 +49,3 @@ class Work:
         """True if FSDP2 shards parameters; not for those that a rank trains alone in a layout that cuts the module."""
         trains_alone = cuts_module(self.layout) and self.layout.replicate * self.layout.state_ranks == 1
         return self.stage == 3 and not trains_alone
-
-
-def bucket_bytes(work: Work, whole: float) -> float:
-    """Return the bucket size of ZeRO's reducer for ``whole`` bytes of parameters."""
-    return bucket_bytes_for(work.bucket_bytes, whole)

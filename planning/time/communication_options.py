@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainwright.core.device_profiles import DeviceProfile
 from trainwright.core.layout import Layout
 from trainwright.planning.search.plan import USABLE, LayoutCandidate, Plan
+from trainwright.planning.search.work import BUCKET_BYTES
 from trainwright.planning.time.step import collective, link_of
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.contract.communication.advice import FASTER, MeasuredLink, best_bucket_bytes
@@ -39,7 +40,7 @@ def bucket_mib(plan: Plan, candidate: LayoutCandidate) -> float | None:
     best = max(best_bucket_bytes(link_of(plan.profile, layout, axis), size), _LEAST_BUCKET)
     if stage:
         free = max(USABLE * plan.profile.memory_bytes - candidate.memory.total, 0.0)
-        best = min(best, candidate.work.bucket_bytes + free / _BUCKETS_AT_ONCE)
+        best = min(best, BUCKET_BYTES + free / _BUCKETS_AT_ONCE)
     return float(f"{best / _MIB:.3g}")
 
 

@@ -43,8 +43,7 @@ class ModelCut:
         context: ranks that split the sequence; 1 is off.
         sequence_parallel: whether the tensor axis splits activations along the sequence.
         loss_parallel: whether logits stay split.
-        checkpointing: ``"none"``, ``"full"`` (backward recomputes every block) or ``"selective"``.
-        checkpoint_modules: of ``"selective"``.
+        checkpointing: ``"none"`` or ``"full"`` (backward recomputes every block).
         attention, balance: of the context axis.
         expert: ranks that hold different experts; 1 is off.
         routing: load of experts.
@@ -55,7 +54,6 @@ class ModelCut:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     checkpointing: str = "none"
-    checkpoint_modules: tuple[str, ...] | None = None
     attention: str = "ring"
     balance: bool = True
     expert: int = 1
@@ -106,14 +104,12 @@ class ModelPart:
 
     def checkpointed(self, boundary: Bytes) -> ModelPart:
         """Return this block with activation checkpointing: only its input is kept, backward recomputes it."""
-        sent = {key: _more(each, self.sent_forward.get(key)) for key, each in self.sent.items()}
-        calls = self.backward_calls + self.calls
         return replace(
             self,
             backward=self.backward + self.flops,
             kept=boundary,
-            sent=sent,
-            backward_calls=calls,
+            sent={key: each + self.sent_forward.get(key, Sent()) for key, each in self.sent.items()},
+            backward_calls=self.backward_calls + self.calls,
             backward_moved=self.backward_moved + self.moved,
         )
 
@@ -136,10 +132,6 @@ class ModelPart:
             moved=_scaled_bytes(self.moved, alone.moved, one.moved),
             backward_moved=_scaled_bytes(self.backward_moved, alone.backward_moved, one.backward_moved),
         )
-
-
-def _more(sent: Sent, other: Sent | None) -> Sent:
-    return sent if other is None else sent + other
 
 
 def _scaled(value: float, part: float, whole: float) -> float:

@@ -6,14 +6,15 @@ Computed from the module's costs and a device profile. Formulas, sources and omi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trainwright.core.device_profiles import DeviceProfile
 from trainwright.core.layout import Layout
 from trainwright.planning.memory.share import StageShare, share_of
 from trainwright.planning.memory.state import StateTable, UnitState, state_of
-from trainwright.planning.search.work import Work
+from trainwright.planning.search.work import BUCKET_BYTES, Work
 from trainwright.planning.time.cost import ModelPart, PassCost
 from trainwright.strategies.contract.communication.advice import MeasuredLink, overlapped
 from trainwright.strategies.contract.communication.costs import least_bytes
@@ -180,10 +181,14 @@ def step_time(
     compute = micro_batches * max(passes.seconds, reading)
     forward, backward = passes.forward, passes.backward
     bubble = work.rounds * bubble_of(work.schedule, work.layout.pipeline, work.stages_per_rank, forward, backward)
-    traffic: dict[str, Traffic] = {}
-    _add(traffic, _within_passes(cost, work, share, profile, micro_batches))
-    _add(traffic, _of_pipeline(cost, work, profile, compute))
-    _add(traffic, _of_state(work, blocks, outside, heaviest, passes, profile))
+    traffic = defaultdict[str, Traffic](Traffic)
+    for axis, each in (
+        *_within_passes(cost, work, share, profile, micro_batches),
+        *_of_pipeline(cost, work, profile, compute),
+        *_of_state(work, blocks, outside, heaviest, passes, profile),
+    ):
+        if each.seconds:
+            traffic[axis] += each
     update = _update(work, blocks.plus(outside), profile)
     if profile.share < 1 and work.has_pipeline:
         rest = update + sum(each.exposed for each in traffic.values())
@@ -260,16 +265,10 @@ def _reading(state: UnitState, profile: DeviceProfile) -> float:
     return (2 * state.whole + state.whole_gradients) / profile.memory_bandwidth
 
 
-def _add(traffic: dict[str, Traffic], more: Mapping[str, Traffic]) -> None:
-    for axis, each in more.items():
-        traffic[axis] = traffic.get(axis, Traffic()) + each
-
-
 def _within_passes(
     cost: PassCost, work: Work, share: StageShare, profile: DeviceProfile, micro_batches: int
-) -> dict[str, Traffic]:
-    """Return the communication of blocks along the tensor, context and expert axes, which is never overlapped."""
-    traffic: dict[str, Traffic] = {}
+) -> Iterator[tuple[str, Traffic]]:
+    """Yield the communication of blocks along the tensor, context and expert axes, which is never overlapped."""
     links = {axis: link_of(profile, work.layout, axis) for axis in ("tensor", "context", "expert")}
     for part, count in _parts_of(cost, share):
         for (name, kind), sent in part.sent.items():
@@ -280,21 +279,19 @@ def _within_passes(
             seconds = link.seconds_of(size, rounds=_ROUNDS.get(kind, 1) * sent.calls)
             seconds += sent.calls * (link.call + (link.latency if kind == "send" else 0.0))
             times = count * micro_batches
-            one = Traffic(size * times, seconds * times, seconds * times)
-            traffic[axis] = traffic.get(axis, Traffic()) + one
-    return traffic
+            yield axis, Traffic(size * times, seconds * times, seconds * times)
 
 
-def _of_pipeline(cost: PassCost, work: Work, profile: DeviceProfile, compute: float) -> dict[str, Traffic]:
-    """Return the communication of activations and their gradients between stages."""
+def _of_pipeline(cost: PassCost, work: Work, profile: DeviceProfile, compute: float) -> Iterator[tuple[str, Traffic]]:
+    """Yield the communication of activations and their gradients between stages."""
     if not work.has_pipeline:
-        return {}
+        return
     link = link_of(profile, work.layout, "pipeline")
     times = 2 * work.stages_per_rank * work.parts * work.rounds
     size = cost.boundary.of(work.micro_batch)
     seconds = times * (link.latency + link.call + size / link.bandwidth)
     exposed = seconds if work.schedule in _WAITS_FOR_SENDS else _exposed_seconds(seconds, times, compute)
-    return {"pipeline": Traffic(times * size, seconds, exposed)}
+    yield "pipeline", Traffic(times * size, seconds, exposed)
 
 
 def _exposed_seconds(seconds: float, pieces: float, window: float) -> float:
@@ -305,36 +302,34 @@ def _exposed_seconds(seconds: float, pieces: float, window: float) -> float:
 
 def _of_state(
     work: Work, blocks: UnitState, outside: UnitState, heaviest: UnitState, passes: _Passes, profile: DeviceProfile
-) -> dict[str, Traffic]:
-    """Return the communication of gradients and gathered parameters along the shard and replicate axes."""
+) -> Iterator[tuple[str, Traffic]]:
+    """Yield the communication of gradients and gathered parameters along the shard and replicate axes."""
     layout, state = work.layout, blocks.plus(outside)
     pieces = max(round(blocks.whole / heaviest.whole), 1) + 1 if heaviest.whole else 1
     if work.stage in (0, 1, 2) or not work.splits_parameters:
-        pieces = max(math.ceil(state.whole_gradients / work.bucket_bytes), 1)
+        pieces = max(math.ceil(state.whole_gradients / BUCKET_BYTES), 1)
     shards, copies = link_of(profile, layout, "state"), link_of(profile, layout, "replicate")
     backward, forward = passes.backward, passes.forward
-    traffic: dict[str, Traffic] = {}
 
-    def wait(axis: str, link: MeasuredLink, kind: str, size: float, times: float, window: float) -> None:
+    def wait(axis: str, link: MeasuredLink, kind: str, size: float, times: float, window: float) -> tuple[str, Traffic]:
         sent, seconds = collective(link, kind, size, pieces)
         exposed = seconds if work.has_pipeline or not window else _exposed_seconds(seconds, pieces, window)
-        traffic[axis] = traffic.get(axis, Traffic()) + Traffic(sent * times, seconds * times, exposed * times)
+        return axis, Traffic(sent * times, seconds * times, exposed * times)
 
     if work.stage == 0:
-        wait("replicate", copies, "all_reduce", state.whole_gradients, 1, backward)
-        return traffic
+        yield wait("replicate", copies, "all_reduce", state.whole_gradients, 1, backward)
+        return
     reductions = 1 if work.stage == 1 or work.no_sync else work.rounds
-    wait("shard", shards, "reduce_scatter", state.whole_gradients, reductions, backward)
+    yield wait("shard", shards, "reduce_scatter", state.whole_gradients, reductions, backward)
     if work.splits_parameters:
         # Blocks are gathered for forward and for backward; parts outside of them once.
-        wait("shard", shards, "all_gather", blocks.whole + outside.whole, work.rounds, forward)
+        yield wait("shard", shards, "all_gather", blocks.whole + outside.whole, work.rounds, forward)
         if not work.has_pipeline:
-            wait("shard", shards, "all_gather", blocks.whole, work.rounds, backward)
-        wait("replicate", copies, "all_reduce", state.gradients, 1, backward)
+            yield wait("shard", shards, "all_gather", blocks.whole, work.rounds, backward)
+        yield wait("replicate", copies, "all_reduce", state.gradients, 1, backward)
     else:
-        wait("shard", shards, "all_gather", state.whole, 1, 0.0)
-        wait("replicate", copies, "all_reduce", state.gradients, 1, 0.0)
-    return {axis: each for axis, each in traffic.items() if each.seconds}
+        yield wait("shard", shards, "all_gather", state.whole, 1, 0.0)
+        yield wait("replicate", copies, "all_reduce", state.gradients, 1, 0.0)
 
 
 def _update(work: Work, state: UnitState, profile: DeviceProfile) -> float:
