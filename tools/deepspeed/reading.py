@@ -128,18 +128,9 @@ def _similar_keys(path: str, siblings: Tree) -> list[str]:
     return near or [known for known in KEYS if "." not in path and known.endswith(f".{path}")][:3]
 
 
-def _has_interpolation(value: Any) -> bool:
-    """Return whether a text in a value would be interpolated in a configuration."""
-    if isinstance(value, dict):
-        return any(_has_interpolation(item) for pair in value.items() for item in pair)
-    if isinstance(value, list):
-        return any(_has_interpolation(item) for item in value)
-    return isinstance(value, str) and "${" in value
-
-
 def _problem_of(path: str, key: Key, value: Any) -> str | None:
     """Return the problem of a value, if any."""
-    if _has_interpolation(value):
+    if "${" in json.dumps(value):
         return f"{path} contains ${{, an interpolation; write the value"
     if value == AUTO and key.kind != ANY:
         return None if key.auto else f'{path} is "auto", which is not supported for it; write {KINDS[key.kind]}'

@@ -68,23 +68,35 @@ def alike(section: str, kind: str, names: str, **common: Any) -> tuple[Key, ...]
     return tuple(Key(f"{section}.{name}".lstrip("."), kind, **common) for name in names.split())
 
 
+def near(path: str, note: str = "", kind: str = BOOL, **more: Any) -> Key:
+    """Return a key whose native configuration differs, as the note says."""
+    return Key(path, kind, note=note, status=APPROXIMATED, **more)
+
+
 def stop(path: str, note: str, kind: str = BOOL, harmless: Any = False, words: tuple[Any, ...] = ()) -> Key:
     """Return a key that stops a run, except with its harmless value."""
     return Key(path, kind, "", note, UNSUPPORTED, words, harmless=harmless)
 
 
 Tree = dict[str, "Tree"]
+_BATCH = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"
 _DEVICES = ("none", "cpu", "nvme")
 _DTYPES = ("bfloat16", "bf16", "torch.bfloat16", "float16", "fp16", "half", "torch.float16")
 _MIXED = "DeepSpeed's weights have 16 bits with float32 copies; here weights and gradients are float32 (autocast)."
+_OPT_LEVEL = "O0: precision=32. O1, O2: 16-mixed. O3, pure float16, is not supported: 16-mixed."
+_AVERAGED = "Gradients are averaged, never summed. With plain SGD, multiply the learning rate by the data ranks."
+_STATES = "bf16_master_weights_and_grads bf16_optimizer_states"
 _RECOMPUTED = "Every block is recomputed; its inputs stay on the device."
+_ZENFLOW = (
+    "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds "
+    "pt_reserved_cores_perc steps_per_epoch"
+)
 _ASYNC = ("checkpoint", "async")
 _FULL = ("strategy.activation_checkpointing", "full")
+_COMPILE = ("strategy.compile", True)
 
 _TRAINING = (
-    *alike(
-        "", WHOLE, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", auto=True, least=1
-    ),
+    *alike("", WHOLE, _BATCH, auto=True, least=1),
     Key("gradient_clipping", NUMBER, auto=True, least=0),
     Key("optimizer.type", TEXT),
     *alike("optimizer.params", NUMBER, "lr weight_decay momentum", auto=True),
@@ -95,8 +107,8 @@ _TRAINING = (
     *alike("optimizer.params", BOOL, "nesterov centered amsgrad maximize decoupled_weight_decay"),
     *alike("optimizer.params", BOOL, "torch_adam adam_w_mode"),
     Key("optimizer.params.freeze_step", WHOLE),
-    Key("optimizer.params.var_freeze_step", WHOLE, status=APPROXIMATED),
-    Key("optimizer.params.max_grad_norm", NUMBER, status=APPROXIMATED),
+    near("optimizer.params.var_freeze_step", kind=WHOLE),
+    near("optimizer.params.max_grad_norm", kind=NUMBER),
     stop("optimizer.params.bias_correction", "torch's Adam always has bias correction; remove the key.", BOOL, True),
     Key("scheduler.type", TEXT),
     Key("scheduler.params.warmup_min_lr", RATES, "lowest", auto=True),
@@ -125,36 +137,20 @@ _TRAINING = (
 )
 
 _PRECISION = (
-    *(
-        Key(f"{mode}.enabled", BOOL, note=_MIXED, status=APPROXIMATED, auto=True)
-        for mode in ("fp16", "bf16", "bfloat16")
-    ),
+    *(near(f"{mode}.enabled", _MIXED, auto=True) for mode in ("fp16", "bf16", "bfloat16")),
     *alike("fp16", NUMBER, "loss_scale min_loss_scale"),
     Key("fp16.initial_scale_power", WHOLE),
     Key("fp16.loss_scale_window", WHOLE, least=1),
-    *alike("bf16", BOOL, "bf16_master_weights_and_grads bf16_optimizer_states"),
-    *alike("bfloat16", BOOL, "bf16_master_weights_and_grads bf16_optimizer_states"),
+    *alike("bf16", BOOL, _STATES),
+    *alike("bfloat16", BOOL, _STATES),
     Key("torch_autocast.enabled", BOOL),
     Key("torch_autocast.dtype", TEXT, words=_DTYPES),
-    Key("amp.enabled", BOOL, note="torch's autocast instead of Apex.", status=APPROXIMATED, auto=True),
-    Key(
-        "amp.opt_level",
-        TEXT,
-        note="O0: precision=32. O1, O2: 16-mixed. O3, pure float16, is not supported: 16-mixed.",
-        status=APPROXIMATED,
-        words=("O0", "O1", "O2", "O3"),
-        auto=True,
-    ),
-    Key("amp.loss_scale", ANY, status=APPROXIMATED),
+    near("amp.enabled", "torch's autocast instead of Apex.", auto=True),
+    near("amp.opt_level", _OPT_LEVEL, TEXT, words=("O0", "O1", "O2", "O3"), auto=True),
+    near("amp.loss_scale", kind=ANY),
     Key("communication_data_type", TEXT, words=("fp32", "fp16", "bf16")),
     Key("fp32_allreduce", BOOL, note="Gradients are averaged in float32 with compression=none."),
-    stop(
-        "gradient_allreduce_op",
-        "Gradients are averaged, never summed. With plain SGD, multiply the learning rate by the data ranks.",
-        TEXT,
-        "mean",
-        ("mean", "sum"),
-    ),
+    stop("gradient_allreduce_op", _AVERAGED, TEXT, "mean", ("mean", "sum")),
 )
 
 _LAYOUT = (
@@ -164,66 +160,32 @@ _LAYOUT = (
     Key("zero_optimization.mics_shard_size", WHOLE),
     *alike("zero_optimization", TEXT, "offload_param.device offload_optimizer.device", words=_DEVICES),
     *alike("zero_optimization", BOOL, "cpu_offload cpu_offload_param cpu_offload_params ignore_unused_parameters"),
-    *alike(
-        "zero_optimization.zenflow",
-        ANY,
-        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
-        "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch",
-        status=APPROXIMATED,
-    ),
-    *alike(
-        "activation_checkpointing",
-        BOOL,
-        "partition_activations cpu_checkpointing",
-        note=_RECOMPUTED,
-        status=APPROXIMATED,
-        sets=_FULL,
-    ),
-    Key("activation_checkpointing.number_checkpoints", WHOLE, note=_RECOMPUTED, status=APPROXIMATED, sets=_FULL),
+    *alike("zero_optimization.zenflow", ANY, _ZENFLOW, status=APPROXIMATED),
+    near("activation_checkpointing.partition_activations", _RECOMPUTED, sets=_FULL),
+    near("activation_checkpointing.cpu_checkpointing", _RECOMPUTED, sets=_FULL),
+    near("activation_checkpointing.number_checkpoints", _RECOMPUTED, WHOLE, sets=_FULL),
     Key("pipeline.stages", WHOLE, auto=True, least=0),
     Key("pipeline.partition", TEXT),
-    Key(
-        "pipeline.activation_checkpoint_interval",
-        WHOLE,
-        note="Every block is recomputed separately, which is exact for 1.",
-        status=APPROXIMATED,
-    ),
+    near("pipeline.activation_checkpoint_interval", "Blocks are recomputed separately, which is exact for 1.", WHOLE),
     *alike("tensor_parallel", WHOLE, "autotp_size tp.tp_size tensor_parallel.tp_size", least=0),
     Key("tensor_parallel.vocab_parallel_lm_head", BOOL),
     Key("sequence_parallel_size", WHOLE, least=0),
     Key("expert_parallel.enabled", BOOL),
     Key("expert_parallel.autoep_size", WHOLE, least=0),
-    Key(
-        "compile.deepcompile",
-        BOOL,
-        note="Block by block with torch.compile; the strategy's collectives stay outside.",
-        status=APPROXIMATED,
-        sets=("strategy.compile", True),
-    ),
-    Key("compile.enabled", BOOL, sets=("strategy.compile", True)),
+    near("compile.deepcompile", "Block by block with torch.compile; collectives stay outside.", sets=_COMPILE),
+    Key("compile.enabled", BOOL, sets=_COMPILE),
 )
 
 _WATCHING = (
     Key("checkpoint.writer.decoupled", BOOL, sets=_ASYNC),
-    Key("nebula.enabled", BOOL, status=APPROXIMATED, sets=_ASYNC),
-    Key("datastates_ckpt", MAPPING, status=APPROXIMATED, sets=_ASYNC),
-    Key("steps_per_print", WHOLE, least=1, note="Optimizer steps between two logged rows.", status=APPROXIMATED),
-    Key(
-        "comms_logger.enabled",
-        BOOL,
-        note="Bytes by mesh axis and kind of collective, not times.",
-        status=APPROXIMATED,
-        sets=("monitor", "communication"),
-    ),
+    near("nebula.enabled", sets=_ASYNC),
+    near("datastates_ckpt", kind=MAPPING, sets=_ASYNC),
+    near("steps_per_print", "Optimizer steps between two logged rows.", WHOLE, least=1),
+    near("comms_logger.enabled", "Bytes by mesh axis and collective, not times.", sets=("monitor", "communication")),
     Key("wall_clock_breakdown", BOOL, note="monitor.step_time logs time/<part>. On in monitor=default."),
     Key("memory_breakdown", BOOL, note="monitor.memory logs memory/<name>. On in monitor=default."),
     Key("timers.throughput.enabled", BOOL, note="monitor.throughput. On in monitor=default."),
-    Key(
-        "flops_profiler.enabled",
-        BOOL,
-        note="monitor.throughput logs flops_per_second of the whole module. On in monitor=default.",
-        status=APPROXIMATED,
-    ),
+    near("flops_profiler.enabled", "monitor.throughput logs flops_per_second of the module. On in monitor=default."),
     Key("csv_monitor.enabled", BOOL, note="metrics.csv in the run directory is always written."),
     Key("tensorboard.enabled", BOOL),
     Key("tensorboard.output_path", TEXT, "save_dir"),

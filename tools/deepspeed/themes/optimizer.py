@@ -10,7 +10,8 @@ from trainwright.tools.deepspeed.table import APPROXIMATED, AUTO, KEYS, MAPPED, 
 from trainwright.tools.deepspeed.themes.layout import RequestedLayout
 from trainwright.tools.deepspeed.translation import Translation
 
-_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_BETAS = [0.9, 0.999]
+_ADAM = {"lr": 1e-3, "betas": _BETAS, "eps": 1e-8, "weight_decay": 0.0}
 _OF_ADAM = ("torch_adam", "adam_w_mode", "bias_correction", "max_grad_norm")
 
 
@@ -33,11 +34,6 @@ class Counterpart:
     differs: str = ""
 
     @property
-    def target(self) -> str:
-        """Path of the class."""
-        return f"torch.optim.{self.name}"
-
-    @property
     def group(self) -> str:
         """Choice of the group `optimizer` whose arguments are all in `defaults`."""
         return "adamw" if "betas" in self.defaults else "sgd" if "momentum" in self.defaults else "adagrad"
@@ -53,7 +49,6 @@ def _torch_class(name: str, lr: float, *more: str, **defaults: Any) -> Counterpa
     return Counterpart(name, {"lr": lr, **defaults, "weight_decay": 0.0}, (*more, "maximize"))
 
 
-_BETAS = [0.9, 0.999]
 # Names of DeepSpeed (case-insensitive), then of torch.optim with torch's defaults.
 OWN = {
     "Adam": Counterpart("AdamW", _ADAM, ("amsgrad", "maximize"), _OF_ADAM),
@@ -95,17 +90,7 @@ NO_COUNTERPART = {name: f"torch has no {name}." for name in _MISSING}
 NO_COUNTERPART["Muon"] = "DeepSpeed's Muon uses Adam for other parameters than matrices; torch's has no such fallback."
 
 
-def known_name(name: str) -> str | None:
-    """Return DeepSpeed's spelling of a name; None if it is unknown."""
-    own = next((own for own in (*OWN, *NO_COUNTERPART) if own.lower() == name.lower()), None)
-    return own or (name if name in TORCH else None)
-
-
-def names() -> list[str]:
-    """Return all names."""
-    return sorted({*OWN, *TORCH, *NO_COUNTERPART})
-
-
+_NAMES = (*OWN, *TORCH, *NO_COUNTERPART)
 TYPE = "optimizer.type"
 CLIPPING = "gradient_clipping"
 _PARAMS = "optimizer.params"
@@ -150,36 +135,35 @@ def _name(t: Translation) -> str | None:
     given = t.value(TYPE)
     if given is None:
         if t.paths(_PARAMS):
-            t.refuse(f"{_PARAMS} without {TYPE}; {did_you_mean('', names(), 'optimizers')}")
+            t.refuse(f"{_PARAMS} without {TYPE}; {did_you_mean('', _NAMES, 'optimizers')}")
         return None
-    name = known_name(given)
+    spellings = {name.lower(): name for name in (*OWN, *NO_COUNTERPART)} | {name: name for name in TORCH}
+    name = spellings.get(given.lower()) or spellings.get(given)
     if name is None:
         t.refuse(
-            f"{TYPE} is {given!r}; {did_you_mean(given, names(), 'optimizers')}. For another class write a yaml of the "
+            f"{TYPE} is {given!r}; {did_you_mean(given, _NAMES, 'optimizers')}. For another class write a yaml of the "
             "group optimizer, and remove the section"
         )
     return name
 
 
 def _write(t: Translation, name: str, known: Counterpart, params: dict[str, Any]) -> None:
-    target = known.target
-    if name == "Adam" and params.get("adam_w_mode") is False:
-        target = "torch.optim.Adam"
+    is_adam = name == "Adam" and params.get("adam_w_mode") is False
+    target = "torch.optim.Adam" if is_adam else f"torch.optim.{known.name}"
     t.set("optimizer", known.group, by=TYPE)
     t.set("optimizer._target_", target, by=TYPE)
-    decoupled = name == "Adam" and target.endswith("AdamW")
-    note = known.differs or ("DeepSpeed's Adam decouples weight decay unless adam_w_mode is false" if decoupled else "")
+    note = known.differs
+    if name == "Adam" and not is_adam:
+        note = "DeepSpeed's Adam decouples weight decay unless adam_w_mode is false"
     t.say(TYPE, APPROXIMATED if known.differs else MAPPED, note)
-    written = {"_target_", "_partial_"}
-    for argument in dict.fromkeys([*known.defaults, *(p for p in params if p in known.more)]):
+    written = dict.fromkeys([*known.defaults, *(param for param in params if param in known.more)])
+    for argument in written:
         path = f"{_PARAMS}.{argument}"
-        written.add(argument)
-        t.set(
-            f"optimizer.{argument}", _argument(t, path, known.defaults.get(argument)), by=path if t.has(path) else TYPE
-        )
+        value = _argument(t, path, known.defaults.get(argument))
+        t.set(f"optimizer.{argument}", value, by=path if t.has(path) else TYPE)
     t.say(f"{_PARAMS}.adam_w_mode", MAPPED, target)
     if t.recipe is not None and "optimizer" not in t.typed:
-        for stale in sorted(t.recipe.own_optimizer_keys - written):
+        for stale in sorted(t.recipe.own_optimizer_keys - {*written, "_target_", "_partial_"}):
             t.remove(f"optimizer.{stale}")
 
 
