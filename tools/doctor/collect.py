@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainwright.core.processes.machine import machine_facts
-from trainwright.core.text.plain import rebuilt
 from trainwright.tools.doctor import environment as env
 from trainwright.tools.doctor import folders, machine, network
 from trainwright.tools.doctor.finding import Finding, error
@@ -44,16 +42,6 @@ class HostReport:
     versions: dict[str, str] = field(default_factory=dict)
     speed: float = 0.0
     environment: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Serialize for rank 0."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> HostReport:
-        """Parse what :meth:`to_json` wrote: plain values only, nothing in it can execute."""
-        report: HostReport = rebuilt(HostReport, json.loads(text))
-        return report
 
 
 def import_torch() -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,10 @@ from trainwright.tools.doctor.finding import ERROR
 _ACCELERATORS = ("auto", "cpu", "gpu")
 
 
-def _number(least: int) -> Callable[[str, str], int]:
-    def read(key: str, text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise ValueError(
-                f"{key}={text}: not a whole number of at least {least}; type for example {key}={least + 1}"
-            )
-        return int(text)
-
-    return read
+def _number(key: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{key}={text}: not a whole number of at least {least}; type for example {key}={least + 1}")
+    return int(text)
 
 
 def _accelerator(key: str, text: str) -> str:
@@ -37,7 +33,7 @@ def _accelerator(key: str, text: str) -> str:
 
 
 def _devices(key: str, text: str) -> int | None:
-    return None if text == "auto" else _number(1)(key, text)
+    return None if text == "auto" else _number(key, text)
 
 
 def _text(key: str, text: str) -> str:
@@ -46,14 +42,13 @@ def _text(key: str, text: str) -> str:
     return text
 
 
-_KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
-    "devices": ("devices", _devices),
-    "accelerator": ("accelerator", _accelerator),
-    "launch.threads": ("threads", _number(1)),
-    "workers": ("workers", _number(0)),
-    "run_dir": ("run_dir", _text),
+_KEYS: dict[str, Callable[[str, str], Any]] = {
+    "devices": _devices,
+    "accelerator": _accelerator,
+    "launch.threads": _number,
+    "workers": partial(_number, least=0),
+    "run_dir": _text,
 }
-_DOCTOR_KEYS = tuple(_KEYS)
 _PROFILE_KEYS = ("devices", "accelerator", "launch.threads")
 
 
@@ -77,15 +72,14 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argpars
     for option in options[:-1]:
         parser.add_argument(option, action="store" if option == "--out" else "store_true")
     arguments, plain, problems = parser.parse_among_words(words, options)
-    keys = _DOCTOR_KEYS if verb == "doctor" else _PROFILE_KEYS
+    keys = tuple(_KEYS) if verb == "doctor" else _PROFILE_KEYS
     values: dict[str, Any] = {}
     for key, is_key, text in (word.partition("=") for word in plain):
         if not is_key or key not in keys:
             problems.append(f"{key}: there is no such key of {verb}; {did_you_mean(key, keys, 'keys')}")
             continue
-        name, read = _KEYS[key]
         try:
-            values[name] = read(key, text)
+            values[key.removeprefix("launch.")] = _KEYS[key](key, text)
         except ValueError as failure:
             problems.append(str(failure))
     if launcher is not None and values.get("devices") not in (None, launcher.local_world_size):
@@ -222,10 +216,7 @@ def _profile(typed: argparse.Namespace, launcher: Launcher | None) -> int:
 
 
 def _check_out(path: Path, overwrite: bool) -> None:
-    problems = []
     if path.suffix != ".yaml" or path.absolute().parent.name != "device":
-        problems.append(f"--out {path}: device=<name> reads <folder>/device/<name>.yaml; type --out {_DEFAULT_OUT}")
-    elif path.exists() and not overwrite:
-        problems.append(f"--out {path}: the file exists; type --overwrite to replace it, or another name")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"--out {path}: device=<name> reads <folder>/device/<name>.yaml; type --out {_DEFAULT_OUT}"])
+    if path.exists() and not overwrite:
+        raise ConfigError([f"--out {path}: the file exists; type --overwrite to replace it, or another name"])

@@ -6,13 +6,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
 from trainwright.core.processes.machine import num_cores, threads_of_rank
 from trainwright.core.run.launcher import Launcher
+from trainwright.core.text.plain import rebuilt
 from trainwright.tools.doctor.collect import HostReport, find_devices, import_torch, report_host, within
 from trainwright.tools.doctor.environment import judge_devices
 from trainwright.tools.doctor.finding import Finding
@@ -75,13 +76,13 @@ def examine_locally(request: DoctorRequest) -> Examination:
     found = import_torch()
     if found:
         return Examination({host: HostReport(host, found)}, [], False, request.devices or 1)
-    more, facts = find_devices()
+    found, facts = find_devices()
     on_gpu = request.accelerator != "cpu" and facts.usable > 0
     devices = request.devices or (facts.usable if on_gpu else min(2, num_cores()))
     demand = Demand(devices, request.workers, int(threads_of_rank(request.threads, devices)), on_gpu)
-    report = _report(request, host, demand, [*more, judge_devices(facts, demand, request.accelerator)])
+    report = _report(request, host, demand, [*found, judge_devices(facts, demand, request.accelerator)])
     # More ranks than GPUs are reported as an error, and compute on the CPU.
-    results = _started(replace(request, devices=devices), demand.threads, on_gpu and devices <= facts.usable)
+    results = _started(devices, demand.threads, on_gpu and devices <= facts.usable, request.figures)
     return Examination({host: report}, results, on_gpu, devices)
 
 
@@ -93,15 +94,14 @@ def _report(request: DoctorRequest, host: str, demand: Demand, found: Sequence[F
     return report
 
 
-def _started(request: DoctorRequest, threads: int, on_gpu: bool) -> list[RankResult]:
+def _started(devices: int, threads: int, on_gpu: bool, figures: bool) -> list[RankResult]:
     from trainwright.launch.ranks.environment import rank_environment
     from trainwright.launch.ranks.local_store import LocalStore
     from trainwright.launch.ranks.supervisor import Supervisor
     from trainwright.tools.doctor.ranks import StoreBoard
 
-    devices = request.devices or 1
     cfg = OmegaConf.create({"name": "doctor", "devices": devices, "launch": {"threads": threads}})
-    with LocalStore() as store, Supervisor(rank_main, (devices, on_gpu, request.figures)) as ranks:
+    with LocalStore() as store, Supervisor(rank_main, (devices, on_gpu, figures)) as ranks:
         for rank in range(devices):
             ranks.start_rank(rank, rank_environment(cfg, rank, store.port))
         end = time.monotonic() + RANK_SECONDS
@@ -163,10 +163,10 @@ def examine_under_launcher(launcher: Launcher, request: DoctorRequest) -> Examin
     usable = torch.cuda.device_count() if request.accelerator != "cpu" else 0
     report = HostReport(host)
     if local_rank == 0:
-        more, facts = find_devices()
+        found, facts = find_devices()
         machines = max(1, launcher.world_size // local)
         demand = Demand(local, request.workers, int(threads_of_rank(request.threads, local)), usable > 0, machines)
-        report = _report(request, host, demand, [*more, judge_devices(facts, demand, request.accelerator)])
+        report = _report(request, host, demand, [*found, judge_devices(facts, demand, request.accelerator)])
     try:
         store = within(MEETING_SECONDS, lambda: meet(launcher))
     except (TimeoutError, RuntimeError) as failure:
@@ -174,7 +174,7 @@ def examine_under_launcher(launcher: Launcher, request: DoctorRequest) -> Examin
         return Examination({host: report}, [], usable > 0, local)
     board = StoreBoard(store)
     if local_rank == 0:
-        board.put(f"facts/{host}", report.to_json())
+        board.put(f"facts/{host}", asdict(report))
     device = torch.device("cuda", local_rank % usable) if usable else torch.device("cpu")
     if usable:
         torch.cuda.set_device(device)
@@ -182,9 +182,7 @@ def examine_under_launcher(launcher: Launcher, request: DoctorRequest) -> Examin
     if launcher.rank != 0:
         return None
     results = board.results(launcher.world_size, RANK_SECONDS)
-    hosts = {}
-    for name in dict.fromkeys(result.host for result in results if result.host):
-        text = board.get(f"facts/{name}", 1.0)
-        if text is not None:
-            hosts[name] = HostReport.from_json(text)
-    return Examination(hosts, results, bool(usable), local)
+    names = dict.fromkeys(result.host for result in results if result.host)
+    reports = {name: rebuilt(HostReport, board.get(f"facts/{name}", 1.0)) for name in names}
+    sent = {name: report for name, report in reports.items() if report is not None}
+    return Examination(sent, results, bool(usable), local)

@@ -35,10 +35,10 @@ def judge_run_dir(path: str) -> Finding:
     return ok(AREA, check, found)
 
 
-def shared_memory(path: str = "/dev/shm") -> tuple[int, int]:  # noqa: S108 - only its size is read
+def shared_memory() -> tuple[int, int]:
     """Return total and free bytes of shared memory; 0 if there is none."""
     try:
-        about = os.statvfs(path)
+        about = os.statvfs("/dev/shm")  # noqa: S108 - only its size is read
     except OSError:
         return 0, 0
     return about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize

@@ -108,9 +108,9 @@ def _resolve(name: str) -> list[str]:
         return []
 
 
-def interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
+def interfaces() -> list[Interface]:
     """Return the interfaces of this machine."""
-    found = []
+    root, found = Path("/sys/class/net"), []
     for _, name in socket.if_nameindex():
         flags = int(_text(root / name / "flags") or "0", 16)
         speed = _text(root / name / "speed")
@@ -189,9 +189,8 @@ def _variable(variable: str, facts: NetworkFacts, hosts: int) -> list[Finding]:
     chosen, todo = chosen_interfaces(variable, value, facts.interfaces), _suggestion(variable, facts)
     there = ", ".join(each.name for each in facts.interfaces)
     given = f"{variable}={value}"
-    missing = []
-    if variable == GLOO:
-        missing = [name for name in map(str.strip, value.split(",")) if name not in {i.name for i in facts.interfaces}]
+    names = map(str.strip, value.split(",")) if variable == GLOO else ()
+    missing = [name for name in names if name not in {each.name for each in facts.interfaces}]
     if missing or not chosen:
         what = f"{given}: there is no interface {', '.join(missing) or value} (there are: {there})"
         return [error(AREA, variable, what, "the name of an interface that is up", todo)]
@@ -204,8 +203,8 @@ def _variable(variable: str, facts: NetworkFacts, hosts: int) -> list[Finding]:
         what = f"{given}: {', '.join(each.name for each in live)} reaches this machine alone"
         return [error(AREA, variable, what, f"an interface that the other {hosts - 1} machines reach", todo)]
     if any(each.virtual for each in live):
-        names = ", ".join(each.name for each in live if each.virtual)
-        what = f"{given}: {names} is a bridge of containers or virtual machines"
+        bridges = ", ".join(each.name for each in live if each.virtual)
+        what = f"{given}: {bridges} is a bridge of containers or virtual machines"
         judge = error if hosts > 1 and all(each.virtual or each.loopback for each in live) else warning
         return [judge(AREA, variable, what, "a network card", todo)]
     return [ok(AREA, variable, f"{given}: " + ", ".join(f"{each.name} {each.address}" for each in live))]

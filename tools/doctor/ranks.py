@@ -63,19 +63,9 @@ class RankResult:
     links: Sequence[MeasuredLink] = ()
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """Serialize for the judging process."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> RankResult:
-        """Parse what :meth:`to_json` wrote."""
-        result: RankResult = rebuilt(RankResult, json.loads(text))
-        return result
-
 
 class StoreBoard:
-    """Activities and results of ranks in a store.
+    """Activities and results of ranks in a store: JSON of plain values, so nothing that is read can execute.
 
     Args:
         store: reachable by all ranks.
@@ -86,32 +76,31 @@ class StoreBoard:
 
     def at(self, rank: int, what: str) -> None:
         """Record the current activity of a rank."""
-        self._store.set(f"doctor/{rank}/at", what)
+        self.put(f"{rank}/at", what)
 
-    def put(self, name: str, text: str) -> None:
-        """Publish a text."""
-        self._store.set(f"doctor/{name}", text)
+    def put(self, name: str, value: Any) -> None:
+        """Publish a plain value."""
+        self._store.set(f"doctor/{name}", json.dumps(value))
 
-    def get(self, name: str, seconds: float) -> str | None:
-        """Return a published text, or ``None`` if it does not appear within so many seconds."""
+    def get(self, name: str, seconds: float) -> Any:
+        """Return a published value, or ``None`` if it does not appear within so many seconds."""
         key = f"doctor/{name}"
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.01)))
         except (dist.DistStoreError, dist.DistNetworkError):
             return None
-        return self._store.get(key).decode()
+        return json.loads(self._store.get(key))
 
     def results(self, world_size: int, seconds: float) -> list[RankResult]:
         """Return the results of all ranks; one that does not answer in time fails with its last activity."""
         end = time.monotonic() + seconds
         found = []
         for rank in range(world_size):
-            text = self.get(f"{rank}/result", end - time.monotonic())
-            if text is not None:
-                found.append(RankResult.from_json(text))
-                continue
-            last = self.get(f"{rank}/at", 0.01)
-            found.append(RankResult(rank, failure=f"did not answer; it was {last or 'not started'}"))
+            result = rebuilt(RankResult, self.get(f"{rank}/result", end - time.monotonic()))
+            if result is None:
+                last = self.get(f"{rank}/at", 0.01) or "not started"
+                result = RankResult(rank, failure=f"did not answer; it was {last}")
+            found.append(result)
         return found
 
 
@@ -173,7 +162,7 @@ def examine(
     except Exception as failure:  # a backend or a driver can raise anything
         text = (str(failure).strip().splitlines() or [repr(failure)])[0]
         result = RankResult(rank, host, f"{type(failure).__name__}: {text}")
-    board.put(f"{rank}/result", result.to_json())
+    board.put(f"{rank}/result", asdict(result))
     return result
 
 
@@ -218,7 +207,6 @@ def measure_pairs(rank: int, world_size: int, device: torch.device) -> tuple[lis
         The links, and the number of rounds measured and in total.
     """
     found: list[Pair] = []
-    all_rounds = world_size + world_size % 2 - 1
     end = time.monotonic() + PAIR_SECONDS
     done = 0
     for pairs in rounds_of_pairs(world_size):
@@ -228,8 +216,8 @@ def measure_pairs(rank: int, world_size: int, device: torch.device) -> tuple[lis
             break
         for source, target in pairs:
             if rank in (source, target):
-                partner = target if rank == source else source
                 first = rank == source
+                partner = target if first else source
                 latency = _latency(partner, first, device)
                 # One direction at a time.
                 for sends in (first, not first):
@@ -238,7 +226,7 @@ def measure_pairs(rank: int, world_size: int, device: torch.device) -> tuple[lis
                         moved = max(seconds - latency, 1e-9)
                         found.append(Pair(rank, partner, latency, 4 * _LARGE / moved))
         done += 1
-    return found, (done, all_rounds)
+    return found, (done, world_size + world_size % 2 - 1)
 
 
 def _latency(partner: int, first: bool, device: torch.device) -> float:

@@ -3,14 +3,16 @@
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainwright.core.processes.machine import MachineFacts, cpu_quota
+from trainwright.core.text.plain import rebuilt
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor.clocks import Offset, judge_clocks
 from trainwright.tools.doctor.collect import HostReport, import_torch, report_host, within
@@ -37,7 +39,7 @@ from trainwright.tools.doctor.network import (
     judge_rendezvous,
     network_facts,
 )
-from trainwright.tools.doctor.ranks import RankResult, rounds_of_pairs
+from trainwright.tools.doctor.ranks import RankResult, StoreBoard, rounds_of_pairs
 from trainwright.tools.doctor.report import judge, to_json, to_text
 
 GIB, DOCKER_MEMORY = 2**30, (64 * 2**20, 64 * 2**20)
@@ -259,12 +261,15 @@ def examination(*hosts: HostReport, failures: dict[int, str] | None = None) -> E
     return Examination({each.host: each for each in hosts}, results, True, 2)
 
 
-def test_reports_and_results_survive_json() -> None:
+def test_reports_and_results_survive_the_store() -> None:
     sent = HostReport("node1", [CORES, FULL], {"torch": "2.13.0"}, 1e9, {"os": "Linux"})
-    assert HostReport.from_json(sent.to_json()) == sent
+    board = StoreBoard(dist.HashStore())
+    board.put("facts/node1", asdict(sent))
+    assert rebuilt(HostReport, board.get("facts/node1", 1.0)) == sent
     pairs, links = [Pair(1, 0, 1e-5, 1e9)], [MeasuredLink("all", 2, 1e-5, 1e9)]
     result = RankResult(1, "b", None, Offset(1, 0.5, 0.1), pairs, (1, 1), links)
-    assert RankResult.from_json(result.to_json()) == result
+    board.put("0/result", asdict(result))
+    assert board.results(1, 1.0) == [result]
 
 
 def test_findings_of_several_machines_are_merged() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.command.project import run_command
 from trainwright.command.cli import main
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
+from trainwright.core.text.plain import rebuilt
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.tools.doctor import measure
 from trainwright.tools.doctor import ranks as of_ranks
@@ -43,13 +45,13 @@ def examine_rank(local_size: int, figures: bool = False) -> list[str]:
     if rank == 0:
         for other in range(size):
             board.get(f"done/{other}", 60.0)
-    return [each.to_json() for each in found]
+    return [json.dumps(asdict(each)) for each in found]
 
 
 def examine_all(ranks, size: int, *arguments: object) -> list[RankResult]:
     found = ranks(examine_rank, size, *arguments, init_group=False, timeout=150.0)
     assert all(each == found[0] for each in found)
-    return [RankResult.from_json(text) for text in found[0]]
+    return [rebuilt(RankResult, json.loads(text)) for text in found[0]]
 
 
 def test_pairs_of_three_ranks(ranks):
