@@ -301,31 +301,20 @@ def find_start(
     """Return the first difference: of the runs, then by step of samples, loss, gradients, parameters."""
     if problems:
         return FirstDifference(0, "run", None, None, f"before the first step: {problems[0]}")
-    initial = [one for one in parameters if one.step == 0]
-    start = _tensor_start("parameters", 0, initial, execution)
-    if start is not None:
-        return start
-    for loss in losses:
-        step = loss.step
-        of_step = [one for one in gradients if one.step == step]
+    # Step 0 has parameters only. With several optimizers there are more steps than losses and samples.
+    for step in sorted({one.step for one in (*losses, *gradients, *parameters)}):
+        of_gradients, of_parameters = ([one for one in of if one.step == step] for of in (gradients, parameters))
         for problem in samples:
             if problem.step == step:
                 return FirstDifference(step, "samples", None, None, f"at {problem.text}")
-        if not loss.passed:
-            return _loss_start(loss, of_step, execution)
-        start = _tensor_start("gradients", step, of_step, execution) or _tensor_start(
-            "parameters", step, [one for one in parameters if one.step == step], execution
-        )
+        for loss in losses:
+            if loss.step == step and not loss.passed:
+                return _loss_start(loss, of_gradients, execution)
+        start = _tensor_start("gradients", step, of_gradients, execution)
+        start = start or _tensor_start("parameters", step, of_parameters, execution)
         if start is not None:
             return start
-    # With several optimizers there are more steps than losses.
-    rest = [*((one, "gradients") for one in gradients), *((one, "parameters") for one in parameters)]
-    failed = sorted((one.step, kind) for one, kind in rest if not one.passed)
-    if not failed:
-        return None
-    step, kind = failed[0]
-    pool = gradients if kind == "gradients" else parameters
-    return _tensor_start(kind, step, [one for one in pool if one.step == step], execution)
+    return None
 
 
 def _loss_start(
