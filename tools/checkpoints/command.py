@@ -12,11 +12,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from trainwright.command.arguments import Parser
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.core.errors import CheckpointError
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.text.printable import printable
+from trainwright.tools.verb import FAILED, OK, run_verb
 
-OK, DAMAGED, REFUSED = 0, 1, 2
 FORMATS = ("safetensors", "hf", "peft", "lightning", "torch")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SUFFIX = {"safetensors": "-safetensors", "hf": "-hf", "peft": "-peft", "lightning": ".ckpt", "torch": ".pt"}
@@ -68,26 +68,10 @@ def run_checkpoint_command(words: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 1 the checkpoint is damaged, 2 the command line or the path was refused.
     """
-    rest = list(words)
-    rest.remove("checkpoint")
-    try:
-        if "-h" in rest or "--help" in rest:
-            print(HELP, end="")
-            return OK
-        if not rest:
-            print(HELP, end="")
-            return REFUSED
-        arguments = _parse(rest)
-        return int(arguments.run(arguments))
-    except ConfigError as error:
-        print(f"trainwright: {'; '.join(error.problems)}", file=sys.stderr)
-    except CheckpointError as error:
-        print(f"trainwright: {error}", file=sys.stderr)
-        return DAMAGED if isinstance(error, DamagedCheckpoint) else REFUSED
-    return REFUSED
+    return run_verb("checkpoint", words, HELP, _run)
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def _run(words: Sequence[str]) -> int:
     verb = words[0]
     if verb not in _VERBS:
         what = "option before the verb" if verb.startswith("-") else "such verb of checkpoint"
@@ -96,8 +80,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     run, options = _VERBS[verb]
     for name, about in options.items():
         parser.add_argument(name, **about)
-    parser.set_defaults(run=run)
-    return parser.parse_args(list(words[1:]))
+    return run(parser.parse_args(list(words[1:])))
 
 
 def size_in_bytes(text: str) -> int:
@@ -118,7 +101,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     problems, text = verified(arguments.path)
     print(printable("\n".join(problems) if problems else text))
-    return DAMAGED if problems else OK
+    return FAILED if problems else OK
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

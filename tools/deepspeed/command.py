@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from trainwright.core.problems import ConfigError
 from trainwright.tools.deepspeed.expand import translate_file
 from trainwright.tools.deepspeed.report import Report
 from trainwright.tools.deepspeed.table import UNSUPPORTED
+from trainwright.tools.verb import OK, run_verb
 
-OK, REFUSED = 0, 2
 VERB = "import-deepspeed"
 _OPTIONS = ("--out", "--overwrite", "--json", "--config-dir", "--help")
 
@@ -56,17 +55,7 @@ def run_import_command(words: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 2 the command line or the file was refused.
     """
-    rest = list(words)
-    rest.remove(VERB)
-    if "-h" in rest or "--help" in rest or not rest:
-        print(HELP, end="")
-        return OK if rest else REFUSED
-    try:
-        _import(_parse(rest))
-    except ConfigError as error:
-        print(f"trainwright: {error}", file=sys.stderr)
-        return REFUSED
-    return OK
+    return run_verb(VERB, words, HELP, lambda rest: _import(_parse(rest)))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +75,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _import(arguments: argparse.Namespace) -> None:
+def _import(arguments: argparse.Namespace) -> int:
     expansion = _translated(arguments.file, quote_paths(arguments.overrides), arguments.config_dir)
     if expansion.problems or expansion.report is None:
         raise ConfigError(expansion.problems)
@@ -95,12 +84,13 @@ def _import(arguments: argparse.Namespace) -> None:
         _write(report, arguments)
     if arguments.json:
         print(json.dumps(report.to_dict(), allow_nan=False), flush=True)
-        return
+        return OK
     print(report.to_text())
     if arguments.out is None:
         print("native configuration:\n  " + "\n  ".join(report.overrides or ("nothing differs from the recipe",)))
     else:
         print(f"written: {arguments.out}")
+    return OK
 
 
 def _translated(file: str, typed: Sequence[str], config_dir: str | None) -> Expansion[Report]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -23,7 +22,6 @@ from trainwright.command.run import run
 from trainwright.command.schema.compose import compose_checked
 from trainwright.command.schema.compose_faults import key_of
 from trainwright.core.config.references import settled
-from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.run.run_directory import holds_run, read_config
@@ -32,8 +30,8 @@ from trainwright.launch.ranks.output import ranks_to_stderr
 from trainwright.launch.recovery.check_resume import decide_resume
 from trainwright.launch.schema import RunConfig
 from trainwright.strategies.contract.registry import all_options, target_of
+from trainwright.tools.verb import OK, run_verb
 
-OK, FAILED, REFUSED = 0, 1, 2
 VERB = "generate"
 _RECIPE = "run_to_generate"
 _PACKAGE = "trainwright.recipes.generation"
@@ -73,16 +71,7 @@ def run_generate_command(words: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 1 a rank failed, 2 the command line was refused.
     """
-    rest = list(words)
-    rest.remove(VERB)
-    if "-h" in rest or "--help" in rest or not rest:
-        print(HELP, end="")
-        return OK if rest else REFUSED
-    try:
-        return _generate(parse(rest))
-    except (ConfigError, RankError) as error:
-        print(f"trainwright: {error}", file=sys.stderr)
-        return REFUSED if isinstance(error, ConfigError) else FAILED
+    return run_verb(VERB, words, HELP, lambda rest: _generate(parse(rest)))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

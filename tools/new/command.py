@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import keyword
 import re
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainwright.core.problems import ConfigError
 from trainwright.tools.new.templates import FILES
+from trainwright.tools.verb import OK, run_verb
 
-OK, REFUSED = 0, 2
 VERB = "new"
 HELP = """trainwright new: create a project with a module, data, a recipe, a test and CI.
 
@@ -34,16 +34,14 @@ def run_new_command(words: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 2 the command line was refused.
     """
-    rest = list(words)
-    rest.remove(VERB)
-    if "-h" in rest or "--help" in rest or not rest:
-        print(HELP, end="")
-        return OK if rest else REFUSED
-    problem = _problem(rest)
+    return run_verb(VERB, words, HELP, _create)
+
+
+def _create(words: Sequence[str]) -> int:
+    problem = _problem(words)
     if problem:
-        print(f"trainwright: {problem}", file=sys.stderr)
-        return REFUSED
-    name = rest[0]
+        raise ConfigError([problem])
+    name = words[0]
     for path, text in project(name).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from trainwright.core.charts.drawing import COLOURS, BarTable, CurveChart, amount, curve_chart, exact, stacked, thinned
-from trainwright.tools.report.plain import number_of, steps_of
+from trainwright.tools.report.plain import number_of, steps_of, whole_of
 from trainwright.tools.report.records import RunRecord
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -45,11 +45,15 @@ def memory_by_rank(run: RunRecord) -> BarTable | None:
 
 def predicted_memory(plan: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the bytes by kind that plan.json predicts for the largest rank; {} if it does not."""
-    chosen = (plan or {}).get("chosen")
-    found = chosen.get("bytes") if isinstance(chosen, Mapping) else None
-    if not isinstance(found, Mapping):
-        return {}
+    found = _chosen(plan, "bytes")
     return {kind: value for kind in KINDS if (value := number_of(found.get(kind))) is not None}
+
+
+def _chosen(plan: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    """Return a mapping within the layout that plan.json chose; {} if there is none."""
+    chosen = (plan or {}).get("chosen")
+    found = chosen.get(name) if isinstance(chosen, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -128,10 +132,9 @@ def time_by_step(run: RunRecord) -> BarTable | None:
     """Return the seconds of a step by part for each window, averaged over ranks."""
     windows: dict[int, list[dict[str, float]]] = {}
     for _, record in run.records("step"):
-        spent = per_step(record)
-        step = number_of(record.get("step"))
+        spent, step = per_step(record), whole_of(record.get("step"))
         if spent and step is not None:
-            windows.setdefault(int(step), []).append(spent)
+            windows.setdefault(step, []).append(spent)
     if not windows:
         return None
     steps = sorted(windows)
@@ -148,7 +151,7 @@ def time_by_rank(run: RunRecord) -> BarTable | None:
         for record in noted[1:] or noted:
             seconds, count = _seconds(record), steps_of(record)
             for part, value in seconds.items():
-                spent[part] = spent.get(part, 0.0) + value
+                spent[part] += value
             steps += count if seconds else 0.0
         if steps:
             rows.append((f"rank {rank}", {part: value / steps for part, value in spent.items()}))
@@ -160,9 +163,7 @@ def time_by_rank(run: RunRecord) -> BarTable | None:
 
 def predicted_seconds(run: RunRecord) -> tuple[float, float | None] | None:
     """Return the predicted seconds of a step and the measured median; None without a prediction."""
-    chosen = (run.plan or {}).get("chosen")
-    seconds = chosen.get("seconds") if isinstance(chosen, Mapping) else None
-    predicted = number_of(seconds.get("step")) if isinstance(seconds, Mapping) else None
+    predicted = number_of(_chosen(run.plan, "seconds").get("step"))
     measured = [value for _, value in run.metrics.get("step_seconds", [])]
     return None if predicted is None else (predicted, median(measured) if measured else None)
 

@@ -136,11 +136,12 @@ def timeline(run: RunRecord) -> EventTimeline | None:
     """Return the events of a run; None if there are none."""
     if not run.events:
         return None
-    began, is_start = _began(run)
-    indices = thinned(run.events, _MOST_EVENTS)
-    shown = [run.events[i] for i in indices]
+    starts = [time_of(records[0]) for records in run.monitor.values() if records]
+    known = [time for time in starts if 0 < time <= run.events[0].time]
+    began = min(known, default=run.events[0].time)
+    shown = [run.events[i] for i in thinned(run.events, _MOST_EVENTS)]
     drawn, ticks = marks([(event.time - began, event.what, _description(event)) for event in shown])
-    word = "the first record" if is_start else "the first event"
+    word = "the first record" if known else "the first event"
     return EventTimeline(
         drawn,
         ticks,
@@ -150,27 +151,17 @@ def timeline(run: RunRecord) -> EventTimeline | None:
     )
 
 
-def _began(run: RunRecord) -> tuple[float, bool]:
-    times = [time_of(records[0]) for records in run.monitor.values() if records]
-    known = [time for time in times if 0 < time <= run.events[0].time]
-    first = run.events[0].time
-    return (min(known), True) if known else (first, False)
-
-
 def _description(event: Event) -> str:
     return f"{event.what}: {event.text}" if event.text else event.what
 
 
 def _event_row(event: Event, began: float) -> tuple[str, str, str, str, str, str]:
+    launcher = "" if event.what == "checkpoint" else "launcher"
     return (
         duration(event.time - began),
         "" if event.step is None else str(event.step),
         event.what,
-        "launcher"
-        if event.rank is None and event.what != "checkpoint"
-        else ""
-        if event.rank is None
-        else str(event.rank),
+        launcher if event.rank is None else str(event.rank),
         event.text,
         "" if not event.seconds else amount(event.seconds, "seconds"),
     )

@@ -216,7 +216,7 @@ class MonitorFiles:
         return found[: self._most_ranks]
 
 
-def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: Path, most_bytes: int) -> Any:
     """Return the JSON document in a file; ``None`` if it does not exist.
 
     Raises:

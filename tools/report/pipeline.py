@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainwright.core.charts.drawing import COLOURS, Bar, BarPart, BarTable, amount
-from trainwright.tools.report.plain import number_of, text_of
+from trainwright.tools.report.plain import number_of, text_of, whole_of
 from trainwright.tools.report.records import RunRecord
 
 _Entry = tuple[float, float, str, str, str]
@@ -89,8 +89,7 @@ def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]], int] 
         items = raw[:_MOST_DRAWN] if isinstance(raw, list) else []
         entries = [entry for item in items if (entry := _entry(item, began))]
         if entries:
-            step = number_of(record.get("step"))
-            by_step.setdefault(None if step is None else int(step), {})[rank] = entries
+            by_step.setdefault(whole_of(record.get("step")), {})[rank] = entries
     if not by_step:
         return None
     step = max(by_step, key=lambda step: (len(by_step[step]), -1 if step is None else step))

@@ -121,7 +121,7 @@ class RunRecord:
     def last_step(self) -> int | None:
         """Greatest logged step; None before the first."""
         steps = [values[-1][0] for values in self.metrics.values() if values]
-        noted = [int(step) for _, record in self.records("step") if (step := number_of(record.get("step"))) is not None]
+        noted = [step for _, record in self.records("step") if (step := whole_of(record.get("step"))) is not None]
         return max([*steps, *noted], default=None)
 
 
@@ -268,7 +268,10 @@ def read_events(
                 events.setdefault((f"{event.what} {event.text}", key), event)
     found = [*events.values(), *_restarts(path / "logs" / "restarts.log", notes)]
     names = {saved.step: f"{saved.name} was saved" for saved in checkpoints}
-    found = [replace(event, text=names.get(event.step, "")) if _is_unnamed(event) else event for event in found]
+    found = [
+        replace(event, text=event.text or names.get(event.step, "")) if event.what == "checkpoint" else event
+        for event in found
+    ]
     noted = {event.step for event in found if event.what == "checkpoint"}
     for saved in checkpoints:
         time = moment_of(saved.created)
@@ -285,10 +288,6 @@ def _event_of(rank: int, record: Mapping[str, Any]) -> Event | None:
         return None
     what, text = text_of(record.get("what"), "event"), text_of(record.get("text"))
     return Event(time, what, text, whole_of(record.get("step")), rank, number_of(record.get("seconds")))
-
-
-def _is_unnamed(event: Event) -> bool:
-    return event.what == "checkpoint" and not event.text
 
 
 def without_repeated_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
