@@ -81,6 +81,3 @@ def _float8_class(plain: type[nn.Linear]) -> type[nn.Linear]:
     from torchao.float8.float8_linear import Float8Linear
 
     return type(f"Float8{plain.__name__}", (Float8Linear, plain), {})
-
-
-__all__ = ["to_float8"]

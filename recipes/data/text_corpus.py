@@ -158,12 +158,17 @@ class TextCorpus(LightningDataModule):
         return self._loader(self.test)
 
     def _loader(self, windows: TextWindows | None, shuffle: bool = False) -> DataLoader[Tensor]:
-        assert windows is not None, "setup has not run"
-        return DataLoader(
-            windows,
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return loader_of(windows, self.batch_size, self.num_workers, shuffle)
+
+
+def loader_of(dataset: Dataset[Any] | None, batch_size: int, num_workers: int, shuffle: bool) -> DataLoader[Any]:
+    """Return a loader of a data set, which exists after ``setup``."""
+    assert dataset is not None, "setup has not run"
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=torch.cuda.is_available(),
+    )

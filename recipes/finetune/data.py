@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright.recipes.data.corpus import default_cache_dir, new_file
+from trainwright.recipes.data.text_corpus import loader_of
 from trainwright.recipes.finetune.encoding import NOT_TRAINED, encode_all, load_tokenizer
 from trainwright.recipes.finetune.packing import DocumentPiece, pack, pieces_of
 from trainwright.recipes.finetune.records import RecordsError, files_of, read_records
@@ -265,15 +266,7 @@ class FineTuneData(LightningDataModule):
         return self._loader(self.validation)
 
     def _loader(self, rows: TokenRows | None, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
-        assert rows is not None, "setup has not run"
-        return DataLoader(
-            rows,
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return loader_of(rows, self.batch_size, self.num_workers, shuffle)
 
 
 def _file(stem: Path, name: str) -> Path:

@@ -45,19 +45,9 @@ class GPTConfig:
     """Standard deviation of initial weights; projections into the residual stream divide it by sqrt(2 layers)."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={value} (allowed: 1 or more)"
-            for name, value in (
-                ("layers", self.layers),
-                ("dim", self.dim),
-                ("heads", self.heads),
-                ("kv_heads", self.key_value_heads),
-                ("hidden", self.feed_forward_dim),
-                ("seq_len", self.seq_len),
-                ("vocab", self.vocab),
-            )
-            if value < 1
-        ]
+        sizes = {name: getattr(self, name) for name in ("layers", "dim", "heads", "seq_len", "vocab")}
+        sizes |= {"kv_heads": self.key_value_heads, "hidden": self.feed_forward_dim}
+        problems = [f"{name}={value} (allowed: 1 or more)" for name, value in sizes.items() if value < 1]
         if not problems and (self.dim % self.heads or self.head_dim % 2):
             problems.append(f"dim={self.dim} with heads={self.heads} (allowed: dim a multiple of 2 x heads)")
         if not problems and self.heads % self.key_value_heads:
@@ -186,12 +176,14 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each applied to the normalized residual stream and added to it."""
 
+    feed_forward_class: type[nn.Module] = SwiGLU
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = SwiGLU(config)
+        self.feed_forward = self.feed_forward_class(config)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
         """Map ``(B, T, D)`` to ``(B, T, D)``. RoPE's angles are ``(T, H / 2)``."""
@@ -207,11 +199,13 @@ class GPT(nn.Module):
     and nothing must be tied again after a deferred build or a load.
     """
 
+    block_class: type[nn.Module] = Block
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab, config.dim, config.init_std)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.block_class(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tied_head else Linear(config.dim, config.vocab, config.init_std)
 
@@ -221,6 +215,10 @@ class GPT(nn.Module):
         angles = rotary_angles(tokens_BT.size(1), self.config.head_dim, self.config.rope_base, tokens_BT.device)
         for block in self.blocks:
             x_BTD = block(x_BTD, *angles)  # noqa: N806
+        return self.logits(x_BTD)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+        """Map the residual stream ``(B, T, D)`` after the blocks to logits ``(B, T, V)``."""
         x_BTD = self.norm(x_BTD)  # noqa: N806
         logits_BTV: Tensor = (  # noqa: N806
             F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)

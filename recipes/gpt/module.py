@@ -54,6 +54,3 @@ class GPTModule(LanguageModule):
         assert self.model is not None, "configure_model has not run"
         logits_BTV: Tensor = self.model(tokens_BT)  # noqa: N806
         return logits_BTV
-
-
-__all__ = ["GPTModule", "OptimizerFactory"]

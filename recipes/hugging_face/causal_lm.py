@@ -117,7 +117,6 @@ class HuggingFaceModule(LanguageModule):
 
         assert self.pretrained is not None
         loaded: nn.Module
-        about: Mapping[str, Any]
         both: Any  # transformers' types omit the loading info
         had_bar = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # every rank would show one

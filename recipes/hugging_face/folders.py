@@ -24,10 +24,10 @@ def model_folder(given: str | os.PathLike[str], allow_download: bool = False) ->
         FileNotFoundError: if the folder does not exist, and an id may not be looked up.
     """
     folder = Path(given).expanduser()
-    if folder.is_dir() or not allow_download:
-        if not folder.is_dir():
-            raise FileNotFoundError(missing_folder(str(given)))
+    if folder.is_dir():
         return folder
+    if not allow_download:
+        raise FileNotFoundError(missing_folder(str(given)))
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(str(given), allow_patterns=_FILES))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.recipes.gpt.model import Attention, Embedding, GPTConfig, Linear, rotary_angles
+from trainwright.recipes.gpt.model import GPT, Block, GPTConfig, Linear, rotary_angles
 
 
 @dataclass(frozen=True)
@@ -173,18 +173,16 @@ def balance_statistics(routes: Routes, sequences: int) -> BalanceStatistics:
     )
 
 
-class MoEBlock(nn.Module):
+class MoEBlock(Block):
     """Attention and a mixture of experts, each applied to the normalized residual stream and added to it."""
 
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.is_balanced = config.balance > 0
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
-        self.feed_forward_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = MixtureOfExperts(config)
+    feed_forward_class = MixtureOfExperts
 
-    def forward(
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config)
+        self.is_balanced = config.balance > 0
+
+    def forward(  # type: ignore[override]
         self,
         x_BTD: Tensor,  # noqa: N803
         counted: BalanceStatistics,
@@ -198,18 +196,12 @@ class MoEBlock(nn.Module):
         return x_BTD + y_BTD, BalanceStatistics(counted.balance + balance, counted.load + own.load)
 
 
-class MoEGPT(nn.Module):
+class MoEGPT(GPT):
     """Language model from token ids to logits of the next token, with balance statistics."""
 
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = Embedding(config.vocab, config.dim, config.init_std)
-        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.head = None if config.tied_head else Linear(config.dim, config.vocab, config.init_std)
+    block_class = MoEBlock
 
-    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, BalanceStatistics]:  # noqa: N803
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, BalanceStatistics]:  # type: ignore[override]  # noqa: N803
         """Map integer ids ``(B, T)`` to logits ``(B, T, V)``, and return the mean statistics of the blocks."""
         x_BTD: Tensor = self.embedding(tokens_BT)  # noqa: N806
         angles = rotary_angles(tokens_BT.size(1), self.config.head_dim, self.config.rope_base, tokens_BT.device)
@@ -217,6 +209,4 @@ class MoEGPT(nn.Module):
         counted = BalanceStatistics(zero, zero)
         for block in self.blocks:
             x_BTD, counted = block(x_BTD, counted, *angles)  # noqa: N806
-        x_BTD = self.norm(x_BTD)  # noqa: N806
-        logits_BTV = F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)  # noqa: N806
-        return logits_BTV, BalanceStatistics(*(value / self.config.layers for value in counted))
+        return self.logits(x_BTD), BalanceStatistics(*(value / self.config.layers for value in counted))

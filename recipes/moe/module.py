@@ -28,9 +28,9 @@ class MoEModule(GPTModule):
 
     config_class = MoEConfig
     config: MoEConfig
-    model: MoEGPT | None  # type: ignore[assignment]
+    model: MoEGPT | None
 
-    def build(self) -> MoEGPT:  # type: ignore[override]
+    def build(self) -> MoEGPT:
         """Return a new network of the configured sizes."""
         return MoEGPT(self.config)
 
