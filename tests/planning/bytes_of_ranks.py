@@ -127,15 +127,8 @@ def measured(case: LayoutCase, data_ranks: int) -> tuple[int, Routing]:
     texts = Texts(case.samples, case.length)
     recorder = LivePeak(texts.tokens)
     micro = case.global_batch_size // (data_ranks * case.accumulation)
-    trainer = make_trainer(
-        case.strategy,
-        dict(case.options),
-        global_batch_size=case.global_batch_size,
-        max_steps=4,
-        max_epochs=-1,
-        callbacks=[recorder],
-        **dict(case.trainer),
-    )
+    limits = {"global_batch_size": case.global_batch_size, "max_steps": 4, "max_epochs": -1}
+    trainer = make_trainer(case.strategy, dict(case.options), callbacks=[recorder], **limits, **dict(case.trainer))
     trainer.fit(make_module(case.network, "adamw"), DataLoader(texts, batch_size=micro))
     return recorder.peak, recorder.routing
 
@@ -151,9 +144,7 @@ class Predictor:
         with torch.device("meta"):
             self.module = make_module(self.network, "adamw")
         batch = {"tokens": torch.zeros(4, self.length, dtype=torch.long)}
-        self.facts = ModelFacts(
-            self.module, batch, 4, real=lambda: make_module(self.network, "adamw")
-        )  # fmt: skip
+        self.facts = ModelFacts(self.module, batch, 4, real=lambda: make_module(self.network, "adamw"))
 
     def all_moments(self, case: LayoutCase, world_size: int, routing: Routing = EVEN) -> list[list[Held]]:
         """Return the memory at each moment, by rank along the pipeline."""
@@ -169,12 +160,10 @@ class Predictor:
         )
         micro = case.global_batch_size // (layout.data_ranks * case.accumulation)
         schedule = options.schedule
-        per_rank = stages_per_rank_of(schedule, options.stages_per_rank) if layout.pipeline > 1 else 1
-        parts = (
-            min(micro_batches_for(schedule, options.micro_batches, layout.pipeline), micro)
-            if layout.pipeline > 1
-            else 1
-        )
+        per_rank = parts = 1
+        if layout.pipeline > 1:
+            per_rank = stages_per_rank_of(schedule, options.stages_per_rank)
+            parts = min(micro_batches_for(schedule, options.micro_batches, layout.pipeline), micro)
         work = Work(
             layout, stage, micro // parts, case.accumulation, parts, schedule, per_rank,
             given.get("offload", "none"), bool(given.get("no_sync_accumulation")),
@@ -186,15 +175,11 @@ class Predictor:
             expert=layout.expert, routing=routing,
         )  # fmt: skip
         cost = self.facts.of(cut)
-        kinds = self.facts.kinds
-        spans = [range(len(kinds))]
+        kinds, spans = self.facts.kinds, [range(len(self.facts.kinds))]
         if layout.pipeline > 1:
             spans = stage_spans(self.module, ModelPlan(blocks=plan.blocks), layout.pipeline * per_rank, options.split)
-        found = []
-        for rank in range(layout.pipeline):
-            share = share_of(kinds, spans, layout.pipeline, schedule, rank)
-            found.append(moments(self.table, cost, work, share))
-        return found
+        shares = (share_of(kinds, spans, layout.pipeline, schedule, rank) for rank in range(layout.pipeline))
+        return [moments(self.table, cost, work, share) for share in shares]
 
     def layout_of(self, case: LayoutCase, world_size: int) -> Layout:
         """Return the closed layout of a case."""

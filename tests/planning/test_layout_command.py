@@ -91,9 +91,7 @@ def largest_held(options: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options", [{"pipeline": 2, "shard": 2}, {"tensor": 2, "shard": 2}, {"pipeline": 2, "tensor": 2}]
-)
+@pytest.mark.parametrize("options", [{"pipeline": 2, "shard": 2}, {"tensor": 2, "shard": 2}, CASES[0][2]])
 def test_no_rank_holds_the_whole_model(ranks, options):
     for most, whole in ranks(largest_held, 4, options, timeout=60):
         assert 0 < most < 0.75 * whole, (most, whole)

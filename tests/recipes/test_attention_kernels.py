@@ -58,15 +58,8 @@ def calls(folder: str, packed: bool, options: dict[str, Any]) -> Counter[str]:
         module = GPTModule(sizes, partial(SGD, lr=0.1), warmup_steps=0)
         data = TextCorpus(Path(folder) / "text.txt", seq_len=32, batch_size=2)
     watch = Watch()
-    trainer = make_trainer(
-        "hybrid",
-        options,
-        precision="bf16-mixed",
-        max_steps=2,
-        max_epochs=-1,
-        limit_val_batches=0,
-        callbacks=[watch],
-    )
+    limits = {"max_steps": 2, "max_epochs": -1, "limit_val_batches": 0}
+    trainer = make_trainer("hybrid", options, precision="bf16-mixed", callbacks=[watch], **limits)
     trainer.fit(module, data)
     return watch.operators.calls
 

@@ -42,11 +42,6 @@ def test_split_is_constant_and_complete() -> None:
     assert (images.min(), images.max()) == (0, 1)
 
 
-def test_impossible_width() -> None:
-    with pytest.raises(ValueError, match=r"module\.channels=10 \(allowed: a multiple of 4\)"):
-        DigitsModule(channels=10)
-
-
 def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose(recipe="digits")
     assert check_scikit_learn(config, 1) == []

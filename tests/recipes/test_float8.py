@@ -11,6 +11,7 @@ from torch.optim import SGD
 from torchao.float8.float8_linear import Float8Linear
 
 from tests.parity.harness import Recorder, make_trainer, world_size
+from tests.recipes.conftest import write_text
 from trainwright.command.schema.compose import compose
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.extras import check_float8
@@ -45,8 +46,7 @@ def losses(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    return str(tmp_path)
+    return str(write_text(tmp_path).parent)
 
 
 @pytest.mark.sample(1)

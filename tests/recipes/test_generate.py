@@ -44,14 +44,8 @@ CONFIGS["falcon_h1"] = {
 }  # fmt: skip
 Layouts = list[tuple[str, dict[str, Any]]]
 Ranks = Callable[..., list[Any]]
-TWO: Layouts = [
-    ("ddp", {}),
-    ("zero3", {}),
-    ("tensor", {}),
-    ("tensor", {"sequence_parallel": True}),
-    ("pipeline", {}),
-    ("context", {}),
-]
+TWO: Layouts = [(name, {}) for name in ("ddp", "zero3", "tensor", "pipeline", "context")]
+TWO.append(("tensor", {"sequence_parallel": True}))
 MORE: dict[str, Layouts] = {"llama": [("tensor", {"loss_parallel": True})], "mixtral": [("expert", {})]}
 FOUR: Layouts = [("hybrid", {"pipeline": 2, "tensor": 2}), ("hybrid", {"pipeline": 2, "context": 2})]
 
@@ -131,11 +125,8 @@ def test_hybrid_layouts_equal_transformers(ranks: Ranks) -> None:
 
 
 def test_pipeline_without_a_cache(ranks: Ranks) -> None:
-    layouts: Layouts = [("pipeline", {})]
-    assert (
-        ranks(predicted, 2, "falcon_h1", layouts, GREEDY, None, False, timeout=90)
-        == [[of_transformers("falcon_h1")]] * 2
-    )
+    found = ranks(predicted, 2, "falcon_h1", [("pipeline", {})], GREEDY, None, False, timeout=90)
+    assert found == [[of_transformers("falcon_h1")]] * 2
 
 
 def test_end_tokens(ranks: Ranks) -> None:
@@ -219,7 +210,7 @@ def fitted(folder: str, layouts: Layouts) -> list[Any]:
 @pytest.mark.thorough
 def test_generation_between_steps(tmp_path: Path, ranks: Ranks) -> None:
     folder = str(write_text(tmp_path).parent)
-    layouts: Layouts = [("ddp", {}), ("zero3", {}), ("tensor", {}), ("pipeline", {}), ("context", {})]
+    layouts = TWO[:-1]
     alone = of_transformers("llama")  # the learning rate is too small to change choices
     for found in ranks(fitted, 2, folder, layouts, timeout=90):
         assert len(found) == len(layouts)

@@ -72,23 +72,22 @@ def test_schedule_ends_with_the_run(text: Path) -> None:
     assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0] == pytest.approx(0.25 * 4e-3)
 
 
-def deferred_fit(strategy: str, folder: str, meta: bool) -> list[float]:
-    """Return the bits per byte of every test window after training, on every rank."""
+def deferred_fit(strategy: str, folder: str, meta: bool) -> float:
+    """Return the bits per byte of the test windows after training."""
     seed_everything(0)
     data = TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=8)
     trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), max_steps=6, global_batch_size=16, **QUIET)
     module = GPTModule(SMALL, meta=meta)
     trainer.fit(module, data)
-    return [round(value, 4) for value in torch.cat(trainer.predict(module, data)).tolist()]
+    return float(torch.cat(trainer.predict(module, data)).mean())
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], strategy: str) -> None:
-    both = ranks(deferred_fit, 2, strategy, str(text.parent), True)
-    ordinary = ranks(deferred_fit, 2, strategy, str(text.parent), False)
-    assert 0 < sum(both[0]) / len(both[0]) < 8
-    assert sum(both[0]) / len(both[0]) == pytest.approx(sum(ordinary[0]) / len(ordinary[0]), rel=0.1)
+    deferred, ordinary = (ranks(deferred_fit, 2, strategy, str(text.parent), meta)[0] for meta in (True, False))
+    assert 0 < deferred < 8
+    assert deferred == pytest.approx(ordinary, rel=0.1)
 
 
 # ---- the sample
@@ -115,25 +114,10 @@ def test_control_characters_are_replaced(
     assert ">a\ufffd[2J\\xff\n\tb\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [({"length": -1}, "length=-1"), ({"temperature": -1}, "temperature=-1"), ({"prompt": ""}, "prompt=''")],
-)
-def test_impossible_sample(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match="Impossible sample") as error:
-        SampleText(**arguments)
-    assert said in str(error.value)
-
-
 def test_sample_is_printed_and_written(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = TensorBoardLogger(tmp_path / "run", name="", version="")
-    trainer = LightningTrainer(
-        max_steps=2,
-        devices=1,
-        default_root_dir=tmp_path / "run",
-        callbacks=[SampleText(length=20, prompt="the ")],
-        **{**QUIET, "logger": logger},
-    )
+    options = {**QUIET, "logger": logger, "callbacks": [SampleText(length=20, prompt="the ")]}
+    trainer = LightningTrainer(max_steps=2, devices=1, default_root_dir=tmp_path / "run", **options)
     trainer.fit(GPTModule(SMALL), TextCorpus(text, seq_len=16, batch_size=8))
     sample = (tmp_path / "run" / "sample.txt").read_text().rstrip("\n")
     assert sample.startswith("the ")
@@ -152,23 +136,16 @@ def test_other_modules_are_refused() -> None:
 def sampled_fit(strategy: str, precision: str, folder: str) -> str:
     seed_everything(0)
     trainer = Trainer(
-        strategy=strategy,
-        precision=precision,
-        devices=dist.get_world_size(),
-        max_steps=4,
-        global_batch_size=16,
-        default_root_dir=folder,
-        callbacks=[SampleText(length=24, prompt="the ")],
-        **QUIET,
-    )
+        strategy=strategy, precision=precision, devices=dist.get_world_size(), max_steps=4, global_batch_size=16,
+        default_root_dir=folder, callbacks=[SampleText(length=24, prompt="the ")], **QUIET,
+    )  # fmt: skip
     trainer.fit(GPTModule(SMALL), TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=4))
     return Path(folder, "sample.txt").read_text() if trainer.is_global_zero else ""
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [("zero1", "16-mixed"), ("zero2", "bf16-true"), ("zero3", "bf16-mixed")],
+    ("strategy", "precision"), [("zero1", "16-mixed"), ("zero2", "bf16-true"), ("zero3", "bf16-mixed")]
 )
 def test_sample_of_a_sharded_model(text: Path, ranks: Callable[..., list[Any]], strategy: str, precision: str) -> None:
     first, second = ranks(sampled_fit, 2, strategy, precision, str(text.parent))

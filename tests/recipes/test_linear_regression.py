@@ -33,14 +33,8 @@ def fit(strategy: str, micro_batch_size: int, steps: int) -> dict[str, Any]:
     seed_everything(0)
     module = LinearRegression(optimizer=partial(SGD, lr=config.optimizer.lr, momentum=config.optimizer.momentum))
     data, samples = DiabetesData(micro_batch_size), SamplesOfSteps()
-    trainer = Trainer(
-        strategy=strategy,
-        devices=dist.get_world_size(),
-        max_steps=steps,
-        global_batch_size=config.global_batch_size,
-        callbacks=[samples],
-        **QUIET,
-    )
+    options = {"max_steps": steps, "global_batch_size": config.global_batch_size, **QUIET}
+    trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), callbacks=[samples], **options)
     trainer.fit(module, data)
     return {
         "first_step": samples.read[0],

@@ -7,13 +7,6 @@ import torch
 from trainwright.recipes.data.text_corpus import TextCorpus, TextWindows
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"line {i}\n" for i in range(200)))
-    return file
-
-
 def test_every_byte_is_predicted_once(text: Path) -> None:
     content = text.read_bytes()
     windows = TextWindows(text, 10, 111, seq_len=25)

@@ -34,15 +34,8 @@ def fit(strategy: str, sparse: bool, micro: int) -> list[float]:
     """Return the losses of steps of 32 impressions."""
     seed_everything(0)
     losses = Losses()
-    trainer = Trainer(
-        strategy=strategy,
-        devices=dist.get_world_size(),
-        max_steps=6,
-        global_batch_size=32,
-        callbacks=[losses],
-        limit_val_batches=0,
-        **QUIET,
-    )
+    options = {"max_steps": 6, "global_batch_size": 32, "limit_val_batches": 0, **QUIET}
+    trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), callbacks=[losses], **options)
     trainer.fit(WideDeep(sparse=sparse, **SMALL), ClickData(micro, samples=400))
     return losses.losses
 
@@ -107,13 +100,6 @@ def test_sparse_gradients_are_refused() -> None:
     (said,) = problems("module.sparse=true", "strategy=zero2")
     assert "ZeroStrategy" in said
     assert "module.sparse=false" in said
-
-
-def test_impossible_arguments() -> None:
-    with pytest.raises(ValueError, match=r"module\.crosses has .*device"):
-        WideDeep(crosses=[["site", "unknown"]])
-    with pytest.raises(ValueError, match=r"data\.samples=3 "):
-        ClickData(samples=3)
 
 
 def test_optimizers() -> None:

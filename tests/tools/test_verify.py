@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.command.project import command, environment, write_project
 from tests.warm import WarmPopen, warm_run
@@ -30,6 +32,7 @@ from trainwright.tools.verify.compare import (
     compare_tensors,
     find_start,
 )
+from trainwright.tools.verify.record import disable_dropout, hash_samples, write_tensors
 from trainwright.tools.verify.report import VerifyReport, groups_of
 
 TOLERANCE = 1e-5
@@ -139,12 +142,8 @@ def test_groups() -> None:
     assert list(groups_of(names)) == ["blocks.0", "blocks.1", "head"]
     assert groups_of(names)["blocks.0"] == names[:2]
     assert list(groups_of(["net.0.weight", "net.0.bias", "net.2.weight"])) == ["net.0", "net.2"]
-    assert list(groups_of(["enc.layers.0.a.weight", "enc.layers.1.a.weight", "out.weight", "scale"])) == [
-        "enc.layers.0",
-        "enc.layers.1",
-        "out",
-        "scale",
-    ]
+    names = ["enc.layers.0.a.weight", "enc.layers.1.a.weight", "out.weight", "scale"]
+    assert list(groups_of(names)) == ["enc.layers.0", "enc.layers.1", "out", "scale"]
     assert list(groups_of(["weight"])) == ["weight"]
 
 
@@ -185,10 +184,6 @@ def test_samples(tmp_path: Path) -> None:
 
 
 def test_tensors_are_read_back(tmp_path: Path) -> None:
-    import torch
-
-    from trainwright.tools.verify.record import write_tensors
-
     record = _record(tmp_path / "record", [[["a"]]])
     tensors = {
         "weight": torch.randn(3, 4).t(),
@@ -208,10 +203,6 @@ def test_tensors_are_read_back(tmp_path: Path) -> None:
 
 
 def test_hashes_of_samples() -> None:
-    import torch
-
-    from trainwright.tools.verify.record import hash_samples
-
     x, y = torch.randn(4, 3), torch.tensor([True, False, True, True])
     whole = hash_samples({"x": x, "more": (y, "text", 3, torch.tensor(1.0))})
     assert len(set(whole)) == 4
@@ -222,17 +213,8 @@ def test_hashes_of_samples() -> None:
 
 
 def test_dropout_is_disabled() -> None:
-    from torch import nn
-
-    from trainwright.tools.verify.record import disable_dropout
-
-    module = nn.Sequential(
-        nn.Linear(2, 2),
-        nn.Dropout(0.1),
-        nn.MultiheadAttention(4, 2, dropout=0.2),
-        nn.AlphaDropout(0.0),
-        nn.PairwiseDistance(),
-    )
+    attention = nn.MultiheadAttention(4, 2, dropout=0.2)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), attention, nn.AlphaDropout(0.0), nn.PairwiseDistance())
     module.drop_path_rate = 0.3  # type: ignore[assignment]
     module.has_dropout = True  # type: ignore[assignment]
     assert disable_dropout(module) == ["drop_path_rate", "1.p", "2.dropout"]
@@ -245,18 +227,20 @@ def test_first_difference_in_order_of_execution() -> None:
     good = compare_tensors(1, reference, reference, TOLERANCE)
     bad = compare_tensors(2, {"a.weight": _vector(2.0), "b.weight": _vector(2.0)}, reference, TOLERANCE)
     losses = compare_losses([1.0, 1.0], [1.0, 1.0], TOLERANCE)
-    start = find_start([], [], losses, [*good, *bad], [], ["b", "a"])
-    assert start is not None
-    assert (start.step, start.what, start.module) == (2, "gradients", "b")
-    assert find_start([], [], losses, good, good, []) is None
-    start = find_start([], [], compare_losses([1.0, 2.0], [1.0, 1.0], TOLERANCE), [*good, *bad], [], [])
-    assert start is not None
-    assert (start.step, start.what, start.module) == (2, "loss", "a")
+
+    def start(losses: Any, gradients: Any, parameters: Any, execution: list[str]) -> tuple[Any, ...]:
+        found = find_start([], [], losses, gradients, parameters, execution)
+        return (found.step, found.what, found.module) if found is not None else ()
+
+    assert start(losses, [*good, *bad], [], ["b", "a"]) == (2, "gradients", "b")
+    assert start(losses, good, good, []) == ()
+    assert start(losses, good, bad, []) == (2, "parameters", "a")
+    # With several optimizers there are more steps than losses.
+    assert start(losses[:1], [*good, *bad], [], []) == (2, "gradients", "a")
+    assert start(compare_losses([1.0, 2.0], [1.0, 1.0], TOLERANCE), [*good, *bad], [], []) == (2, "loss", "a")
     # Different initial parameters explain all later differences.
     initial = compare_tensors(0, {**reference, "b.weight": _vector(2.0)}, reference, TOLERANCE)
-    start = find_start([], [], losses, bad, initial, [])
-    assert start is not None
-    assert (start.step, start.what, start.parameter) == (0, "parameters", "b.weight")
+    assert start(losses, bad, initial, []) == (0, "parameters", "b")
 
 
 def test_report() -> None:

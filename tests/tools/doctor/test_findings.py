@@ -65,10 +65,6 @@ def only(findings: Sequence[Finding], check: str) -> Finding:
     return (bad or of_check)[0]
 
 
-def states(findings: Sequence[Finding]) -> set[str]:
-    return {finding.state for finding in findings}
-
-
 def machine(demand: Demand, **facts: Any) -> list[Finding]:
     return judge_machine(replace(MACHINE, **facts), demand)
 
@@ -148,7 +144,7 @@ def test_finding(findings: list[Finding], check: str, state: str, text: str) -> 
     judge_clocks([Offset(1, 1e-5, 1e-5), Offset(2, 0.06, 0.02)], BETWEEN),
 ])  # fmt: skip
 def test_no_problem(findings: list[Finding]) -> None:
-    assert states(findings) == {OK}
+    assert {finding.state for finding in findings} == {OK}
 
 
 @pytest.mark.parametrize(("library", "value", "hosts", "state", "found"), [

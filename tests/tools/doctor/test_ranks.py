@@ -32,8 +32,7 @@ def examine_rank(local_size: int, figures: bool = False) -> list[str]:
     """Return the results of all ranks as this rank reads them."""
     measure._BUDGET, measure._MOST_ROWS = 0.0, 256
     measure._COPIED["cpu"] = 2**20
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    port = int(os.environ["MASTER_PORT"])
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     examine(store, rank, size, local_size, torch.device("cpu"), figures)
     board = StoreBoard(store)
@@ -72,21 +71,15 @@ def test_wrong_interface(ranks, monkeypatch):
     results = examine_all(ranks, 2, 2)
     assert all(result.failure is not None for result in results)
     findings = judge(Examination({}, results, False, 2))
-    failed = next(finding for finding in findings if finding.check == "ranks")
-    assert failed.state != OK
+    [failed] = [finding for finding in findings if finding.check == "ranks" and finding.state != OK]
     assert "2 of 2 ranks failed" in failed.found
 
 
-def test_silent_rank_is_named_with_its_activity(ranks):
-    assert ranks(silent, 1, init_group=False) == [["computing on cpu", "not started"]]
-
-
-def silent() -> list[str]:
-    store = dist.HashStore()
-    board = StoreBoard(store)
+def test_silent_rank_is_named_with_its_activity():
+    board = StoreBoard(dist.HashStore())
     board.at(0, "computing on cpu")
-    found = [result.failure or "" for result in board.results(2, 0.05)]
-    return [text.removeprefix("did not answer; it was ") for text in found]
+    failures = [result.failure for result in board.results(2, 0.05)]
+    assert failures == [f"did not answer; it was {what}" for what in ("computing on cpu", "not started")]
 
 
 def test_profile(ranks, tmp_path: Path):
@@ -127,11 +120,6 @@ def test_profile_notes_what_was_not_measured(ranks):
     values, notes = profile_of(Examination({}, examine_all(ranks, 1, 1, True), False, 1), "lab")
     assert values["within"] == values["across"]
     assert [note.split(":")[0] for note in notes[1:]] == ["within", "across"]
-
-
-def test_profile_yaml_keeps_numbers():
-    values = {"a": 1.853e10, "b": 9.6e-5, "c": 0.5, "d": 4096, "e": {"f": 0.0, "g": 1e-3, "h": 123456.0}}
-    assert yaml.safe_load(to_yaml(values, ["note"])) == values
 
 
 def test_rounds_are_limited_for_many_ranks():
