@@ -88,8 +88,9 @@ class ModelFacts:
         self.kinds = kinds_of([module.get_submodule(name) for name in self.blocks])
         self._passes: dict[ModelCut, PassCost] = {}
         self._approximate: dict[ModelCut, PassCost] = {}
-        # Whether the step runs on fake tensors; None: not tried yet.
-        self._without_values: bool | None = None
+        # Whether the step runs with values: tried in this order until one works.
+        fits = real is not None and sum(parameter.nbytes for parameter in module.parameters()) <= _REAL_BYTES
+        self._ways = (False, True) if fits else (False,)
 
     def of(self, cut: ModelCut) -> PassCost:
         """Return the cost of a pass on one rank.
@@ -149,32 +150,20 @@ class ModelFacts:
         return pytree.tree_map(like, self._batch)
 
     def _measure(self, cut: ModelCut) -> PassCost:
-        reason: Exception | None = None
-        if self._without_values is not False:
+        first: Exception | None = None
+        for with_values in self._ways:
             try:
-                measured = self._twice(cut, with_values=False)
+                measured = self._twice(cut, with_values)
             except Exception as error:  # the user's code can raise anything on tensors without values
-                reason = error
-                if self._without_values:
-                    raise self._error(error) from error
+                first = first or error
             else:
-                self._without_values = True
+                self._ways = (with_values,)
                 return measured
-        if self._real is None or sum(parameter.nbytes for parameter in self.module.parameters()) > _REAL_BYTES:
-            raise self._error(reason)
-        try:
-            measured = self._twice(cut, with_values=True)
-        except Exception as error:
-            raise self._error(reason or error) from error
-        self._without_values = False
-        return measured
-
-    def _error(self, error: Exception | None) -> FactsError:
-        lines = str(error).strip().splitlines() or [repr(error)]
-        return FactsError(
+        lines = str(first).strip().splitlines() or [repr(first)]
+        raise FactsError(
             f"training_step of {type(self.module).__name__} cannot be run without a Trainer and without memory, so "
-            f"its cost is unknown: {type(error).__name__}: {lines[0]}"
-        )
+            f"its cost is unknown: {type(first).__name__}: {lines[0]}"
+        ) from first
 
     def _twice(self, cut: ModelCut, with_values: bool) -> PassCost:
         # Not one sample: views that are contiguous only for one sample keep larger storages alive.

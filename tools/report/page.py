@@ -12,16 +12,7 @@ from secrets import token_hex
 from trainwright.core.charts.drawing import COLOURS, CurveChart, Points, curve_chart
 from trainwright.core.charts.grid import grid
 from trainwright.core.charts.html import render
-from trainwright.tools.report.charts import (
-    is_norm,
-    memory_by_rank,
-    norms,
-    predicted_memory,
-    predicted_seconds,
-    time_by_rank,
-    time_by_step,
-)
-from trainwright.tools.report.facts import command_line, facts, newest, rates, settings, timeline, versions
+from trainwright.tools.report import charts, facts
 from trainwright.tools.report.pipeline import pipeline
 from trainwright.tools.report.plain import text_of
 from trainwright.tools.report.records import RunRecord, read_run
@@ -32,26 +23,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # of a run directory
 _MOST_CHARTS = 24
 _RATES = ("_per_second", "step_seconds", "mfu", "goodput")
 # Functions of a run that the templates call.
-_SHOWN = {
-    function.__name__: function
-    for function in (
-        command_line,
-        facts,
-        grid,
-        memory_by_rank,
-        newest,
-        norms,
-        pipeline,
-        predicted_memory,
-        predicted_seconds,
-        settings,
-        timeline,
-        text_of,
-        time_by_rank,
-        time_by_step,
-        versions,
-    )
-}
+_SHOWN = {**vars(charts), **vars(facts), "grid": grid, "pipeline": pipeline, "text_of": text_of}
 
 
 @dataclass(frozen=True)
@@ -115,10 +87,10 @@ def labels_of(run_dirs: Sequence[Path]) -> list[str]:
 def content_of(runs: Sequence[RunRecord]) -> PageContent:
     """Sort logged metrics into sections of charts."""
     content = PageContent(f"{', '.join(run.label for run in runs)} - Trainwright report", runs)
-    rated = [rates(run) for run in runs]
+    rated = [facts.rates(run) for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in sorted(run.metrics)))
     for name in sorted(names, key=lambda name: (name != "loss", name != "val_loss")):
-        if name == "epoch" or is_norm(name):
+        if name == "epoch" or charts.is_norm(name):
             continue
         is_loss, is_rate = "loss" in name.lower(), name.endswith(_RATES)
         section = content.losses if is_loss else content.rates if is_rate else content.others

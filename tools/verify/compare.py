@@ -232,14 +232,12 @@ class SampleProblem:
 
 def compare_samples(layout: Record, reference: Record) -> list[SampleProblem]:
     """Check that in every step the data ranks read each sample of the one-process run once."""
-    found: list[SampleProblem] = []
+    found, readers = list[SampleProblem](), _readers(layout)
     for step, of_one in enumerate(reference.ranks[0]["samples"], 1):
         by_rank = [rank["samples"][step - 1] if step <= len(rank["samples"]) else [] for rank in layout.ranks]
-        readers = _readers(layout)
         texts = [*_unequal_sharers(readers, by_rank)]
         text = _compare_step([_flat(by_rank[ranks[0]]) if ranks else [] for ranks in readers], of_one)
-        texts += [text] if text else []
-        texts += [*_without_reader(readers)] if text else []
+        texts += [text, *_without_reader(readers)] if text else []
         if texts:
             found.append(SampleProblem(step, f"step {step}: samples differ: {'; '.join(texts)}"))
     return found

@@ -87,9 +87,9 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
             "global_batch_size and micro_batch_size are both null, so the samples per step would depend on the "
             "number of ranks; type global_batch_size=32"
         )
-    difference = _expected_difference(cfg, options.steps)
-    if difference is not None:
-        problems.append(difference)
+    strategy = options_of(cfg.strategy)
+    if strategy is not None:
+        problems += filter(None, [strategy.difference_from_one_process(options.steps, cfg.compression.name)])
     return problems
 
 
@@ -185,11 +185,6 @@ def _batch_text(record: Any, cfg: DictConfig) -> str:
         f"{run['micro_batch_size']} samples x {run['accumulation']} accumulated x {run['data_ranks']} data rank(s) "
         f"= {record.wave_size * run['accumulation']} samples per step"
     )
-
-
-def _expected_difference(cfg: DictConfig, steps: int) -> str | None:
-    strategy = options_of(cfg.strategy)
-    return None if strategy is None else strategy.difference_from_one_process(steps, cfg.compression.name)
 
 
 def _class_of(strategy: Any) -> str:
