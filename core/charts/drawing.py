@@ -207,31 +207,35 @@ def thinned(values: Sequence[object], most: int) -> list[int]:
 
 
 def stacked(
-    label: str,
-    parts: Sequence[tuple[str, int | str, float]],
-    scale: float,
+    caption: str,
+    head: Sequence[str],
+    colours: Mapping[str, int],
+    rows: Sequence[tuple[str, Mapping[str, float], Sequence[str]]],
     unit: str,
-    cells: Sequence[str],
     mark: float | None = None,
-) -> Bar:
-    """Return a bar of stacked parts.
+) -> BarTable:
+    """Return bars of stacked parts with a common scale.
 
     Args:
-        label: of the row.
-        parts: (label, colour, size).
-        scale: size of the full width.
+        caption, head: of the table.
+        colours: part -> index of its colour, from left to right.
+        rows: label, size of each part, and texts beside the bar.
         unit: for `amount`: "bytes" or "seconds".
-        cells: texts beside the bar.
-        mark: a size to mark; None: none.
+        mark: a size to mark in each row; None: none.
     """
-    at, drawn = 0.0, []
-    for what, colour, size in parts:
-        width = 100 * size / scale if scale > 0 else 0.0
-        if width > 0:
-            drawn.append(BarPart(what, colour, round(at, 3), round(width, 3), f"{what}: {amount(size, unit)}"))
-        at += width
+    scale = max([mark or 0.0, *(sum(sizes.get(part, 0.0) for part in colours) for _, sizes, _ in rows)])
     place = None if mark is None or scale <= 0 else round(100 * mark / scale, 3)
-    return Bar(label, tuple(drawn), tuple(cells), place)
+    bars = []
+    for label, sizes, cells in rows:
+        at, drawn = 0.0, []
+        for what, colour in colours.items():
+            size = sizes.get(what, 0.0)
+            width = 100 * size / scale if scale > 0 else 0.0
+            if width > 0:
+                drawn.append(BarPart(what, colour, round(at, 3), round(width, 3), f"{what}: {amount(size, unit)}"))
+            at += width
+        bars.append(Bar(label, tuple(drawn), tuple(cells), place))
+    return BarTable(caption, tuple(head), tuple(colours.items()), tuple(bars))
 
 
 def marks(events: Sequence[tuple[float, str, str]]) -> tuple[tuple[Mark, ...], tuple[Tick, ...]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from trainwright.callbacks.monitor.memory import host_peak_bytes
 from trainwright.core.failures.records import write_whole
 
 
@@ -40,8 +39,7 @@ def host_peak() -> int:
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else 1024 * most
+        return host_peak_bytes()
     sizes = {
         name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest
     }

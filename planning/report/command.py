@@ -79,17 +79,6 @@ def _bars(
 ) -> BarTable | None:
     if not rows:
         return None
-    scale = max(limit or 0.0, *(sum(row.values()) for row in rows))
-    legend = tuple((name, number) for number, name in enumerate(rows[0]))
-    bars = [
-        stacked(
-            label,
-            [(name, number, row[name]) for name, number in legend],
-            scale,
-            unit,
-            [amount(sum(row.values()), unit)],
-            limit,
-        )
-        for label, row in zip(labels, rows, strict=True)
-    ]
-    return BarTable(caption, ("layout", unit, "total"), legend, tuple(bars))
+    colours = {name: number for number, name in enumerate(rows[0])}
+    drawn = [(label, row, [amount(sum(row.values()), unit)]) for label, row in zip(labels, rows, strict=True)]
+    return stacked(caption, ("layout", unit, "total"), colours, drawn, unit, limit)

@@ -158,6 +158,7 @@ def grouped(refused: Sequence[Refusal]) -> dict[str, list[Refusal]]:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """Return plain values; bytes and seconds."""
+    ranked = [candidate_as_dict(plan, each) for each in plan.ranked]
     return {
         "recipe": plan.name,
         "world_size": plan.world_size,
@@ -170,8 +171,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "seconds_of_planning": plan.seconds,
         "considered": plan.considered,
         "notes": list(plan.notes),
-        "best": candidate_as_dict(plan, plan.best) if plan.best is not None else None,
-        "ranked": [candidate_as_dict(plan, each) for each in plan.ranked],
+        "best": ranked[0] if ranked else None,
+        "ranked": ranked,
         "refused": [
             {"what": each.what, "kind": each.kind, "reason": each.reason, "overrides": list(each.overrides)}
             for each in plan.refused
@@ -180,9 +181,14 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def candidate_as_dict(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
-    """Return plain values of one layout; bytes and seconds."""
+    """Return plain values of one layout; bytes and seconds.
+
+    `bytes_at_step` are those at the optimizer step, which a run can measure.
+    """
     work, time, memory = candidate.work, candidate.time, candidate.memory
     return {
+        "title": candidate.title,
+        "extras": extras(candidate),
         "strategy": candidate.strategy,
         "layout": {**candidate.layout.sizes, "expert": candidate.layout.expert},
         "stage": work.stage,
@@ -212,5 +218,6 @@ def candidate_as_dict(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
             "total": memory.total,
             "moment": memory.moment,
         },
+        "bytes_at_step": {kind: getattr(candidate.at_step, kind) for kind in KINDS[:3]},
         "overrides": list(candidate.overrides),
     }

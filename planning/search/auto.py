@@ -13,7 +13,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.fake_run import FactsError
-from trainwright.planning.report.table import as_dict, candidate_as_dict, extras, reasons
+from trainwright.planning.report.table import as_dict, reasons
 from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.plan import LayoutCandidate, Plan
 from trainwright.planning.search.planned_config import PlannedConfig
@@ -28,7 +28,7 @@ from trainwright.strategies.pipeline.schedules import stages_per_rank_of
 
 
 def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """Return all layouts possible on this machine, ranked: the document of `as_dict`, with titles and reasons.
+    """Return all layouts possible on this machine, ranked: the document of `as_dict`, with reasons.
 
     Args:
         asked: a configuration as plain values, with numbers of devices and of samples per step.
@@ -39,20 +39,15 @@ def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """
     found = plan(_on_this_machine(asked), limits)
     document = as_dict(found)
-    document["ranked"] = [{**_description(found, each), **_communication_options(found, each)} for each in found.ranked]
-    document["best"] = document["ranked"][0] if found.ranked else None
+    for entry, candidate in zip(document["ranked"], found.ranked, strict=True):
+        entry |= {  # None: the default
+            "bucket_mib": bucket_mib(found, candidate),
+            "average_by": average_by(found, candidate),
+            "prefetch": prefetch(found, candidate),
+        }
     document["reasons"] = reasons(found.refused)
     document["profile"] = asdict(found.profile)
     return document
-
-
-def _communication_options(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
-    """Return communication options; None: the default."""
-    return {
-        "bucket_mib": bucket_mib(plan, candidate),
-        "average_by": average_by(plan, candidate),
-        "prefetch": prefetch(plan, candidate),
-    }
 
 
 def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[str, Any]:
@@ -115,17 +110,6 @@ def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
     return cfg
 
 
-def _description(plan: Plan, candidate: LayoutCandidate) -> dict[str, Any]:
-    """Return `candidate_as_dict`, a title, and the bytes at the optimizer step, which a run can measure."""
-    at_step = {kind: getattr(candidate.at_step, kind) for kind in ("parameters", "gradients", "optimizer")}
-    return {
-        **candidate_as_dict(plan, candidate),
-        "title": candidate.title,
-        "extras": extras(candidate),
-        "bytes_at_step": at_step,
-    }
-
-
 def _document(config: PlannedConfig, chosen: LayoutCandidate, above: tuple[int, Held] | None) -> dict[str, Any]:
     cfg = config.cfg
     found = Plan(
@@ -143,16 +127,9 @@ def _document(config: PlannedConfig, chosen: LayoutCandidate, above: tuple[int, 
         following = {"micro_batch_size": above[0], "bytes": above[1].total}
         needed = above[1].total / 2**30
         why = f"{above[0]} at a time would need {needed:.2f} GiB of {config.capacity / 2**30:.2f} GiB per rank"
-    description = _description(found, chosen)
-    return {
-        **as_dict(found),
-        "ranked": [description],
-        "best": description,
-        "chosen": description,
-        "next": following,
-        "why": why + ".",
-        "profile": asdict(config.profile),
-    }
+    document = as_dict(found)
+    more = {"chosen": document["best"], "next": following, "why": f"{why}.", "profile": asdict(config.profile)}
+    return document | more
 
 
 def _cut(cfg: DictConfig, layout: Layout) -> ModelCut:

@@ -139,7 +139,7 @@ def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], nam
     overrides: list[Override] = [parser.parse_override(text) for text in [*report.overrides, *typed]]
     base: str | None = None
     choices: dict[str, Any] = {}
-    tree: dict[str, Any] = {}
+    tree = OmegaConf.create()
     left_over: list[str] = []
     for override in overrides:
         key: str = override.get_key_element().lstrip("+~").split("@")[0]
@@ -150,9 +150,8 @@ def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], nam
         elif key in groups and not isinstance(override.value(), dict):
             choices[key] = override.value()
         elif key not in _EXCLUDED_FROM_RECIPE:
-            _put(tree, key.split("."), override.value())
-    if base is not None:
-        tree = {"name": name, **tree}
+            OmegaConf.update(tree, key, override.value())
+    named = OmegaConf.merge({} if base is None else {"name": name}, tree)
     return "\n".join(
         [
             "# @package _global_",
@@ -163,7 +162,7 @@ def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], nam
             *(f'  - override /{group}: "{choice}"' for group, choice in choices.items()),
             "  - _self_",
             "",
-            OmegaConf.to_yaml(OmegaConf.create(tree)).rstrip(),
+            OmegaConf.to_yaml(named).rstrip(),
             "",
         ]
     )
@@ -177,10 +176,3 @@ def _header(report: Report, left_over: Sequence[str], base: str | None) -> list[
     if left_over:
         lines.append(f"# A yaml cannot remove keys; type additionally: {' '.join(left_over)}")
     return lines
-
-
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    *sections, last = path
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[last] = value

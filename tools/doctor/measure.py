@@ -44,17 +44,15 @@ def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
     facts = machine_facts()
     host_memory = min(facts.memory, facts.memory_limit or facts.memory) // local_size
     on_gpu = device.type == "cuda"
+    about = torch.cuda.get_device_properties(device) if on_gpu else None
     flops = {kind: _flops(device, kind) for kind in _KINDS if on_gpu or kind != _TENSOR_FLOAT}
     flops.setdefault(_TENSOR_FLOAT, flops["float32"])  # CPUs have no TF32
-    copied, copying = _copy_seconds(device)
     host, host_latency = _host_copies(device)
     return {
-        "device_name": torch.cuda.get_device_properties(device).name
-        if on_gpu
-        else f"CPU, {torch.get_num_threads()} threads",
-        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory,
+        "device_name": about.name if about else f"CPU, {torch.get_num_threads()} threads",
+        "memory_bytes": about.total_memory if about else host_memory,
         "flops": flops,
-        "memory_bandwidth": 2 * copied / copying,  # each byte is read and written
+        "memory_bandwidth": _memory_bandwidth(device),
         "efficiency": _efficiency(device, flops),
         "host_bandwidth": host,
         "host_memory_bytes": host_memory,
@@ -97,12 +95,12 @@ def _quickest(function: Callable[[], Any], device: torch.device, budget: float) 
     return best
 
 
-def _copy_seconds(device: torch.device) -> tuple[int, float]:
-    """Return a number of bytes, and the seconds to copy them within the device's memory."""
+def _memory_bandwidth(device: torch.device) -> float:
+    """Return the bytes/s read and written by copies within the device's memory."""
     size = _COPIED[device.type]
     source = torch.ones(size // 4, device=device)
     target = torch.zeros_like(source)
-    return size, _quickest(lambda: target.copy_(source), device, _BUDGET)
+    return 2 * size / _quickest(lambda: target.copy_(source), device, _BUDGET)
 
 
 def _host_copies(device: torch.device) -> tuple[float, float]:

@@ -29,18 +29,14 @@ def memory_by_rank(run: RunRecord) -> BarTable | None:
     kinds = [kind for kind in (*KINDS, _REST) if any(kind in row for _, row in rows)]
     beside = [name for name in _OF_PROCESS if any(name in row for _, row in rows)]
     shown = kinds or ["peak" if "peak" in beside else "host"]
-    mark = sum(predicted.values()) if predicted else None
-    scale = max(sum(row.get(kind, 0.0) for kind in shown) for _, row in rows)
-    bars = []
+    drawn = []
     for label, row in rows:
-        total = sum(row.get(kind, 0.0) for kind in shown)
-        cells = [total, *(row.get(name) for name in (*kinds, *beside))]
-        parts = [(kind, number, row.get(kind, 0.0)) for number, kind in enumerate(shown)]
-        words = ["" if cell is None else amount(cell, "bytes") for cell in cells]
-        bars.append(stacked(label, parts, scale, "bytes", words, mark))
+        cells = [sum(row.get(kind, 0.0) for kind in shown), *(row.get(name) for name in (*kinds, *beside))]
+        drawn.append((label, row, ["" if cell is None else amount(cell, "bytes") for cell in cells]))
     head = ("rank", "memory", "total", *kinds, *(name.replace("_", " ") for name in beside))
-    legend = tuple((kind, number) for number, kind in enumerate(shown))
-    return BarTable("Peak bytes of each kind by rank", head, legend, tuple(bars))
+    colours = {kind: number for number, kind in enumerate(shown)}
+    mark = sum(predicted.values()) if predicted else None
+    return stacked("Peak bytes of each kind by rank", head, colours, drawn, "bytes", mark)
 
 
 def predicted_memory(plan: Mapping[str, Any] | None) -> dict[str, float]:
@@ -169,20 +165,12 @@ def predicted_seconds(run: RunRecord) -> tuple[float, float | None] | None:
 
 
 def _time_table(caption: str, first: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> BarTable:
-    parts = [part for part in PARTS if any(row.get(part) for _, row in rows)]
-    scale = max(sum(row.values()) for _, row in rows)
-    bars = [
-        stacked(
-            label,
-            [(part, PARTS.index(part), row.get(part, 0.0)) for part in parts],
-            scale,
-            "seconds",
-            [amount(sum(row.values()), "seconds"), *(amount(row.get(part, 0.0), "seconds") for part in parts)],
-        )
-        for label, row in rows
-    ]
-    legend = tuple((part, PARTS.index(part)) for part in parts)
-    return BarTable(caption, (first, "time", "whole step", *parts), legend, tuple(bars))
+    colours = {part: number for number, part in enumerate(PARTS) if any(row.get(part) for _, row in rows)}
+    drawn = []
+    for label, row in rows:
+        cells = [sum(row.values()), *(row.get(part, 0.0) for part in colours)]
+        drawn.append((label, row, [amount(cell, "seconds") for cell in cells]))
+    return stacked(caption, (first, "time", "whole step", *colours), colours, drawn, "seconds")
 
 
 def _seconds(record: Mapping[str, Any]) -> dict[str, float]:

@@ -185,11 +185,9 @@ def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         notes.append(f"There is no config.yaml, {unknown}")
         return {}
-    except OSError as error:
-        notes.append(f"config.yaml cannot be read ({error.strerror}), {unknown}")
-        return {}
-    except Exception:  # the parser raises many types
-        notes.append(f"config.yaml cannot be read, {unknown}")
+    except Exception as error:  # the parser raises many types
+        why = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        notes.append(f"config.yaml cannot be read{why}, {unknown}")
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
