@@ -27,17 +27,9 @@ from torch import Tensor, nn
 
 from trainwright.core.layout import Layout
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.planning.model import fake_run
 from trainwright.planning.model.counted_run import AFTER, BEFORE, CountedRun
 from trainwright.planning.model.experts import assume_routing
-from trainwright.planning.model.fake_run import (
-    FactsError,
-    default_dtype,
-    fake_tensors,
-    fake_world,
-    give_storage,
-    quiet,
-    without_trainer,
-)
 from trainwright.planning.time.cost import Bytes, ModelCut, ModelPart, PassCost
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import Engines
@@ -160,7 +152,7 @@ class ModelFacts:
                 self._ways = (with_values,)
                 return measured
         lines = str(first).strip().splitlines() or [repr(first)]
-        raise FactsError(
+        raise fake_run.FactsError(
             f"training_step of {type(self.module).__name__} cannot be run without a Trainer and without memory, so "
             f"its cost is unknown: {type(first).__name__}: {lines[0]}"
         ) from first
@@ -181,17 +173,17 @@ class ModelFacts:
         active = self._active(cut)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(quiet())
+            stack.enter_context(fake_run.quiet())
             shard = cut.expert // math.gcd(cut.expert, cut.context)
             layout = Layout(shard=shard, context=cut.context, tensor=cut.tensor, expert=cut.expert)
             if layout.world_size > 1:
-                stack.enter_context(fake_world(layout.world_size))
+                stack.enter_context(fake_run.fake_world(layout.world_size))
             if not with_values:
-                stack.enter_context(fake_tensors())
+                stack.enter_context(fake_run.fake_tensors())
             last = LastOutput()
             module = self._sample(active, last, with_values)
             batch = self._real_batch(samples) if with_values else self.resized(samples)
-            stack.enter_context(default_dtype(self.precision))
+            stack.enter_context(fake_run.default_dtype(self.precision))
             if layout.world_size > 1:
                 _cut_module(module, layout, cut, {**self._plan, "blocks": [self.blocks[i] for i in sorted(active)]})
             chosen = [module.get_submodule(self.blocks[i]) for i in sorted(active)]
@@ -224,11 +216,11 @@ class ModelFacts:
         sample = with_blocks(module, self.blocks, active, last)
         dtype = torch.bfloat16 if self.precision == "bf16-true" else None
         if not with_values:
-            give_storage(sample, dtype)
+            fake_run.give_storage(sample, dtype)
         elif dtype is not None:
             sample.to(dtype)
         sample.train()
-        without_trainer(sample)
+        fake_run.without_trainer(sample)
         return sample
 
     def _real_batch(self, samples: int) -> Any:

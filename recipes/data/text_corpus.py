@@ -13,15 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright.recipes.data.corpus import (
-    CorpusError,
-    default_cache_dir,
-    find_corpus,
-    join_files,
-    num_windows,
-    problems_of_size,
-    split_by_position,
-)
+from trainwright.recipes.data import corpus
 
 
 class TextWindows(Dataset[Tensor]):
@@ -42,7 +34,7 @@ class TextWindows(Dataset[Tensor]):
         self.begin = begin
         self.seq_len = seq_len
         self.dtype = dtype
-        self.windows = num_windows(end - begin, seq_len)
+        self.windows = corpus.num_windows(end - begin, seq_len)
         self._ids: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -98,7 +90,7 @@ class TextCorpus(LightningDataModule):
         self.batch_size = batch_size
         self.held_out = held_out
         self.pattern = pattern
-        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_dir = corpus.default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.num_workers = num_workers
         self.train: TextWindows | None = None
         self.validation: TextWindows | None = None
@@ -117,7 +109,7 @@ class TextCorpus(LightningDataModule):
 
     def file(self) -> Path:
         """Return the file of ids, created if missing."""
-        return join_files(find_corpus(self.path, self.pattern), self.cache_dir)
+        return corpus.join_files(corpus.find_corpus(self.path, self.pattern), self.cache_dir)
 
     def prepare_data(self) -> None:
         """Concatenate a folder's files, on one rank per node."""
@@ -133,10 +125,10 @@ class TextCorpus(LightningDataModule):
         world_size = self.trainer.world_size if self.trainer is not None else 1
         ranks = getattr(self.trainer.strategy, "ranks", None) if self.trainer is not None else None
         data_ranks = world_size if ranks is None else ranks.num_data_ranks
-        problems = problems_of_size(size, self.seq_len, self.held_out, data_ranks)
+        problems = corpus.problems_of_size(size, self.seq_len, self.held_out, data_ranks)
         if problems:
-            raise CorpusError(" ".join(problems))
-        split = split_by_position(size, self.held_out)
+            raise corpus.CorpusError(" ".join(problems))
+        split = corpus.split_by_position(size, self.held_out)
         self.train = TextWindows(file, *split.train, self.seq_len, self.dtype)
         self.validation = TextWindows(file, *split.validation, self.seq_len, self.dtype)
         self.test = TextWindows(file, *split.test, self.seq_len, self.dtype)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch.optim import SGD
 
-from tests.parity.harness import QUIET
+from tests.parity.harness import make_trainer
 from tests.recipes.conftest import write_text
-from trainwright import Trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.generation.generate import continued, generate
 from trainwright.recipes.generation.prompts import ContinuePrompts, PromptData
@@ -22,7 +20,6 @@ from trainwright.recipes.gpt.model import GPTConfig
 from trainwright.recipes.gpt.module import GPTModule
 from trainwright.recipes.hugging_face.causal_lm import HuggingFaceModule
 from trainwright.recipes.language_model import LanguageModule
-from trainwright.strategies.contract.registry import make_strategy
 
 NEW, WINDOW = 12, 16
 GREEDY, SAMPLED = Sampling(NEW), Sampling(NEW, temperature=2.0, top_p=0.95, seed=3)
@@ -93,14 +90,13 @@ def predicted(
     kind: str, layouts: Layouts, sampling: Sampling, ends: list[int] | None = None, cached: bool = True
 ) -> list[list[list[int]]]:
     """Return the new ids of each prompt under each layout."""
-    devices, found = dist.get_world_size() if dist.is_initialized() else 1, []
+    found = []
     for name, options in layouts:
         module, widths = make_module(kind), Widths()
         if kind != "gpt":
             module.model.generation_config.eos_token_id = ends  # type: ignore[union-attr]
         data = PromptData([Bytes().decode(ids) for ids in PROMPTS], Bytes(), sampling, batch_size=2)
-        strategy = make_strategy(name, **options)
-        trainer = Trainer(strategy=strategy, devices=devices, callbacks=[ContinuePrompts(), widths], **QUIET)
+        trainer = make_trainer(name, options, callbacks=[ContinuePrompts(), widths])
         batches: Any = trainer.predict(module, data)
         found.append([Bytes().encode(text) for batch in batches for text in batch["new"]])
         assert [tokens for batch in batches for tokens in batch["tokens"]] == [len(ids) for ids in found[-1]]
@@ -196,10 +192,7 @@ def fitted(folder: str, layouts: Layouts) -> list[Any]:
     for name, options in layouts:
         losses = []
         for callbacks in ([], [between := Between()]):
-            trainer = Trainer(
-                strategy=make_strategy(name, **options), devices=dist.get_world_size(), max_steps=2,
-                global_batch_size=4, callbacks=callbacks, **QUIET,
-            )  # fmt: skip
+            trainer = make_trainer(name, options, max_steps=2, max_epochs=-1, global_batch_size=4, callbacks=callbacks)
             trainer.fit(make_module("llama"), TextCorpus(Path(folder) / "text.txt", seq_len=WINDOW, batch_size=2))
             losses.append(float(trainer.callback_metrics["train_loss"]))
         assert losses[0] == losses[1]

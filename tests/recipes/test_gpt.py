@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -16,8 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.optim import SGD
 
 from tests.callbacks.modules import Regression, loader
-from tests.parity.harness import QUIET
-from trainwright import Trainer
+from tests.parity.harness import QUIET, make_trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.generation.generate import generate
 from trainwright.recipes.generation.sampling import Sampling
@@ -76,7 +74,7 @@ def deferred_fit(strategy: str, folder: str, meta: bool) -> float:
     """Return the bits per byte of the test windows after training."""
     seed_everything(0)
     data = TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=8)
-    trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), max_steps=6, global_batch_size=16, **QUIET)
+    trainer = make_trainer(strategy, max_steps=6, max_epochs=-1, global_batch_size=16)
     module = GPTModule(SMALL, meta=meta)
     trainer.fit(module, data)
     return float(torch.cat(trainer.predict(module, data)).mean())
@@ -135,10 +133,9 @@ def test_other_modules_are_refused() -> None:
 
 def sampled_fit(strategy: str, precision: str, folder: str) -> str:
     seed_everything(0)
-    trainer = Trainer(
-        strategy=strategy, precision=precision, devices=dist.get_world_size(), max_steps=4, global_batch_size=16,
-        default_root_dir=folder, callbacks=[SampleText(length=24, prompt="the ")], **QUIET,
-    )  # fmt: skip
+    options = {"max_steps": 4, "max_epochs": -1, "global_batch_size": 16, "default_root_dir": folder}
+    callbacks = [SampleText(length=24, prompt="the ")]
+    trainer = make_trainer(strategy, precision=precision, callbacks=callbacks, **options)
     trainer.fit(GPTModule(SMALL), TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=4))
     return Path(folder, "sample.txt").read_text() if trainer.is_global_zero else ""
 

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 import sklearn.datasets  # noqa: F401 - its first import sets environment variables
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 from torch.optim import SGD
 
-from tests.parity.harness import QUIET
+from tests.parity.harness import QUIET, make_trainer
 from trainwright import Trainer, compose
 from trainwright.recipes.tables.linear_regression import DiabetesData, LinearRegression
 from trainwright.recipes.vision.bundled_data import diabetes
-from trainwright.strategies.contract.registry import make_strategy
 
 
 class SamplesOfSteps(Callback):
@@ -33,8 +31,8 @@ def fit(strategy: str, micro_batch_size: int, steps: int) -> dict[str, Any]:
     seed_everything(0)
     module = LinearRegression(optimizer=partial(SGD, lr=config.optimizer.lr, momentum=config.optimizer.momentum))
     data, samples = DiabetesData(micro_batch_size), SamplesOfSteps()
-    options = {"max_steps": steps, "global_batch_size": config.global_batch_size, **QUIET}
-    trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), callbacks=[samples], **options)
+    options = {"max_steps": steps, "max_epochs": -1, "global_batch_size": config.global_batch_size}
+    trainer = make_trainer(strategy, callbacks=[samples], **options)
     trainer.fit(module, data)
     return {
         "first_step": samples.read[0],
@@ -73,8 +71,7 @@ def fit_consistencies() -> dict[str, float]:
         seed_everything(0)
         module = LinearRegression(optimizer=partial(SGD, lr=0.1), variance_reduction=True)
         data = DiabetesData(150, passes=10, decorrelate=True)
-        devices = dist.get_world_size()
-        trainer = Trainer(strategy=make_strategy(strategy, **options), devices=devices, max_steps=150, **QUIET)
+        trainer = make_trainer(strategy, options, max_steps=150, max_epochs=-1)
         trainer.fit(module, data)
         distances[name] = float(trainer.test(module, data, verbose=False)[0]["distance_to_closed_form"])
     return distances

@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.parity.harness import QUIET
-from trainwright import Trainer
+from tests.parity.harness import QUIET, make_trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.gpt.model import GPT, GPTConfig
 from trainwright.recipes.moe.model import Experts, MixtureOfExperts, MoEConfig, MoEGPT, Routes, balance_statistics
@@ -115,8 +113,7 @@ def test_loss_falls_and_experts_stay_busy(text: Path) -> None:
 
 def fitted(strategy: str, folder: str, micro: int, meta: bool = False) -> float:
     seed_everything(0)
-    devices = dist.get_world_size() if dist.is_initialized() else 1
-    trainer = Trainer(strategy=strategy, devices=devices, max_steps=5, global_batch_size=16, **QUIET)
+    trainer = make_trainer(strategy, max_steps=5, max_epochs=-1, global_batch_size=16)
     module = MoEModule(SMALL, partial(SGD, lr=0.5), warmup_steps=0, final_lr_factor=1.0, meta=meta)
     data = TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=micro)
     trainer.fit(module, data)

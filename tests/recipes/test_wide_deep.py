@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 from torch.optim import Adagrad, AdamW
 
-from tests.parity.harness import QUIET
+from tests.parity.harness import QUIET, Recorder, make_trainer
 from trainwright import Trainer, compose
 from trainwright.recipes.tables.wide_deep import COLUMNS, ClickData, ClickLog, WideDeep, draw_click_log, hashed
 from trainwright.recipes.tables.wide_deep_checks import check_sparse
@@ -20,24 +19,14 @@ from trainwright.recipes.tables.wide_deep_checks import check_sparse
 SMALL: dict[str, Any] = {"rows": 256, "wide_rows": 512, "dim": 4, "hidden": (8,)}
 
 
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loss = outputs["loss"].detach().clone()
-        dist.all_reduce(loss)
-        self.losses.append(float(loss) / dist.get_world_size())
-
-
 def fit(strategy: str, sparse: bool, micro: int) -> list[float]:
     """Return the losses of steps of 32 impressions."""
     seed_everything(0)
-    losses = Losses()
-    options = {"max_steps": 6, "global_batch_size": 32, "limit_val_batches": 0, **QUIET}
-    trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), callbacks=[losses], **options)
+    recorder = Recorder()
+    options = {"max_steps": 6, "max_epochs": -1, "global_batch_size": 32, "limit_val_batches": 0}
+    trainer = make_trainer(strategy, callbacks=[recorder], **options)
     trainer.fit(WideDeep(sparse=sparse, **SMALL), ClickData(micro, samples=400))
-    return losses.losses
+    return recorder.record.losses
 
 
 def test_losses_do_not_depend_on_layout_and_sparsity(ranks: Callable[..., list[Any]]) -> None:

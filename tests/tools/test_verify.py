@@ -26,10 +26,10 @@ from trainwright.tools.verify.compare import (
     FLOOR,
     ROUNDING,
     Record,
-    Rounding,
     compare_losses,
     compare_samples,
     compare_tensors,
+    exclude_rounding,
     find_start,
 )
 from trainwright.tools.verify.record import disable_dropout, hash_samples, write_tensors
@@ -126,8 +126,8 @@ def test_missing_tensors_and_other_shapes() -> None:
 def test_elements_with_rounding_gradients_are_excluded() -> None:
     noise = 0.5 * ROUNDING
     reference, layout = {"a": _vector(1.0, noise, 0.0, noise)}, {"a": _vector(1.0, -noise, 0.0, noise)}
-    rounding = Rounding()
-    rounding.add(layout, reference)
+    rounding: dict[str, Any] = {}
+    exclude_rounding(rounding, layout, reference)
     parameters = {"a": _vector(1.0, 0.1, 1.0, 1.0)}
     [one] = compare_tensors(1, {"a": _vector(1.0, 0.2, 1.0, 1.0)}, parameters, TOLERANCE, rounding)
     assert (one.passed, one.left_out) == (True, 1)
@@ -166,7 +166,7 @@ def test_samples(tmp_path: Path) -> None:
     one = _record(tmp_path / "one", [[["a", "b"], ["c", "d"], ["e", "f"], ["g", "h"]]])
 
     def texts(name: str, *samples: list[list[str]], data_ranks: list[int] | None = None) -> str:
-        return " ".join(each.text for each in compare_samples(_record(tmp_path / name, [*samples], data_ranks), one))
+        return " ".join(compare_samples(_record(tmp_path / name, [*samples], data_ranks), one).values())
 
     first, second = [["a", "b"], ["e", "f"]], [["c", "d"], ["g", "h"]]
     assert texts("right", first, second) == ""
@@ -229,7 +229,7 @@ def test_first_difference_in_order_of_execution() -> None:
     losses = compare_losses([1.0, 1.0], [1.0, 1.0], TOLERANCE)
 
     def start(losses: Any, gradients: Any, parameters: Any, execution: list[str]) -> tuple[Any, ...]:
-        found = find_start([], [], losses, gradients, parameters, execution)
+        found = find_start([], {}, losses, gradients, parameters, execution)
         return (found.step, found.what, found.module) if found is not None else ()
 
     assert start(losses, [*good, *bad], [], ["b", "a"]) == (2, "gradients", "b")
@@ -249,7 +249,7 @@ def test_report() -> None:
     layout = {**reference, names[30]: _vector(float("nan"))}
     gradients = [one for step in range(1, 11) for one in compare_tensors(step, layout, reference, TOLERANCE)]
     losses = compare_losses([1.0] * 10, [1.0] * 10, TOLERANCE)
-    start = find_start([], [], losses, gradients, gradients, [])
+    start = find_start([], {}, losses, gradients, gradients, [])
     report = VerifyReport(
         "mine", "DDPStrategy", 2, {"replicate": 2}, "32", TOLERANCE, "8 samples per step", [], losses, [], gradients,
         gradients, [], start,

@@ -11,24 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.problems import did_you_mean
-from trainwright.tools.deepspeed.table import (
-    ANY,
-    AUTO,
-    BOOL,
-    KEYS,
-    KINDS,
-    LIST,
-    MAPPING,
-    NUMBER,
-    RATES,
-    TEXT,
-    TREE,
-    WHOLE,
-    Key,
-    Tree,
-)
+from trainwright.tools.deepspeed import table
 
-_TYPES: dict[str, type] = {BOOL: bool, TEXT: str, LIST: list, MAPPING: dict, ANY: object}
+_TYPES: dict[str, type] = {table.BOOL: bool, table.TEXT: str, table.LIST: list, table.MAPPING: dict, table.ANY: object}
 # Similarity above which a name is a misspelling; the exceptions are keys of DeepSpeed without effect.
 _ALIKE = 0.8
 _OWN_NAMES = ("amp.min_loss_scale", "amp.max_loss_scale", "comet.experiment_name")
@@ -76,7 +61,7 @@ def read(path: str | Path) -> ParsedFile:
     if not isinstance(tree, dict):
         given.problems.append(f"{path}: contains {_describe(tree)}, not a mapping of DeepSpeed's keys")
         return given
-    _walk(tree, TREE, "", given)
+    _walk(tree, table.TREE, "", given)
     return given
 
 
@@ -96,10 +81,10 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-def _walk(tree: Mapping[str, Any], known: Tree, above: str, given: ParsedFile) -> None:
+def _walk(tree: Mapping[str, Any], known: table.Tree, above: str, given: ParsedFile) -> None:
     for name, value in tree.items():
         path, below = f"{above}{name}", known.get(name)
-        key = KEYS.get(path)
+        key = table.KEYS.get(path)
         similar = _similar_keys(path, known) if below is None else []
         if similar:
             given.problems.append(
@@ -117,26 +102,26 @@ def _walk(tree: Mapping[str, Any], known: Tree, above: str, given: ParsedFile) -
         elif problem := _problem_of(path, key, value):
             given.problems.append(f"{given.name}: {problem}")
         else:
-            given.values[path] = int(value) if key.kind == WHOLE and isinstance(value, float) else value
+            given.values[path] = int(value) if key.kind == table.WHOLE and isinstance(value, float) else value
 
 
-def _similar_keys(path: str, siblings: Tree) -> list[str]:
+def _similar_keys(path: str, siblings: table.Tree) -> list[str]:
     """Return the keys that an unknown one may be a misspelling of, or whose section it lacks."""
     if path in _OWN_NAMES:
         return []
     near = get_close_matches(path.rpartition(".")[2], siblings, n=1, cutoff=_ALIKE)
-    return near or [known for known in KEYS if "." not in path and known.endswith(f".{path}")][:3]
+    return near or [known for known in table.KEYS if "." not in path and known.endswith(f".{path}")][:3]
 
 
-def _problem_of(path: str, key: Key, value: Any) -> str | None:
+def _problem_of(path: str, key: table.Key, value: Any) -> str | None:
     """Return the problem of a value, if any."""
     if "${" in json.dumps(value):
         return f"{path} contains ${{, an interpolation; write the value"
-    if value == AUTO and key.kind != ANY:
-        return None if key.auto else f'{path} is "auto", which is not supported for it; write {KINDS[key.kind]}'
+    if value == table.AUTO and key.kind != table.ANY:
+        return None if key.auto else f'{path} is "auto", which is not supported for it; write {table.KINDS[key.kind]}'
     if not _is(key.kind, value):
         hint = ", without quotes" if isinstance(value, str) and _looks_like(key.kind, value) else ""
-        return f"{path} is {_describe(value)}, but must be {KINDS[key.kind]}{hint}"
+        return f"{path} is {_describe(value)}, but must be {table.KINDS[key.kind]}{hint}"
     if key.words and value not in key.words:
         return f"{path} is {_describe(value)}; {did_you_mean(str(value), map(str, key.words), 'allowed')}"
     if key.least is not None and value < key.least:
@@ -148,9 +133,9 @@ def _is(kind: str, value: Any) -> bool:
     if kind in _TYPES:
         return isinstance(value, _TYPES[kind])
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if kind == RATES and isinstance(value, list):
-        return bool(value) and all(_is(NUMBER, item) for item in value)
-    return number and (kind != WHOLE or float(value).is_integer())
+    if kind == table.RATES and isinstance(value, list):
+        return bool(value) and all(_is(table.NUMBER, item) for item in value)
+    return number and (kind != table.WHOLE or float(value).is_integer())
 
 
 def _looks_like(kind: str, text: str) -> bool:
@@ -162,5 +147,5 @@ def _looks_like(kind: str, text: str) -> bool:
 
 def _describe(value: Any) -> str:
     if isinstance(value, (dict, list)):
-        return KINDS[MAPPING if isinstance(value, dict) else LIST]
+        return table.KINDS[table.MAPPING if isinstance(value, dict) else table.LIST]
     return json.dumps(value)

@@ -15,7 +15,6 @@ turns such a gradient into a full step in an arbitrary direction.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,47 +98,39 @@ def compare_losses(
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
 
-class Rounding:
-    """Elements whose gradient was rounding only in a step so far."""
+def exclude_rounding(masks: "dict[str, np.ndarray[Any, Any]]", layout: Tensors, reference: Tensors) -> None:
+    """Exclude the elements whose gradient in a step was rounding only.
 
-    def __init__(self) -> None:
-        self._masks: dict[str, np.ndarray[Any, Any]] = {}
-
-    def add(self, layout: Tensors, reference: Tensors) -> None:
-        """Add the gradients of a step."""
-        limit = ROUNDING * max((_largest(tensor) for tensor in reference.values()), default=0.0)
-        for name, theirs in reference.items():
-            ours = layout.get(name)
-            if ours is None or ours.shape != theirs.shape:
-                continue
-            for start, a, b in _chunks(ours, theirs):
-                mask = (a != b) & (np.maximum(np.abs(a), np.abs(b)) <= limit)
-                if mask.any():
-                    self.excluded(name, theirs.size)[start : start + mask.size] |= mask
-
-    def excluded(self, name: str, size: int) -> "np.ndarray[Any, Any]":
-        """Return the flat mask of a parameter's excluded elements, created if missing."""
-        return self._masks.setdefault(name, np.zeros(size, bool))
-
-    def mask(self, name: str) -> "np.ndarray[Any, Any] | None":
-        """Return the flat mask of a parameter's excluded elements; None if there is none."""
-        return self._masks.get(name)
+    Args:
+        masks: parameter -> flat mask of its excluded elements, extended.
+        layout: gradients by name.
+        reference: gradients by name.
+    """
+    limit = ROUNDING * max((_largest(tensor) for tensor in reference.values()), default=0.0)
+    for name, theirs in reference.items():
+        ours = layout.get(name)
+        if ours is None or ours.shape != theirs.shape:
+            continue
+        for start, a, b in _chunks(ours, theirs):
+            mask = (a != b) & (np.maximum(np.abs(a), np.abs(b)) <= limit)
+            if mask.any():
+                masks.setdefault(name, np.zeros(theirs.size, bool))[start : start + mask.size] |= mask
 
 
 def compare_steps(
     layout: Record, reference: Record, tolerance: float
 ) -> tuple[list[TensorDifference], list[TensorDifference]]:
     """Compare gradients and parameters of all steps that both runs recorded."""
-    rounding, gradients = Rounding(), list[TensorDifference]()
+    masks, gradients = dict[str, "np.ndarray[Any, Any]"](), list[TensorDifference]()
     parameters = compare_tensors(0, layout.tensors("parameters", 0), reference.tensors("parameters", 0), tolerance)
     for step in range(1, min(layout.steps, reference.steps) + 1):
         stepped = reference.stepped(step)
         ours, theirs = (_only(record.tensors("gradients", step), stepped) for record in (layout, reference))
         gradients += compare_tensors(step, ours, theirs, tolerance)
-        rounding.add(ours, theirs)
+        exclude_rounding(masks, ours, theirs)
         if layout.has("parameters", step) and reference.has("parameters", step):
             ours, theirs = (record.tensors("parameters", step) for record in (layout, reference))
-            parameters += compare_tensors(step, ours, theirs, tolerance, rounding)
+            parameters += compare_tensors(step, ours, theirs, tolerance, masks)
     return gradients, parameters
 
 
@@ -148,7 +139,7 @@ def _only(tensors: Tensors, names: Sequence[str] | None) -> Tensors:
 
 
 def compare_tensors(
-    step: int, layout: Tensors, reference: Tensors, tolerance: float, rounding: Rounding | None = None
+    step: int, layout: Tensors, reference: Tensors, tolerance: float, masks: Tensors | None = None
 ) -> list[TensorDifference]:
     """Compare tensors by name, in the order of the reference; a missing one is zero.
 
@@ -157,17 +148,15 @@ def compare_tensors(
         layout: by name.
         reference: by name.
         tolerance: largest relative difference that passes.
-        rounding: elements to exclude; None: none.
+        masks: see :func:`exclude_rounding`; None: no element is excluded.
     """
-    names = [*reference, *(name for name in layout if name not in reference)]
-    masks = {name: None if rounding is None else rounding.mask(name) for name in names}
-    measured = {name: _measure(layout.get(name), reference.get(name), masks[name]) for name in names}
+    names, masks = dict.fromkeys([*reference, *layout]), masks or {}
+    measured = {name: _measure(layout.get(name), reference.get(name), masks.get(name)) for name in names}
     largest = max((norm for _, norm, _ in measured.values()), default=0.0)
     found = []
     for name, (distance, norm, factor) in measured.items():
         difference = _relative(distance, max(norm, FLOOR * largest))
-        passed, mask = bool(difference <= tolerance), masks[name]
-        left_out = 0 if mask is None else int(mask.sum())
+        passed, left_out = bool(difference <= tolerance), int(masks[name].sum()) if name in masks else 0
         factor = None if passed else factor
         found.append(TensorDifference(step, name, distance, norm, difference, passed, left_out, factor))
     return found
@@ -222,24 +211,16 @@ def _relative(distance: float, norm: float) -> float:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SampleProblem:
-    """Wrong samples in one step, counted from 1."""
-
-    step: int
-    text: str
-
-
-def compare_samples(layout: Record, reference: Record) -> list[SampleProblem]:
-    """Check that in every step the data ranks read each sample of the one-process run once."""
-    found, readers = list[SampleProblem](), _readers(layout)
+def compare_samples(layout: Record, reference: Record) -> dict[int, str]:
+    """Return the problem of each step, from 1, whose data ranks did not read each sample of one process once."""
+    found, readers = dict[int, str](), _readers(layout)
     for step, of_one in enumerate(reference.ranks[0]["samples"], 1):
         by_rank = [rank["samples"][step - 1] if step <= len(rank["samples"]) else [] for rank in layout.ranks]
         texts = [*_unequal_sharers(readers, by_rank)]
         text = _compare_step([_flat(by_rank[ranks[0]]) if ranks else [] for ranks in readers], of_one)
         texts += [text, *_without_reader(readers)] if text else []
         if texts:
-            found.append(SampleProblem(step, f"step {step}: samples differ: {'; '.join(texts)}"))
+            found[step] = f"step {step}: samples differ: {'; '.join(texts)}"
     return found
 
 
@@ -290,7 +271,7 @@ def _flat(micro_batches: Iterable[list[str]]) -> list[str]:
 
 def find_start(
     problems: Sequence[str],
-    samples: Sequence[SampleProblem],
+    samples: Mapping[int, str],
     losses: Sequence[LossDifference],
     gradients: Sequence[TensorDifference],
     parameters: Sequence[TensorDifference],
@@ -300,11 +281,11 @@ def find_start(
     if problems:
         return FirstDifference(0, "run", None, None, f"before the first step: {problems[0]}")
     # Step 0 has parameters only. With several optimizers there are more steps than losses and samples.
-    for step in sorted({one.step for one in (*losses, *gradients, *parameters)}):
+    steps = {one.step for one in losses} | {one.step for one in (*gradients, *parameters)}
+    for step in sorted(steps):
         of_gradients, of_parameters = ([one for one in of if one.step == step] for of in (gradients, parameters))
-        for problem in samples:
-            if problem.step == step:
-                return FirstDifference(step, "samples", None, None, f"at {problem.text}")
+        if step in samples:
+            return FirstDifference(step, "samples", None, None, f"at {samples[step]}")
         for loss in losses:
             if loss.step == step and not loss.passed:
                 return _loss_start(loss, of_gradients, execution)

@@ -155,7 +155,7 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
         global_batch=_batch_text(layout, layout_cfg),
         dropout_off=reference.run["dropout"],
         losses=losses,
-        samples=[problem.text for problem in samples],
+        samples=list(samples.values()),
         gradients=gradients,
         parameters=parameters,
         problems=problems,

@@ -15,20 +15,13 @@ _NATIVE = "callbacks.learning_rate_schedule"
 # Type -> class of `trainwright.callbacks.schedule.schedules`, and its keys.
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
 _COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
-_RANGE_TEST = ("min_lr", "step_size", "step_rate", "staircase")
+_NAMES = [path.removeprefix(f"{_PARAMS}.") for path in KEYS if path.startswith(_PARAMS)]
 SCHEDULERS = {
     "WarmupLR": ("Warmup", _WARMUP),
     "WarmupDecayLR": ("WarmupDecay", (*_WARMUP, "total_num_steps")),
     "WarmupCosineLR": ("WarmupCosine", _COSINE),
-    "OneCycle": (
-        "OneCycle",
-        (
-            *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size"),
-            *("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_momentum"),
-            *("cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
-        ),
-    ),
-    "LRRangeTest": ("RangeTest", tuple(f"lr_range_test_{name}" for name in _RANGE_TEST)),
+    "OneCycle": ("OneCycle", tuple(name for name in _NAMES if name.startswith(("cycle_", "decay_")))),
+    "LRRangeTest": ("RangeTest", tuple(name for name in _NAMES if name.startswith("lr_range_test_"))),
 }
 _REQUIRED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 
