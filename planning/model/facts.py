@@ -26,6 +26,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from trainwright.core.layout import Layout
+from trainwright.core.torch_internals import FakeTensorMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.planning.model import fake_run
 from trainwright.planning.model.counted_run import AFTER, BEFORE, CountedRun
@@ -103,14 +104,13 @@ class ModelFacts:
         for known in (self._passes, self._approximate):
             if cut in known:
                 return known[cut]
+        plain = replace(cut, tensor=1, context=1, sequence_parallel=False, loss_parallel=False)
         if cut.checkpointing == "full":
             found = self.approximate(replace(cut, checkpointing="none")).checkpointed()
         elif cut.expert > 1 and cut.tensor * cut.context > 1:
-            plain = replace(cut, tensor=1, context=1, sequence_parallel=False, loss_parallel=False)
             dense = replace(plain, expert=1)
             found = self.approximate(replace(cut, expert=1)).over(self.of(dense), self.of(plain))
         elif cut.tensor > 1 and cut.context > 1:
-            plain = replace(cut, tensor=1, context=1, sequence_parallel=False, loss_parallel=False)
             tensor, context = replace(cut, context=1), replace(plain, context=cut.context)
             found = self.of(tensor).over(self.of(plain), self.of(context))
         else:
@@ -128,15 +128,16 @@ class ModelFacts:
             kept += [index for index, other in enumerate(self.kinds) if other == kind][:each]
         return with_blocks(self.module, self.blocks, kept, LastOutput()), [self.blocks[index] for index in sorted(kept)]
 
-    def resized(self, samples: int) -> Any:
-        """Return a batch of another size without memory or values. Only within a fake mode."""
+    def _resized(self, samples: int, with_values: bool) -> Any:
+        """Return a batch of another size; one without values has no memory in a fake mode."""
 
         def like(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            shape = list(leaf.shape)
-            if shape and shape[0] == self._samples:
-                shape[0] = samples
+            has_samples = leaf.shape[:1] == (self._samples,)
+            if with_values:
+                return leaf[torch.arange(samples) % self._samples] if has_samples else leaf
+            shape = (samples, *leaf.shape[1:]) if has_samples else leaf.shape
             return torch.zeros(shape, dtype=leaf.dtype, device="cpu")
 
         return pytree.tree_map(like, self._batch)
@@ -179,10 +180,10 @@ class ModelFacts:
             if layout.world_size > 1:
                 stack.enter_context(fake_run.fake_world(layout.world_size))
             if not with_values:
-                stack.enter_context(fake_run.fake_tensors())
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             last = LastOutput()
             module = self._sample(active, last, with_values)
-            batch = self._real_batch(samples) if with_values else self.resized(samples)
+            batch = self._resized(samples, with_values)
             stack.enter_context(fake_run.default_dtype(self.precision))
             if layout.world_size > 1:
                 _cut_module(module, layout, cut, {**self._plan, "blocks": [self.blocks[i] for i in sorted(active)]})
@@ -222,14 +223,6 @@ class ModelFacts:
         sample.train()
         fake_run.without_trainer(sample)
         return sample
-
-    def _real_batch(self, samples: int) -> Any:
-        def like(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != self._samples:
-                return leaf
-            return leaf[torch.arange(samples) % self._samples]
-
-        return pytree.tree_map(like, self._batch)
 
 
 def _cut_module(module: LightningModule, layout: Layout, cut: ModelCut, plan: Mapping[str, Any]) -> None:

@@ -59,13 +59,6 @@ def fake_world(ranks: int) -> Iterator[None]:
         clear_mesh_caches()
 
 
-def fake_tensors() -> Any:
-    """Return a fake tensor mode that also accepts real tensors."""
-    from trainwright.core.torch_internals import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 @contextlib.contextmanager
 def default_dtype(precision: str) -> Iterator[None]:
     """Set the default dtype of a precision."""
@@ -87,11 +80,7 @@ def autocast_of(precision: str) -> Any:
 
 def without_trainer(module: LightningModule) -> None:
     """Make `log` and `log_dict` of a module no-ops, which need no Trainer."""
-    module.__dict__["log"] = module.__dict__["log_dict"] = _ignore
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Do nothing."""
+    module.__dict__["log"] = module.__dict__["log_dict"] = lambda *args, **kwargs: None
 
 
 def loss_of(output: Any) -> Tensor:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,9 +224,8 @@ def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
     return problems_of_size(corpus.num_bytes, int(data["seq_len"]), held_out, num_data_ranks)
 
 
-def _walk(root: Path, skip: Iterable[str] = ()) -> list[Path]:
+def _walk(root: Path, skip: Collection[str] = ()) -> list[Path]:
     """Return files below ``root``, sorted by relative path, that are not hidden nor in a folder named in ``skip``."""
-    skip = frozenset(skip)
     found = []
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in skip and not name.startswith(".")]
