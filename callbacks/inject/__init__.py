@@ -17,6 +17,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.inject.rules import problems_of
+from trainwright.core.config.options import refuse
 
 if TYPE_CHECKING:
     from trainwright.callbacks.inject.fault import Fault
@@ -102,12 +103,7 @@ def spike(rank: int | None, at_step: int, factor: float, *, times: int | None = 
 
 
 def raise_in(
-    hook: str,
-    rank: int | None = 0,
-    at_step: int = 0,
-    error: Exception | None = None,
-    *,
-    times: int | None = 1,
+    hook: str, rank: int | None = 0, at_step: int = 0, error: Exception | None = None, *, times: int | None = 1
 ) -> Fault:
     """Raise in a hook.
 
@@ -209,9 +205,7 @@ def _create(place: str, kind: str, arguments: Mapping[str, Any]) -> Fault:
         ValueError: naming all invalid arguments.
     """
     arguments = dict(arguments)
-    problems = problems_of(kind, arguments)
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(problems_of(kind, arguments))
     module, _, name = place.partition(".")
     fault: Fault = getattr(import_module(f"{__name__}.{module}"), name)(**arguments)
     fault.sentence = sentence_of(kind, arguments)

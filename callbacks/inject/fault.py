@@ -14,10 +14,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from trainwright.callbacks.inject.rules import STEP
+
 FOLDER = "faults"
 """Folder of recorded strikes in the Trainer's ``default_root_dir``."""
 
-_STEP = "training_step"
 _log = logging.getLogger("trainwright.inject")
 
 
@@ -106,17 +107,14 @@ class Fault(Callback):
         self.step, self._struck = trainer.global_step, False
         self._before = self.step - 1
 
+    on_gone_back = on_train_start
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Strike if due."""
         self.reach(trainer)
         if self.is_due(trainer):
             self.fire(trainer)
             self.strike(trainer, pl_module)
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start again at the restored step."""
-        self.step, self._struck = trainer.global_step, False
-        self._before = self.step - 1
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inject the fault."""
@@ -184,15 +182,15 @@ class StepFault(Fault):
 
     def surround(self, pl_module: LightningModule) -> None:
         """Run the module's ``training_step`` within :meth:`around`."""
-        step = pl_module.__dict__.get(_STEP)
+        step = pl_module.__dict__.get(STEP)
         if not isinstance(step, _WrappedStep):
-            step = pl_module.__dict__[_STEP] = _WrappedStep(pl_module)
+            step = pl_module.__dict__[STEP] = _WrappedStep(pl_module)
         if self not in step.faults:
             step.faults.append(self)
 
     def release(self, pl_module: LightningModule) -> None:
         """Undo :meth:`surround`. Idempotent."""
-        step = pl_module.__dict__.get(_STEP)
+        step = pl_module.__dict__.get(STEP)
         if not isinstance(step, _WrappedStep) or self not in step.faults:
             return
         step.faults.remove(self)
@@ -207,7 +205,7 @@ class _WrappedStep:
         self.faults: list[StepFault] = []
         self.__wrapped__ = module.training_step  # Lightning inspects its signature by this name
         self._attributes = module.__dict__
-        self._own = self._attributes.get(_STEP)
+        self._own = self._attributes.get(STEP)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = self.__wrapped__
@@ -217,9 +215,9 @@ class _WrappedStep:
 
     def restore(self) -> None:
         if self._own is None:
-            del self._attributes[_STEP]
+            del self._attributes[STEP]
         else:
-            self._attributes[_STEP] = self._own
+            self._attributes[STEP] = self._own
 
 
 def _run(fault: StepFault, step: Any, *args: Any, **kwargs: Any) -> Any:

@@ -54,27 +54,41 @@ class Spike(StepFault):
         was_due = self._struck and not self._done
         super().on_train_batch_end(trainer, pl_module, *_)
         if was_due:
-            raise RuntimeError(
-                f"{self.sentence} changed nothing: rank {trainer.global_rank} has no loss, because its training_step "
-                "returns none or its pipeline stage is not the last. Name another rank."
-            )
+            raise RuntimeError(f"{self.sentence} changed nothing: rank {trainer.global_rank} {self._reason()}")
+
+    def _reason(self) -> str:
+        """Return why nothing was changed, and what to type instead."""
+        return (
+            "has no loss, because its training_step returns none or its pipeline stage is not the last. Name another "
+            "rank."
+        )
 
 
-class NaN(Spike):
-    """See :func:`trainwright.callbacks.inject.nan`."""
+class _OfParameter(Fault):
+    """A fault of one parameter."""
 
-    def __init__(self, rank: int | None, at_step: int, where: str, parameter: str | None, times: int | None) -> None:
-        super().__init__(rank, at_step, math.nan, times)
-        self.where = where
-        self.parameter = parameter
-        self._handles: list[RemovableHandle] = []
-        self._is_chosen = False  # whether a gradient has been picked
+    parameter: str | None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise before the first step if this rank does not have the parameter."""
         super().on_train_start(trainer, pl_module)
-        if self.parameter is not None and self.strikes(trainer):
-            _require(pl_module, self.parameter, self.sentence)
+        names = [name for name, _ in pl_module.named_parameters(remove_duplicate=False)]
+        if self.parameter is not None and self.strikes(trainer) and self.parameter not in names:
+            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            raise ValueError(
+                f"{self.sentence}: there is no parameter {self.parameter!r} on this rank; there are {shown}."
+            )
+
+
+class NaN(_OfParameter, Spike):
+    """See :func:`trainwright.callbacks.inject.nan`."""
+
+    def __init__(self, rank: int | None, at_step: int, where: str, parameter: str | None, times: int | None) -> None:
+        Spike.__init__(self, rank, at_step, math.nan, times)
+        self.where = where
+        self.parameter = parameter
+        self._handles: list[RemovableHandle] = []
+        self._is_chosen = False  # whether a gradient has been picked
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the step, or hook the module that uses the parameter: only then a strategy has gathered it."""
@@ -85,31 +99,20 @@ class NaN(Spike):
         for module, name in _owners(pl_module, self.parameter):
             self._handles.append(module.register_forward_pre_hook(partial(self._poison, name)))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Remove all hooks."""
+    def release(self, pl_module: LightningModule) -> None:
+        """Remove all hooks as well."""
+        super().release(pl_module)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _reason(self) -> str:
         if self.where == "loss":
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            return
-        was_due = bool(self._handles) and not self._done
-        self._remove()
-        if was_due:
-            raise RuntimeError(
-                f"{self.sentence} changed nothing: rank {trainer.global_rank} computed no gradient of "
-                f"{self.parameter or 'the first parameter that it used'}, because it is frozen, was not used, or the "
-                "loss does not depend on it. Name another parameter, or another rank."
-            )
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove all hooks."""
-        super().on_exception(trainer, pl_module, exception)
-        self._remove()
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove all hooks."""
-        super().on_gone_back(trainer, pl_module)
-        self._remove()
+            return super()._reason()
+        return (
+            f"computed no gradient of {self.parameter or 'the first parameter that it used'}, because it is frozen, "
+            "was not used, or the loss does not depend on it. Name another parameter, or another rank."
+        )
 
     def _poison(self, name: str, module: nn.Module, inputs: Any) -> None:
         parameter = getattr(module, name)
@@ -125,13 +128,8 @@ class NaN(Spike):
         poisoned[(0,) * poisoned.dim()] = math.nan
         return poisoned
 
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
-
-class FlipBit(Fault):
+class FlipBit(_OfParameter):
     """See :func:`trainwright.callbacks.inject.flip_bit`."""
 
     def __init__(
@@ -141,12 +139,6 @@ class FlipBit(Fault):
         self.parameter = parameter
         self.bit = bit
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise before the first step if this rank does not have the parameter."""
-        super().on_train_start(trainer, pl_module)
-        if self.parameter is not None and self.strikes(trainer):
-            _require(pl_module, self.parameter, self.sentence)
-
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Flip the bit.
 
@@ -154,9 +146,10 @@ class FlipBit(Fault):
             RuntimeError: if this rank holds no part of the parameter.
         """
         parameters = pl_module.named_parameters(remove_duplicate=False)  # tied ones by any of their names
-        held = {name: _local(parameter) for name, parameter in parameters}
-        name = self.parameter or next((name for name, tensor in held.items() if _is_held(tensor)), "")
-        if name not in held or not _is_held(held[name]):
+        local = {name: getattr(parameter, "_local_tensor", parameter).detach() for name, parameter in parameters}
+        held = {name: t for name, t in local.items() if t.numel() and not t.is_meta and t.is_floating_point()}
+        name = self.parameter or next(iter(held), "")
+        if name not in held:
             raise RuntimeError(
                 f"{self.sentence}: rank {trainer.global_rank} holds nothing of {name or 'any parameter'}. Name a "
                 "parameter that it holds, or another rank."
@@ -250,21 +243,3 @@ def _owners(module: nn.Module, parameter: str | None) -> Iterator[tuple[nn.Modul
         for name in part._parameters:
             if parameter is None or parameter == (f"{path}.{name}" if path else name):
                 yield part, name
-
-
-def _require(module: LightningModule, parameter: str, sentence: str) -> None:
-    """Raise a ``ValueError`` if the module lacks the parameter on this rank."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    if parameter not in names:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        raise ValueError(f"{sentence}: there is no parameter {parameter!r} on this rank; there are {shown}.")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
-
-
-def _is_held(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and not tensor.is_meta and tensor.is_floating_point()

@@ -92,12 +92,7 @@ class RaiseIn(Fault):
 class RaiseInStep(RaiseIn, StepFault):
     """The same in the module's ``training_step``."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Wrap the step if due."""
-        self.reach(trainer)
-        if self.is_due(trainer):
-            self.fire(trainer)
-            self.surround(pl_module)
+    on_train_batch_start = StepFault.on_train_batch_start  # wraps the step if due
 
     def around(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise."""
@@ -125,7 +120,7 @@ class Hang(StepFault):
         super().__init__(rank, at_step, times)
         self.how = how
         self._group: dist.ProcessGroup | None = None  # that no other rank enters
-        self._end_listening: Callable[[], None] | None = None
+        self._end_listening: Callable[[], object] = lambda: None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the process group for ``skip_collective`` (a collective), or listen to phases for ``data``."""
@@ -153,16 +148,11 @@ class Hang(StepFault):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop listening."""
         super().on_exception(trainer, pl_module, exception)
-        self._stop_listening()
+        self._end_listening()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop listening."""
-        self._stop_listening()
-
-    def _stop_listening(self) -> None:
-        if self._end_listening is not None:
-            self._end_listening()
-            self._end_listening = None
+        self._end_listening()
 
     def _hear(self, trainer: Trainer, phase: str) -> None:
         if phase != DATA:

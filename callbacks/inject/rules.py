@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainwright.core.config.option_rules import Rule, is_positive, or_none
+from trainwright.core.config.options import is_number, is_whole
 
 HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
 """Ways to hang."""
@@ -65,10 +66,7 @@ def ranks_named(kind: str, arguments: Mapping[str, Any]) -> list[int]:
 
 def step_named(arguments: Mapping[str, Any]) -> int | None:
     """Return the optimizer step of a fault; ``None`` if it has none."""
-    for name in ("at_step", "from_step", "step"):
-        if name in arguments:
-            return int(arguments[name])
-    return None
+    return next((int(arguments[name]) for name in ("at_step", "from_step", "step") if name in arguments), None)
 
 
 def _conflicts(kind: str, arguments: Mapping[str, Any]) -> list[str]:
@@ -81,19 +79,11 @@ def _conflicts(kind: str, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _whole(least: int, most: float = math.inf) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return lambda value: is_whole(value, least) and value <= most
 
 
 def _one_of(names: Sequence[str]) -> Rule:
     return (lambda value: value in names), ", ".join(map(repr, names))
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
 
 
 def _are_ranks(value: Any) -> bool:
@@ -124,17 +114,17 @@ _RULES: dict[str, Rule] = {
     "signal": (_whole(1, signals.NSIG - 1), "the number of a signal, like 9"),
     "how": _one_of(HANGS),
     "where": _one_of(PLACES),
-    "parameter": (or_none(_is_name), "the name of a parameter, or None"),
+    "parameter": (or_none(lambda value: isinstance(value, str) and value != ""), "the name of a parameter, or None"),
     "hook": _one_of((*HOOKS, STEP)),
     "error": (or_none(lambda value: isinstance(value, Exception)), "an exception, like ValueError('why'), or None"),
     "code": (_whole(0, 255), "0 to 255"),
-    "factor": (_is_finite, "a number"),
+    "factor": (is_number, "a number"),
     "bit": (or_none(_whole(0, _MOST_BITS - 1)), f"0 to {_MOST_BITS - 1}, or None"),
     "seed": (_whole(0), "0, 1, ..."),
     "every_seconds": (_are_seconds, "seconds, or their minimum and maximum: (20, 30)"),
     "kinds": (_are_kinds, "a list of some of " + ", ".join(map(repr, SOAKED))),
 }
 _RULES_OF: dict[str, dict[str, Rule]] = {
-    "slow": {"factor": (lambda value: _is_finite(value) and value > 1, "more than 1")},
+    "slow": {"factor": (lambda value: is_number(value) and value > 1, "more than 1")},
     "corrupt_checkpoint": {"rank": (_whole(0), "a global rank: 0, 1, ...")},
 }

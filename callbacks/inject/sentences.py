@@ -216,10 +216,8 @@ def _sentence(call: ast.Call) -> Sentence:
 
 def _shape(signature: inspect.Signature) -> str:
     """Return a signature like `(rank, at_step, how='sleep')`."""
-    shown = []
-    for name, parameter in signature.parameters.items():
-        has_default = parameter.default is not parameter.empty
-        shown.append(f"{name}={parameter.default!r}" if has_default else name)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    shown = (name if value is signature.empty else f"{name}={value!r}" for name, value in defaults.items())
     return f"({', '.join(shown)})"
 
 

@@ -69,7 +69,7 @@ def check_weights(samples, micro, ranks, group, whole_step):
     group = group if whole_step else 1
     order = _Plain(range(samples), 0)
     samplers = [RankBatchSampler(order, micro, rank, ranks, group, drop_last=False) for rank in range(ranks)]
-    waves = samplers[0].waves
+    waves = samplers[0].dealing.waves
     per_sample: dict[int, float] = {}
     for wave in range(len(waves)):
         for rank, sampler in enumerate(samplers):
@@ -100,7 +100,7 @@ def test_uneven_micro_batches(ranks, size):
         step_samples = size if size % (micro * ranks) else 0
         order, given = _Plain(range(samples), 0), {"drop_last": False, "step_samples": step_samples}
         samplers = [RankBatchSampler(order, micro, rank, ranks, group, **given) for rank in range(ranks)]
-        waves = samplers[0].waves
+        waves = samplers[0].dealing.waves
         weights: dict[int, float] = {}
         for wave in range(len(waves)):
             for rank, sampler in enumerate(samplers):

@@ -210,13 +210,6 @@ class RankBatchSampler(DealingSampler):
         """True if losses are weighted over whole optimizer steps, as ranks read unequal numbers of samples."""
         return self.partition is not None
 
-    @property
-    def waves(self) -> Waves:
-        """The waves of the current epoch, if it is interleaved."""
-        dealing = self.dealing
-        assert isinstance(dealing, InOrder)
-        return dealing.waves
-
     def resume(self, resumed: Resumed) -> None:
         """See :class:`DealingSampler`; the epoch keeps its original order."""
         super().resume(resumed)

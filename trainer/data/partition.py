@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from numbers import Integral
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,23 +91,13 @@ def add_read(history: Sequence[Read], read: Read) -> tuple[Read, ...]:
     return (*history[:-1], merged) if merged else (*history, read)
 
 
-class SamplePartition(Protocol):
-    """Assignment of samples to data ranks."""
-
-    name: str
-
-    def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
-        """Return the positions in ``indices`` that each data rank reads, in ascending order."""
-        ...
-
-
 class RangePartition:
     """Rank r reads the r-th of equal contiguous ranges of indices: neighbours on disk stay on one rank."""
 
     name = "range"
 
     def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
-        """See :class:`SamplePartition`."""
+        """Return the positions in ``indices`` that each data rank reads, in ascending order."""
         by_index = np.argsort(indices, kind="stable")
         return [np.sort(part) for part in np.array_split(by_index, data_ranks)]
 
@@ -131,7 +121,7 @@ class HashPartition:
         self._shards = np.full(0, -1, dtype=np.int64)
 
     def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
-        """See :class:`SamplePartition`."""
+        """See :class:`RangePartition`."""
         owners = np.array(_ranks_of_shards(data_ranks))[self._shards_of(indices)]
         return [np.flatnonzero(owners == rank) for rank in range(data_ranks)]
 
@@ -142,6 +132,9 @@ class HashPartition:
         for index in np.unique(indices[self._shards[indices] < 0]).tolist():
             self._shards[index] = shard_of(index if self._key_of is None else self._key_of(index))
         return self._shards[indices]
+
+
+SamplePartition = RangePartition | HashPartition
 
 
 def shard_of(key: Any) -> int:
@@ -204,39 +197,6 @@ def name_of_key(data_key: DataKey | None) -> str | None:
     return f"{getattr(data_key, '__module__', '')}:{name}"
 
 
-class Dealing(Protocol):
-    """How the rest of an epoch is dealt to data ranks."""
-
-    def __len__(self) -> int:
-        """Return the number of waves."""
-        ...
-
-    @property
-    def regular(self) -> int:
-        """Waves, from the first on, whose loss is divided only by the accumulation."""
-        ...
-
-    def batch(self, wave: int, rank: int) -> list[int]:
-        """Return the indices that ``rank`` reads in ``wave``; another rank's sample if it has none."""
-        ...
-
-    def count(self, wave: int, rank: int) -> int:
-        """Return the number of ``rank``'s own samples in ``wave``."""
-        ...
-
-    def wave_total(self, wave: int) -> int:
-        """Return the number of samples of all ranks in ``wave``."""
-        ...
-
-    def step_total(self, wave: int) -> int:
-        """Return the number of samples of all ranks in the optimizer step of ``wave``."""
-        ...
-
-    def read(self, waves: int) -> Read:
-        """Return what the first ``waves`` waves read."""
-        ...
-
-
 class InOrder:
     """``"interleave"``: waves in the order of the epoch.
 
@@ -259,7 +219,7 @@ class InOrder:
 
     @property
     def regular(self) -> int:
-        """See :class:`Dealing`."""
+        """Waves, from the first on, whose loss is divided only by the accumulation."""
         waves = self.waves
         if waves.step_samples or self._shares is not None:
             return 0
@@ -267,7 +227,7 @@ class InOrder:
         return waves.regular if waves.group <= 1 else waves.samples // (waves.group * waves.wave_size) * waves.group
 
     def batch(self, wave: int, rank: int) -> list[int]:
-        """See :class:`Dealing`."""
+        """Return the indices that ``rank`` reads in ``wave``; another rank's sample if it has none."""
         first, last = self._part(wave, rank)
         if first == last:
             first = self.waves.bounds(wave)[0]
@@ -275,7 +235,7 @@ class InOrder:
         return list(self._indices[self._start + first : self._start + last])
 
     def count(self, wave: int, rank: int) -> int:
-        """See :class:`Dealing`."""
+        """Return the number of ``rank``'s own samples in ``wave``."""
         first, last = self._part(wave, rank)
         return last - first
 
@@ -292,16 +252,16 @@ class InOrder:
         return begin + first, begin + last
 
     def wave_total(self, wave: int) -> int:
-        """See :class:`Dealing`."""
+        """Return the number of samples of all ranks in ``wave``."""
         first, last = self.waves.bounds(wave)
         return last - first
 
     def step_total(self, wave: int) -> int:
-        """See :class:`Dealing`."""
+        """Return the number of samples of all ranks in the optimizer step of ``wave``."""
         return self.waves.group_size(wave)
 
     def read(self, waves: int) -> Read:
-        """See :class:`Dealing`."""
+        """Return what the first ``waves`` waves read."""
         return Read("interleave", self.waves.bounds(waves)[0] if waves < len(self) else self.waves.samples)
 
 
@@ -332,22 +292,18 @@ class InQueues:
         self._micro = micro_batch_size
         self._group = max(group, 1)
         self._full = min(len(queue) for queue in self._queues) // micro_batch_size
-        self._drop_last = drop_last
-
-    @cached_property
-    def _waves(self) -> int:
-        return self.regular if self._drop_last else -(-max(map(len, self._queues)) // self._micro)
+        self._waves = self.regular if drop_last else -(-max(map(len, self._queues)) // micro_batch_size)
 
     def __len__(self) -> int:
         return self._waves
 
     @property
     def regular(self) -> int:
-        """See :class:`Dealing`."""
+        """See :class:`InOrder`."""
         return self._full // self._group * self._group
 
     def batch(self, wave: int, rank: int) -> list[int]:
-        """See :class:`Dealing`."""
+        """See :class:`InOrder`."""
         if not self.count(wave, rank):
             rank = max(range(len(self._queues)), key=lambda other: self.count(wave, other))
             return self._own(wave, rank)[:1]
@@ -359,20 +315,20 @@ class InQueues:
         return own
 
     def count(self, wave: int, rank: int) -> int:
-        """See :class:`Dealing`."""
+        """See :class:`InOrder`."""
         return min(max(len(self._queues[rank]) - wave * self._micro, 0), self._micro)
 
     def wave_total(self, wave: int) -> int:
-        """See :class:`Dealing`."""
+        """See :class:`InOrder`."""
         return sum(self.count(wave, rank) for rank in range(len(self._queues)))
 
     def step_total(self, wave: int) -> int:
-        """See :class:`Dealing`."""
+        """See :class:`InOrder`."""
         first = wave // self._group * self._group
         return sum(self.wave_total(other) for other in range(first, min(first + self._group, len(self))))
 
     def read(self, waves: int) -> Read:
-        """See :class:`Dealing`."""
+        """See :class:`InOrder`."""
         return Read(self._name, 0, len(self._queues), self._micro, min(waves, len(self)))
 
     def rest(self, waves: int) -> Indices:
@@ -381,6 +337,10 @@ class InQueues:
         keep = np.ones(len(self._indices), dtype=bool)
         keep[np.concatenate(taken)] = False
         return self._indices[keep]
+
+
+Dealing = InOrder | InQueues
+"""How the rest of an epoch is dealt to data ranks."""
 
 
 def as_indices(indices: Sequence[Any], partition: str) -> Indices:
