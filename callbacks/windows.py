@@ -1,10 +1,15 @@
-"""Base callbacks: windows of optimizer steps, and measurements that end with training."""
+"""Base callbacks: windows of optimizer steps, and work that stops with training."""
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from trainwright.callbacks.step_clock import PhaseClock
 from trainwright.callbacks.steps import StepCounter, require_window, window_steps
+
+Clock = TypeVar("Clock", bound=PhaseClock)
 
 
 class Windowed(Callback):
@@ -42,19 +47,33 @@ class Windowed(Callback):
         return bool(self._window) and (step + 1) % self._window == 0
 
 
-class Measuring(Callback):
-    """A callback that measures until training ends or fails; an incomplete window is dropped, since reporting it may
-    be a collective.
+class StopsWithTraining(Callback):
+    """A callback that stops measuring or listening when training ends or fails.
+
+    An incomplete window is dropped, since reporting it may be a collective.
     """
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop measuring."""
+        """Stop."""
+        super().on_exception(trainer, pl_module, exception)
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop measuring."""
+        """Stop."""
+        super().teardown(trainer, pl_module, stage)
         self._stop()
 
     def _stop(self) -> None:
-        """Stop measuring. Idempotent."""
+        """Stop. Idempotent."""
         raise NotImplementedError
+
+
+class Clocked(StopsWithTraining, Generic[Clock]):
+    """A callback whose clock runs while it measures."""
+
+    _clock: Clock | None = None
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+            self._clock = None

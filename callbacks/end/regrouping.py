@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from trainwright.callbacks.windows import StopsWithTraining
 from trainwright.checkpoint.memory.snapshots import Snapshots
 from trainwright.core.run.phases import DATA
 
@@ -27,7 +28,7 @@ class Regroup(BaseException):
 
 
 @dataclass(eq=False, repr=False)
-class Regrouping(Callback):
+class Regrouping(StopsWithTraining):
     """Keeps in-memory copies of the run state, and leaves at a step boundary on request, with a copy of that step.
 
     Args:
@@ -44,7 +45,7 @@ class Regrouping(Callback):
     tell_step: Callable[[int], None]
 
     def __post_init__(self) -> None:
-        self._end: Callable[[], None] | None = None
+        self._end: Callable[[], object] = lambda: None
         self._step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,18 +55,8 @@ class Regrouping(Callback):
         ours.copies.request(mtbf=self.mtbf, at_once=True, memory=self.snapshots)
         self._end = ours.phases.listen(lambda phase: self._hear(phase, ours))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop listening."""
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop listening."""
-        self._stop()
-
     def _stop(self) -> None:
-        if self._end is not None:
-            self._end()
-            self._end = None
+        self._end()
 
     def _hear(self, phase: str, trainer: Any) -> None:
         if phase != DATA or trainer.global_step == self._step:

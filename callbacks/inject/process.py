@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 from trainwright.callbacks.inject.rules import STEP
+from trainwright.callbacks.windows import StopsWithTraining
 from trainwright.core.run.phases import DATA
 from trainwright.core.torch_internals import tree_leaves
 
@@ -113,7 +114,7 @@ def raise_in(hook: str, rank: int | None, at_step: int, error: Exception | None,
     return kind(hook, rank, at_step, error, times)
 
 
-class Hang(StepFault):
+class Hang(StopsWithTraining, StepFault):
     """See :func:`trainwright.callbacks.inject.hang`."""
 
     def __init__(self, rank: int | None, at_step: int, how: str, times: int | None) -> None:
@@ -145,13 +146,7 @@ class Hang(StepFault):
         _HANGS[self.how](self._group)
         raise AssertionError(f"{self.sentence} has ended")
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop listening."""
-        super().on_exception(trainer, pl_module, exception)
-        self._end_listening()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop listening."""
+    def _stop(self) -> None:
         self._end_listening()
 
     def _hear(self, trainer: Trainer, phase: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault
+from trainwright.callbacks.windows import StopsWithTraining
 from trainwright.checkpoint.format.manifest import read_manifest, records_of
 from trainwright.checkpoint.format.records import FileRecord
 from trainwright.checkpoint.store.hashed_file import HashedFile
@@ -19,7 +20,7 @@ from trainwright.checkpoint.store.write_errors import write_error
 from trainwright.core.errors import CheckpointError
 
 
-class FullDisk(Fault):
+class FullDisk(StopsWithTraining, Fault):
     """See :func:`trainwright.callbacks.inject.full_disk`."""
 
     def __init__(self, at_step: int, rank: int | None, times: int | None) -> None:
@@ -34,14 +35,6 @@ class FullDisk(Fault):
             self._trainer = trainer
             _Disk.fill(self)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Free the disk."""
-        self._empty()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Free the disk."""
-        self._empty()
-
     def fails(self, save: str) -> bool:
         """Return whether files of the save with this token fail."""
         if save not in self._failed and self._trainer is not None and self.has_more():
@@ -49,7 +42,7 @@ class FullDisk(Fault):
             self.fire(self._trainer)
         return save in self._failed
 
-    def _empty(self) -> None:
+    def _stop(self) -> None:
         self._trainer = None
         _Disk.empty(self)
 

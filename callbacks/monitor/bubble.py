@@ -9,10 +9,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import log_metrics
-from trainwright.callbacks.windows import Measuring, Windowed
+from trainwright.callbacks.windows import StopsWithTraining, Windowed
 
 
-class Bubble(Measuring, Windowed):
+class Bubble(StopsWithTraining, Windowed):
     """Log the fraction of a step for which the rank's pipeline stages are idle, as ``pipeline/idle_share``.
 
     The last step of each window is measured (with accumulation, its first micro-batches). Every rank emits a ``bubble``

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.end.preemption import Preempted
 from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import emit, read_records, records_path
 from trainwright.callbacks.steps import steps_done
+from trainwright.callbacks.windows import StopsWithTraining
 from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.core.run.phases import SAVING, VALIDATION
 from trainwright.core.run.traits import traits_of
@@ -19,7 +20,7 @@ from trainwright.core.run.traits import traits_of
 _TIMED = {SAVING: "checkpoint", VALIDATION: "validation"}
 
 
-class Events(Callback):
+class Events(StopsWithTraining):
     """Emit ``event`` records on every rank: ``what``, a ``text`` and ``seconds`` (0 if unknown).
 
     - ``checkpoint`` and ``validation``, with the seconds for which training was blocked (of a validation, without the
@@ -32,12 +33,10 @@ class Events(Callback):
         run_dir: of the run; ``None``: restarts are not detected.
     """
 
-    looks_at_parameters = False
-
     def __init__(self, run_dir: str | None = None) -> None:
         self.run_dir = run_dir
         self._is_restart = False
-        self._end: Callable[[], None] | None = None
+        self._end: Callable[[], object] = lambda: None
         self._what = ""  # in progress
         self._since = 0.0
         self._spent = 0.0  # before an interruption
@@ -73,16 +72,10 @@ class Events(Callback):
         lines = str(exception).strip().splitlines()
         name = type(exception).__name__
         self._emit(trainer, what, f"{name}: {lines[0]}" if lines else name)
-        self._stop()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop listening."""
-        self._stop()
+        super().on_exception(trainer, pl_module, exception)
 
     def _stop(self) -> None:
-        if self._end is not None:
-            self._end()
-            self._end = None
+        self._end()
 
     def _hear(self, trainer: Trainer, phase: str) -> None:
         what = _TIMED.get(phase, "")

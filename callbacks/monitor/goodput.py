@@ -52,8 +52,6 @@ class Goodput(Callback):
         run_dir: of the run; ``None``: earlier processes are not counted.
     """
 
-    looks_at_parameters = False
-
     def __init__(self, run_dir: str | None = None) -> None:
         self.run_dir = run_dir
         self.latest: dict[str, float] = {}

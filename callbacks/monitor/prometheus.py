@@ -35,8 +35,6 @@ class Prometheus(Callback):
         ValueError: if ``port`` is invalid.
     """
 
-    looks_at_parameters = False
-
     def __init__(self, port: int = 9400, host: str = "127.0.0.1", every_rank: bool = False) -> None:
         if not 0 <= port < 65536:
             raise ValueError(f"Prometheus(port={port}) (allowed: 0 to 65535; 0 takes a free one)")

@@ -10,7 +10,7 @@ from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.step_clock import PhaseClock
 from trainwright.callbacks.steps import log_metrics
-from trainwright.callbacks.windows import Measuring, Windowed
+from trainwright.callbacks.windows import Clocked, Windowed
 from trainwright.core.run.phases import AGREEMENT, BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, SAVING, Phases
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
@@ -30,7 +30,7 @@ _PART_OF = {
 _WITH_WAITS = ("data", "forward", "backward", "optimizer", "other")
 
 
-class StepTime(Measuring, Windowed):
+class StepTime(Clocked[PhaseClock], Windowed):
     """Log the seconds of an optimizer step by part, averaged over windows of steps.
 
     The parts add up to the step time: ``data`` (until the next batch arrives), ``forward``, ``backward``,
@@ -59,7 +59,6 @@ class StepTime(Measuring, Windowed):
         self._done = 0  # steps in this window
         self._is_first = True
         self._phases: Phases | None = None
-        self._clock: PhaseClock | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the source of phases."""
@@ -100,11 +99,6 @@ class StepTime(Measuring, Windowed):
         if self._clock is not None and self._done:
             self._report(trainer, self._steps.next_number(trainer) - 1)
         self._stop()
-
-    def _stop(self) -> None:
-        if self._clock is not None:
-            self._clock.stop()
-            self._clock = None
 
     def _report(self, trainer: Trainer, step: int) -> None:
         assert self._clock is not None

@@ -62,8 +62,7 @@ class PlanCheck(Callback):
         if self.measured is None and _is_measurable(trainer):
             # Other machines may have their own run directory, without the file.
             self._plan = trainer.strategy.broadcast(_plan_of(trainer) if trainer.is_global_zero else None)
-        self._steps.start(trainer)
-        self._restart()
+        self.on_gone_back(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure gradients, which are complete now."""
@@ -91,15 +90,12 @@ class PlanCheck(Callback):
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start over, warm-up included."""
         self._steps.start(trainer)
-        self._restart()
+        self._done, self._bytes = -_WARM_UP, dict.fromkeys(_STATE, 0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a shorter run; a collective if a step was measured."""
         if self._plan is not None and self._done > 0:
             self._report(trainer)
-
-    def _restart(self) -> None:
-        self._done, self._bytes = -_WARM_UP, dict.fromkeys(_STATE, 0)
 
     def _start(self, trainer: Trainer) -> None:
         device = trainer.strategy.root_device

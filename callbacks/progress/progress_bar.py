@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainwright.callbacks.progress.global_loss import losses_of
 from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.callbacks.windows import StopsWithTraining
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class State:
     """Name -> formatted value, in display order."""
 
 
-class ProgressBar(LightningProgressBar):
+class ProgressBar(StopsWithTraining, LightningProgressBar):
     """Loss, samples or units per second, and time left; one more line during validation, test or prediction.
 
     Loss and speed come from :class:`GlobalLoss` and :class:`Throughput`; without these callbacks, or before their first
@@ -73,7 +74,7 @@ class ProgressBar(LightningProgressBar):
     def disable(self) -> None:
         """Stop showing anything."""
         self._enabled = False
-        self._close()
+        self._stop()
 
     def enable(self) -> None:
         """Show again."""
@@ -108,15 +109,7 @@ class ProgressBar(LightningProgressBar):
         """Print a last line and release the terminal."""
         if self._display is not None:
             self._display.finish(self._train_state(trainer, self._outputs))
-        self._close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the terminal."""
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the terminal."""
-        self._close()
+        self._stop()
 
     # ---- validation, test, prediction
 
@@ -166,7 +159,8 @@ class ProgressBar(LightningProgressBar):
             self._display = Bars(self.console) if self.console.is_terminal else Lines(self.console)
         return self._display is not None
 
-    def _close(self) -> None:
+    def _stop(self) -> None:
+        """Release the terminal."""
         if self._display is not None:
             self._display.close()
         self._display = self._evaluation = self._outputs = None

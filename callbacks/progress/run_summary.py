@@ -31,8 +31,6 @@ class RunSummary(Callback):
         console: prints; ``None``: standard output.
     """
 
-    looks_at_parameters = False
-
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
 

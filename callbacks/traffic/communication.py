@@ -13,7 +13,7 @@ from rich.table import Table
 
 from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import log_metrics, require_strategy
-from trainwright.callbacks.windows import Measuring, Windowed
+from trainwright.callbacks.windows import StopsWithTraining, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.run.peers import service_of
 from trainwright.core.run.traits import traits_of
@@ -34,7 +34,7 @@ class _Sums:
                 row[index] += value
 
 
-class CommunicationReport(Measuring, Windowed):
+class CommunicationReport(StopsWithTraining, Windowed):
     """Log the bytes that a rank sends per step, by mesh axis and kind of collective, and print a table at the end.
 
     Logged per window are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes sent by

@@ -14,14 +14,14 @@ from rich.console import Console
 
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter, require_window
-from trainwright.callbacks.windows import Measuring
+from trainwright.callbacks.windows import Clocked
 
 # First steps that are not measured: compilation, warm caches, connections.
 _WARM_UP = 3
 FILE = "communication.json"
 
 
-class CommunicationAdvice(Measuring):
+class CommunicationAdvice(Clocked[StepClock]):
     """Measure some steps and the links between ranks once, and recommend how to average gradients.
 
     The Trainer adds it for a strategy with ``communication="advise"`` or ``"auto"``. It averages step times over ranks,
@@ -47,7 +47,6 @@ class CommunicationAdvice(Measuring):
         """The result (:class:`~trainwright.strategies.contract.communication.advice.Advice`); ``None`` before."""
         self._steps = StepCounter()
         self._done = -_WARM_UP
-        self._clock: StepClock | None = None
         self._meter: Any = None
         self._sent: dict[tuple[str, str], tuple[float, float]] = {}
 
@@ -68,10 +67,8 @@ class CommunicationAdvice(Measuring):
         if trainer.world_size == 1:
             self.console.print("Communication: a single rank sends nothing; there is nothing to recommend.")
             return
-        strategy: Any = trainer.strategy
-        self._steps.start(trainer)
-        self._done, self._sent = -_WARM_UP, {}
-        self._meter = strategy.measures.measure_communication()
+        self.on_gone_back(trainer, pl_module)
+        self._meter = trainer.strategy.measures.measure_communication()  # type: ignore[attr-defined]
         self._clock = StepClock(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -111,10 +108,10 @@ class CommunicationAdvice(Measuring):
             self._stop()
 
     def _stop(self) -> None:
-        if self._clock is not None:
-            self._clock.stop()
+        super()._stop()
+        if self._meter is not None:
             self._meter.stop()
-            self._clock = self._meter = None
+            self._meter = None
 
     def _report(self, trainer: Trainer) -> None:
         assert self._clock is not None

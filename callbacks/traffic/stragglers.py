@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.callbacks.step_clock import KINDS, StepClock
 from trainwright.callbacks.steps import log_metrics
-from trainwright.callbacks.windows import Measuring, Windowed
+from trainwright.callbacks.windows import Clocked, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_rows
 
 # First steps that are not measured: compilation, warm caches, connections.
@@ -81,7 +81,7 @@ class Straggler:
         return f"{who} {what}"
 
 
-class Stragglers(Measuring, Windowed):
+class Stragglers(Clocked[StepClock], Windowed):
     """Report stragglers and their cause, every window and at the end.
 
     Each rank measures compute, data, hook and wait time of its steps. With synchronous training all ranks take equally
@@ -121,7 +121,6 @@ class Stragglers(Measuring, Windowed):
         self.stragglers: list[Straggler] = []
         """Stragglers of the last window, slowest first."""
         self._done = -_WARM_UP  # steps in this window
-        self._clock: StepClock | None = None
         self._reported: set[tuple[int, str]] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -162,11 +161,6 @@ class Stragglers(Measuring, Windowed):
         """Report an incomplete window. A collective, unless it is empty."""
         if self._clock is not None and self._done > 0:
             self._report(trainer, self._steps.next_number(trainer) - 1)
-
-    def _stop(self) -> None:
-        if self._clock is not None:
-            self._clock.stop()
-            self._clock = None
 
     def _report(self, trainer: Trainer, step: int) -> None:
         assert self._clock is not None

@@ -18,8 +18,9 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter
-from trainwright.callbacks.windows import Measuring
+from trainwright.callbacks.windows import Clocked
 from trainwright.checkpoint.exchange.distinct import all_gather_rows
+from trainwright.core.config.options import refuse
 from trainwright.core.torch_internals import _BatchNorm
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.registry import strategy_names
@@ -52,7 +53,7 @@ class Measured:
     drawn: int
 
 
-class Balance(Measuring):
+class Balance(Clocked[StepClock]):
     """Assigns samples of a step to data ranks by speed; created by ``Trainer(balance=...)``.
 
     With ``"auto"``, all ranks exchange their computation time (forward, backward and optimizer, without waits) and
@@ -78,7 +79,6 @@ class Balance(Measuring):
         self._wave_size = 0
         self._done = -_WARM_UP  # steps in this window
         self._samples = 0  # in this window
-        self._clock: StepClock | None = None
 
     # ---- shares ---------------------------------------------------------------------------------------------------
 
@@ -88,9 +88,7 @@ class Balance(Measuring):
         Raises:
             ValueError: if none of its samples can be moved.
         """
-        problems = micro_batch_problems(micro_batch_size, self.schedule.bounds.least_samples)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(micro_batch_problems(micro_batch_size, self.schedule.bounds.least_samples))
         self._wave_size = micro_batch_size * self._strategy.ranks.num_data_ranks
         return self.schedule
 
@@ -136,11 +134,9 @@ class Balance(Measuring):
                 f"balance: {type(pl_module).__name__} has BatchNorm, which normalizes over the samples of one rank, so "
                 "results depend on the shares. sync_batchnorm=True (trainer.sync_batchnorm=true) normalizes over all."
             )
-        self._steps.start(trainer)
-        self._done, self._samples = -_WARM_UP, 0
-        if self.options.kind != AUTO:
-            return
-        self._clock = self.make_clock(trainer)
+        self.on_gone_back(trainer, pl_module)
+        if self.options.kind == AUTO:
+            self._clock = self.make_clock(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -162,11 +158,6 @@ class Balance(Measuring):
         """Start a new window, warm-up included."""
         self._steps.start(trainer)
         self._done, self._samples = -_WARM_UP, 0
-
-    def _stop(self) -> None:
-        if self._clock is not None:
-            self._clock.stop()
-            self._clock = None
 
     # ---- decisions ------------------------------------------------------------------------------------------------
 
@@ -263,13 +254,13 @@ def make_balance(trainer: Any, balance: BalanceArgument) -> Balance | None:
             f"{', '.join(strategy_names())}."
         )
     deals_samples = trainer._accelerator_connector.use_distributed_sampler
-    problems = [
-        *strategy_problems(options.kind, type(strategy).__name__, not strategy.traits.averages_every_step),
-        *layout_problems(strategy.layout, options.kind, options.shares),
-        *data_problems(trainer.data_partition, deals_samples, ""),
-    ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(
+        [
+            *strategy_problems(options.kind, type(strategy).__name__, not strategy.traits.averages_every_step),
+            *layout_problems(strategy.layout, options.kind, options.shares),
+            *data_problems(trainer.data_partition, deals_samples, ""),
+        ]
+    )
     created = Balance(options, strategy)
     # Before callbacks that save, whose state includes the shares.
     trainer.callbacks.insert(0, created)

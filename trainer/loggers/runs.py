@@ -40,8 +40,6 @@ class LoggerRuns(Callback):
         report: whether a report will be written.
     """
 
-    looks_at_parameters = False
-
     def __init__(
         self,
         loggers: Mapping[str, Logger],

@@ -94,8 +94,6 @@ class HyperParameters(Callback):
         cfg: the resolved configuration.
     """
 
-    looks_at_parameters = False
-
     def __init__(self, cfg: DictConfig) -> None:
         self.values = hyper_parameters(cfg)
 

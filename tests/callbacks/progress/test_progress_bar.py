@@ -222,7 +222,7 @@ def test_unknown_total() -> None:
     bar = ProgressBar(console=console)
     bar._open()
     bar._show(State("training", 3, float("inf"), "step"))
-    bar._close()
+    bar._stop()
     assert "3" in text_of(console)
     assert "inf" not in text_of(console)
 
