@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.progress.progress_bar import ProgressBar
+from trainwright.core.config.options import refuse
 from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import AutocastPrecision
@@ -42,8 +43,7 @@ def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) ->
             f"GradientAccumulationScheduler together with data_partition={partition!r}, which partitions whole steps "
             "(use one of them)"
         )
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(problems)
 
 
 def with_progress_bar(kwargs: Mapping[str, Any]) -> list[Callback]:
@@ -51,8 +51,7 @@ def with_progress_bar(kwargs: Mapping[str, Any]) -> list[Callback]:
 
     Lightning's own count micro-batches against optimizer steps where ``max_steps`` ends a run.
     """
-    given = kwargs.get("callbacks") or []
-    callbacks = [given] if isinstance(given, Callback) else list(given)
+    callbacks = _listed(kwargs.get("callbacks"))
     is_shown = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
     if is_shown and not any(isinstance(each, LightningProgressBar) for each in callbacks):
         callbacks.append(ProgressBar())
@@ -78,14 +77,16 @@ def check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) -
         )
     if _has_accumulation_schedule(kwargs):
         problems.append("GradientAccumulationScheduler together with global_batch_size (give one of them)")
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(problems)
 
 
-def _has_accumulation_schedule(kwargs: dict[str, Any]) -> bool:
-    callbacks = kwargs.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+def _has_accumulation_schedule(kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in _listed(kwargs.get("callbacks")))
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return callbacks or plugins, which may be given one by one, as a list."""
+    return list(given) if isinstance(given, list | tuple) else [given] if given else []
 
 
 def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | Strategy:
@@ -105,7 +106,7 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
         count = _device_count(kwargs)
         if count is None:
             return strategy
-        return make_strategy("single" if count == 1 else "ddp")  # type: ignore[no-any-return]
+        strategy = "single" if count == 1 else "ddp"
     if is_strategy(strategy):
         return make_strategy(strategy)  # type: ignore[no-any-return]
     if strategy not in StrategyRegistry.available_strategies():
@@ -183,6 +184,5 @@ def fp16_on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments that keep fp16 on the CPU, which Lightning replaces by bf16."""
     if str(kwargs.get("precision")) not in ("16-mixed", "16") or _accelerator_name(kwargs) != "cpu":
         return {}
-    plugins = kwargs.get("plugins") or []
-    plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
-    return {"precision": None, "plugins": [*plugins, AutocastPrecision("16-mixed", "cpu")]}
+    plugins = [*_listed(kwargs.get("plugins")), AutocastPrecision("16-mixed", "cpu")]
+    return {"precision": None, "plugins": plugins}

@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
+from trainwright.core.config.options import refuse
 from trainwright.core.failures.failure import describe_end
 from trainwright.core.failures.uncaught import STARTED, Uncaught, is_one_of_many, report_uncaught
 from trainwright.core.lightning_internals import _SubprocessScriptLauncher
@@ -62,8 +63,7 @@ from trainwright.trainer.leases.batches import LeasedBatchSampler, SampleLeases
 from trainwright.trainer.loop.epoch import LeanEpochLoop
 from trainwright.trainer.loop.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.loop.fit_loop import ResumableFitLoop
-from trainwright.trainer.loop.loss_scale import PRECISION as LOSS_SCALING_PRECISION
-from trainwright.trainer.loop.loss_scale import LossScaling, loss_scale_problems
+from trainwright.trainer.loop.loss_scale import PRECISION, LossScaling, loss_scale_problems
 from trainwright.trainer.loop.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.resume import ResumeConnector
 from trainwright.trainer.signals import FlagOnSignal
@@ -276,9 +276,7 @@ class Trainer(RunTrainer):
 
 def _set_loss_scale(trainer: Trainer, given: Mapping[str, Any]) -> None:
     # Whether the precision supports it is checked by its plugin.
-    problems = loss_scale_problems(given, LOSS_SCALING_PRECISION, "loss_scale.")
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(loss_scale_problems(given, PRECISION, "loss_scale."))
     asked = LossScaling(**given)
     if not asked.is_default:
         set_loss_scale(trainer.precision_plugin, asked.initial, asked.growth_interval, asked.least, asked.fixed)

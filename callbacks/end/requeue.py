@@ -26,30 +26,32 @@ def requeue(environment: Mapping[str, str]) -> str | None:
         return f"the job {job} is not requeued: SLURM is already ending it (cancelled or preempted)"
     by_hand = f"type `scontrol requeue {job}`"
     try:
-        done = subprocess.run(  # noqa: S603 - a number and a name
-            ["scontrol", "requeue", job],  # noqa: S607 - found by PATH, as every command of SLURM is
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_SECONDS,
-            env=dict(environment),
-            check=False,
-        )
+        done = _run(environment, "scontrol", "requeue", job)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the job {job} was not requeued ({error}); {by_hand}"
     if done.returncode != 0:
-        said = done.stdout.decode(errors="replace").strip()
+        said = (done.stdout + done.stderr).strip()
         return f"the job {job} was not requeued (scontrol: {said or done.returncode}); {by_hand}"
     return None
 
 
 def _is_ending(job: str, environment: Mapping[str, str]) -> bool:
     """Return whether the controller is ending the job. A cancelled job gets SIGTERM too, and must not come back."""
-    words = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
     try:
-        done = subprocess.run(  # noqa: S603 - a number and a name
-            words, capture_output=True, timeout=_SECONDS, env=dict(environment), check=False
-        )
+        done = _run(environment, "squeue", "--noheader", "--format=%T", f"--jobs={job}")
     except (OSError, subprocess.TimeoutExpired):
         return False  # unknown; scontrol decides
-    return done.returncode == 0 and done.stdout.decode(errors="replace").strip() in ("COMPLETING", "CANCELLED")
+    return done.returncode == 0 and done.stdout.strip() in ("COMPLETING", "CANCELLED")
+
+
+def _run(environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of SLURM, found by PATH."""
+    return subprocess.run(  # noqa: S603 - a number and names
+        words,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        errors="replace",
+        timeout=_SECONDS,
+        env=environment,
+        check=False,
+    )

@@ -179,25 +179,18 @@ class ReplicaCheck(Callback):
             if self.before_saves
             else "Resume a checkpoint that is not newer than that (ckpt_path=...)"
         )
-        if any(not each.wrong for each in differences):
-            raise ReplicaDifferenceError(
-                f"{text} There is no majority, so it is unknown which of them is right. {again}, and check the memory "
-                "of these machines.",
-                differences,
-            )
         wrong = {rank for each in differences for rank in each.wrong}
+        if any(not each.wrong for each in differences):
+            unknown = "There is no majority, so it is unknown which of them is right"
+            raise ReplicaDifferenceError(f"{text} {unknown}. {again}, and check their memory.", differences)
         if self.on_difference == "stop":
-            raise ReplicaDifferenceError(
-                f"{text} {again}, and check the memory of the machine of rank {_listed(wrong)}.", differences
-            )
+            check = f"check the memory of the machine of rank {_listed(wrong)}"
+            raise ReplicaDifferenceError(f"{text} {again}, and {check}.", differences)
         self._repairs.update(wrong)
-        broken = [rank for rank in sorted(wrong) if self._repairs[rank] > self.most_repairs]
+        broken = [rank for rank in wrong if self._repairs[rank] > self.most_repairs]
         if broken:
-            raise ReplicaDifferenceError(
-                f"{text} Rank {_listed(broken)} had been repaired {self.most_repairs} time(s) before: remove its "
-                f"machine. {again} without it.",
-                differences,
-            )
+            before = f"Rank {_listed(broken)} had been repaired {self.most_repairs} time(s) before"
+            raise ReplicaDifferenceError(f"{text} {before}: remove its machine. {again} without it.", differences)
 
     def _repair(self, boxes: Mapping[Box, Tensor], device: torch.device) -> None:
         """Send the majority's bytes to the ranks that differ. Every rank knows all repairs."""

@@ -37,7 +37,13 @@ class StartSummary(Callback):
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_column(style="bold")
         table.add_column()
-        rows = summary_rows(trainer, pl_module, held)
+        rows = [
+            ("strategy", _strategy(trainer)),
+            ("precision", str(trainer.precision)),
+            ("parameters", _parameters(trainer, pl_module, held)),
+            ("global batch", _global_batch(trainer)),
+            *_servers(trainer),
+        ]
         for name, value in rows:
             table.add_row(name, value)
         self.console.print(table)
@@ -58,23 +64,6 @@ class StartSummary(Callback):
         for line in lines:
             # Plain and unwrapped, so that it can be copied.
             self.console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def summary_rows(trainer: Trainer, pl_module: LightningModule, held: tuple[int, int]) -> list[tuple[str, str]]:
-    """Return the rows of the table, name and value.
-
-    Args:
-        trainer: as training starts.
-        pl_module: the module.
-        held: minimum and maximum over ranks of the bytes of parameters held.
-    """
-    return [
-        ("strategy", _strategy(trainer)),
-        ("precision", str(trainer.precision)),
-        ("parameters", _parameters(trainer, pl_module, held)),
-        ("global batch", _global_batch(trainer)),
-        *_servers(trainer),
-    ]
 
 
 def _markdown(rows: list[tuple[str, str]]) -> str:

@@ -379,7 +379,7 @@ def said_of_loaders() -> dict[str, str]:
 def test_data_of_which_nothing_can_be_moved(ranks: Any) -> None:
     expected = {
         "one sample": "balance with micro_batch_size=1: every rank needs one sample at a time",
-        "own batches": "balance='auto' moves samples, but the training loader has a batch sampler of its own",
+        "own batches": "balance='auto' is not supported with this training loader (DataLoader)",
         "stream": "balance='auto' is not supported with this training loader (DataLoader)",
         "dealt stream": "balance='auto' is not supported with this training loader (DataLoader)",
         "two loaders": "balance='auto' with 2 training loaders",

@@ -8,7 +8,7 @@ of different sizes, so that collectives in forward and backward still match.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,23 +34,6 @@ from trainwright.trainer.data.reading import dealer_of
 _WARM_UP = 1
 # Shares listed in a message.
 _SHOWN = 16
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One rank's measurements of a window.
-
-    Args:
-        data_rank: its data-parallel rank.
-        seconds: of its own computation, without waits.
-        samples: computed by its data rank.
-        drawn: batches of the epoch drawn by its loader.
-    """
-
-    data_rank: int
-    seconds: float
-    samples: float
-    drawn: int
 
 
 class Balance(Clocked[StepClock]):
@@ -165,17 +148,17 @@ class Balance(Clocked[StepClock]):
         assert self._clock is not None
         seconds, *_ = self._clock.take(wait_for_device=True)
         dealer = self._dealer
+        # Seconds of its own computation without waits, samples of its data rank, batches drawn by its loader.
         own = [dealer.data_rank, seconds, self._samples, dealer.drawn]
         mine = torch.tensor(own, dtype=torch.float64, device=self._strategy.root_device)
         rows = all_gather_rows(mine).tolist()
         self._done = self._samples = 0
         self._clock.refresh()
-        measured = [Measured(int(rank), seconds, samples, int(drawn)) for rank, seconds, samples, drawn in rows]
-        self.apply(measured, trainer)
+        self._apply(rows, trainer)
 
-    def apply(self, everyone: Sequence[Measured], trainer: Any) -> None:
+    def _apply(self, rows: Sequence[Sequence[float]], trainer: Any) -> None:
         """Change shares by the measurements of all ranks, if that pays off; equal on every rank."""
-        measured = _per_sample(everyone, self._strategy.ranks.num_data_ranks)
+        measured = _per_sample(rows, self._strategy.ranks.num_data_ranks)
         if measured is None:
             return
         keep = self.options.smoothing if self._seconds is not None else 0.0
@@ -186,7 +169,7 @@ class Balance(Clocked[StepClock]):
         if not pays_off(self._wave_size, now, self._seconds, bounds, self.options.least_gain):
             return
         per_step = trainer.accumulate_grad_batches
-        first = -(-max(each.drawn for each in everyone) // per_step) * per_step
+        first = -(-max(int(drawn) for *_, drawn in rows) // per_step) * per_step
         self.schedule.drop_before(epoch, batch - 1)
         self.schedule.change(epoch, first, self._seconds)
         rank_zero_info(
@@ -223,13 +206,13 @@ def _listed(shares: Sequence[int]) -> str:
     return f"{shown} and {len(rest)} others {min(rest)} to {max(rest)}" if rest else shown
 
 
-def _per_sample(everyone: Sequence[Measured], ranks: int) -> list[float] | None:
+def _per_sample(rows: Sequence[Sequence[float]], ranks: int) -> list[float] | None:
     """Return the seconds per sample of each data rank (its slowest rank); ``None`` if unknown."""
     found = [0.0] * ranks
-    for each in everyone:
-        if each.samples <= 0 or each.seconds <= 0:
+    for data_rank, seconds, samples, _ in rows:
+        if samples <= 0 or seconds <= 0:
             return None
-        found[each.data_rank] = max(found[each.data_rank], each.seconds / each.samples)
+        found[int(data_rank)] = max(found[int(data_rank)], seconds / samples)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trainwright.core.config.option_rules import Rule, broken_rules, is_count, is_number, is_positive
+from trainwright.core.config.options import refuse
 
 NONE, AUTO, FIXED = "none", "auto", "fixed"
 KINDS = (NONE, AUTO, FIXED)
@@ -111,9 +112,7 @@ def balance_options(balance: BalanceArgument) -> BalanceOptions:
             f"balance={balance!r} (allowed: 'none', 'auto', a list of shares such as [3, 1], or options by name such "
             "as {'every_steps': 50})"
         )
-    problems = balance_option_problems(given)
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(balance_option_problems(given))
     if given.get("shares") is not None:
         given["shares"] = list(map(float, given["shares"]))
     return BalanceOptions(**given)

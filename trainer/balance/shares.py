@@ -92,6 +92,7 @@ def pays_off(samples: int, now: Sequence[float], then: Sequence[float], bounds: 
 
 @dataclass
 class _Entry:
+    begin: tuple[int, int]  # epoch and first wave
     seconds: tuple[float, ...]
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by the samples of a wave
 
@@ -105,7 +106,6 @@ class ShareSchedule:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self._begins: list[tuple[int, int]] = []
         self._entries: list[_Entry] = []
 
     @property
@@ -115,7 +115,7 @@ class ShareSchedule:
 
     def start(self, seconds: Sequence[float]) -> None:
         """Divide every wave by these seconds per sample."""
-        self._begins, self._entries = [(-1, -1)], [_Entry(tuple(seconds))]
+        self._entries = [_Entry((-1, -1), tuple(seconds))]
 
     def change(self, epoch: int, wave: int, seconds: Sequence[float]) -> None:
         """Divide this wave and later ones by other seconds per sample.
@@ -125,28 +125,23 @@ class ShareSchedule:
             wave: not yet drawn by any rank, nor before that of an earlier change.
             seconds: of each data rank.
         """
-        if self._begins[-1] == (epoch, wave):
-            self._entries[-1] = _Entry(tuple(seconds))
-            return
-        self._begins.append((epoch, wave))
-        self._entries.append(_Entry(tuple(seconds)))
+        if self._entries[-1].begin == (epoch, wave):
+            self._entries.pop()
+        self._entries.append(_Entry((epoch, wave), tuple(seconds)))
 
     def drop_before(self, epoch: int, wave: int) -> None:
         """Drop waves before this one."""
-        first = bisect_right(self._begins, (epoch, wave)) - 1
-        del self._begins[:first], self._entries[:first]
-
-    def sizes(self, epoch: int, wave: int, samples: int) -> list[int]:
-        """Return the samples of each data rank in a wave of ``samples``."""
-        cuts = self.cuts(epoch, wave, samples)
-        return [last - first for first, last in zip(cuts, cuts[1:], strict=False)]
+        del self._entries[: self._index(epoch, wave)]
 
     def cuts(self, epoch: int, wave: int, samples: int) -> tuple[int, ...]:
         """Return the cuts of a wave of ``samples``: rank r gets those from the r-th number to the next."""
-        entry = self._entries[bisect_right(self._begins, (epoch, wave)) - 1]
+        entry = self._entries[self._index(epoch, wave)]
         if samples not in entry.cuts:
             entry.cuts[samples] = (0, *accumulate(divide(samples, entry.seconds, self.bounds)))
         return entry.cuts[samples]
+
+    def _index(self, epoch: int, wave: int) -> int:
+        return bisect_right(self._entries, (epoch, wave), key=lambda entry: entry.begin) - 1
 
 
 @dataclass(frozen=True)

@@ -206,19 +206,15 @@ def _describe(seed: int | None) -> str:
 
 
 def _batch(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
-    consequence = "the remaining samples of this epoch are read in steps of the new size"
-    sizes = before.global_batch_size, after.global_batch_size
-    if None not in sizes:
-        if sizes[0] == sizes[1]:
-            return []
-        what = f"an optimizer step had {sizes[0]} samples when saved, now it has {sizes[1]}"
-        return [DataDifference(what, f"Type global_batch_size={sizes[0]}", consequence)]
-    counts = before.batches_per_step, after.batches_per_step
-    if None in counts or counts[0] == counts[1]:
+    old, new, unit = before.global_batch_size, after.global_batch_size, "samples"
+    remedy = f"Type global_batch_size={old}"
+    if None in (old, new):
+        old, new, unit = before.batches_per_step, after.batches_per_step, "batches of all ranks"
+        remedy = f"Choose accumulate_grad_batches so that it is {old} over all data ranks"
+    if None in (old, new) or old == new:
         return []
-    what = f"an optimizer step had {counts[0]} batches of all ranks when saved, now it has {counts[1]}"
-    remedy = f"Choose accumulate_grad_batches so that it is {counts[0]} over all data ranks"
-    return [DataDifference(what, remedy, consequence)]
+    what = f"an optimizer step had {old} {unit} when saved, now it has {new}"
+    return [DataDifference(what, remedy, "the remaining samples of this epoch are read in steps of the new size")]
 
 
 def refusal(found: Sequence[DataDifference]) -> str:

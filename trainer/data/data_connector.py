@@ -38,7 +38,7 @@ from trainwright.trainer.data.remembered_states import RememberedStates, state_s
 from trainwright.trainer.data.seeded_samples import seed_samples
 from trainwright.trainer.data.streams.dealt import DealtLoader, uses_stream
 from trainwright.trainer.data.streams.loader import StreamLoader
-from trainwright.trainer.data.streams.shard_loader import ShardLoader, ShardReader
+from trainwright.trainer.data.streams.shard_loader import ShardLoader
 from trainwright.trainer.data.streams.sharded import uses_shards
 from trainwright.trainer.data.wrapped_loader import innermost
 from trainwright.trainer.leases.batches import LeasedBatchSampler, lease_problem
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 
 _RUN_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
-_ONLY_SINGLE_SAMPLES = (
-    "Leases are of single samples of a map-style data set, but the training loader is {loader}. Use a DataLoader with "
-    "batch_size, or turn leases off (strategy.leases=none)."
-)
 
 
 class OrderedDataConnector(_DataConnector):
@@ -82,9 +78,7 @@ class OrderedDataConnector(_DataConnector):
                 return dataloader
             return self._deal(dataloader, rank, ranks, mode)
         if training:
-            self._refuse_undealt(dataloader)
-            if self.trainer.leases is not None:
-                raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader=type(dataloader).__name__))
+            self._refuse_options(dataloader)
         if ours and (uses_stream(dataloader) or uses_shards(dataloader)):
             return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
         loader = super()._prepare_dataloader(dataloader, shuffle, mode)
@@ -98,20 +92,22 @@ class OrderedDataConnector(_DataConnector):
         drop_last = bool(getattr(dataloader, "drop_last", False)) and mode != RunningStage.PREDICTING
         return self._even(loader, ranks, training, drop_last) if is_ours else loader
 
-    def _refuse_undealt(self, loader: object) -> None:
-        """Raise if samples that are not dealt here would have to be dealt, or drawn, in a special way."""
-        trainer = self.trainer
+    def _refuse_options(self, loader: object, can_seed: bool = False) -> None:
+        """Raise for options that need a training loader whose samples are dealt one by one."""
+        trainer, leases = self.trainer, traits_of(self.trainer.strategy).leases_samples
         options = [
             *([f"data_partition={trainer.data_partition!r}"] if trainer.data_partition != "interleave" else []),
-            *(["seed_samples=True"] if trainer.seed_samples else []),
+            *(["seed_samples=True"] if trainer.seed_samples and not can_seed else []),
             *([f"balance={trainer.balance.options.kind!r}"] if trainer.balance is not None else []),
+            *([f"strategy.leases={leases!r}"] if leases is not None else []),
         ]
         if options:
             raise ValueError(
                 f"{' and '.join(options)} is not supported with this training loader ({type(loader).__name__}), whose "
-                "samples are not dealt by index: it reads a stream, has a DistributedSampler or no batches, or "
-                "use_distributed_sampler=False was set, or the strategy is not one of Trainwright's. Use a DataLoader "
-                f"over a map-style data set, or remove {' and '.join(each.split('=')[0] for each in options)}."
+                "samples are not dealt one by one: it reads a stream, has a batch sampler of its own, a "
+                "DistributedSampler or no batches, or use_distributed_sampler=False was set, or the strategy is not "
+                "Trainwright's. Use a DataLoader with batch_size over a map-style data set, or remove "
+                f"{' and '.join(each.split('=')[0] for each in options)}."
             )
 
     def _deal(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> DataLoader[Any]:
@@ -122,7 +118,7 @@ class OrderedDataConnector(_DataConnector):
             sampler = self._rank_sampler(loader, rank, ranks, mode)
         else:
             if training:
-                _refuse_to_deal_batches(trainer)
+                self._refuse_options(loader, can_seed=True)
             self._settle_other(loader, ranks, training)
             sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
         dealt = loader
@@ -194,7 +190,7 @@ class OrderedDataConnector(_DataConnector):
             self._check_shards(loader, ranks, training)
             several = dist.is_initialized() and dist.get_world_size() > 1
             agreement = self.trainer.agreement_group() if several else None
-            dealt = ShardLoader(loader, ShardReader(rank, ranks, trainer.data_seed, agreement), group)
+            dealt = ShardLoader(loader, rank, ranks, trainer.data_seed, agreement, group)
         else:
             dealt = DealtLoader(loader, rank, ranks, group)
         _auto_add_worker_init_fn(dealt.loader, self._seed_rank)
@@ -253,14 +249,11 @@ class OrderedDataConnector(_DataConnector):
         if training:
             self._require_synchronous(loader)
         _auto_add_worker_init_fn(loader, self._seed_rank)
-        return EvenLoader(loader, group, self._reader(ranks, training, drop_last))
-
-    def _reader(self, ranks: int, training: bool, drop_last: bool) -> Reader:
-        trainer: Any = self.trainer
+        trainer = self.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         whole_steps = training and trainer.global_batch_size is not None
-        return Reader(
-            data_rank=trainer.strategy.ranks.data_rank,
+        reader = Reader(
+            data_rank=self._seed_rank,
             data_ranks=ranks,
             world_size=dist.get_world_size(),
             training=training,
@@ -269,27 +262,12 @@ class OrderedDataConnector(_DataConnector):
             drop_last=drop_last,
             position=lambda: int(progress.ready),
         )
+        return EvenLoader(loader, group, reader)
 
     @property
     def _seed_rank(self) -> int:
         """Rank that seeds workers: ranks that share samples draw the same augmentations."""
         return ranks_of(self.trainer.strategy).data_rank
-
-
-def _refuse_to_deal_batches(trainer: RunTrainer) -> None:
-    if trainer.data_partition != "interleave":
-        raise ValueError(
-            f"data_partition={trainer.data_partition!r} deals samples, but the training loader has a batch sampler of "
-            "its own, which is dealt in whole batches. Use data_partition='interleave', or a DataLoader with "
-            "batch_size."
-        )
-    if trainer.leases is not None:
-        raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader="one with a batch sampler of its own"))
-    if trainer.balance is not None:
-        raise ValueError(
-            f"balance={trainer.balance.options.kind!r} moves samples, but the training loader has a batch sampler of "
-            "its own, which is dealt in whole batches. Use balance='none', or a DataLoader with batch_size."
-        )
 
 
 def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:
@@ -319,7 +297,6 @@ class ShieldedWorker:
 
     Args:
         init: the ``worker_init_fn`` to call afterwards; ``None``: none.
-        init: the ``worker_init_fn`` that is called then; ``None``: there is none.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:

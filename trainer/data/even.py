@@ -36,6 +36,9 @@ _INSTEAD = (
     "trainer.strategy.ranks.data_rank and trainer.strategy.ranks.num_data_ranks."
 )
 
+# In place of a batch: there is none left.
+_END = object()
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -116,10 +119,10 @@ class EvenLoader(WrappedLoader):
         self._real, self._tags = float("inf"), {}
         self._first = self._reader.position() if self._reader.training else 0
         batches = self._read()
-        batch, has = self._fetch(batches)
-        self.is_dealt = self._reader.deals and self._is_same(batch, has)
+        batch = next(batches, _END)
+        self.is_dealt = self._reader.deals and self._is_same(batch)
         if not self.is_dealt:
-            yield from self._read_own(batches, batch, has)
+            yield from self._read_own(batches, batch)
             return
         self._check_dealt()
         yield from self._read_dealt(chain([batch], batches))
@@ -130,42 +133,34 @@ class EvenLoader(WrappedLoader):
             batches = iter(self.loader)
         while True:
             with _as_data_rank(self._reader):
-                batch, has = self._fetch(batches)
-            if not has:
+                batch = next(batches, _END)
+            if batch is _END:
                 return
             yield batch
 
-    @staticmethod
-    def _fetch(batches: Iterator[Any]) -> tuple[Any, bool]:
-        try:
-            return next(batches), True
-        except StopIteration:
-            return None, False
-
     # ---- streams that split themselves ----------------------------------------------------------------------------
 
-    def _read_own(self, batches: Iterator[Any], batch: Any, has: bool) -> Iterator[Any]:
+    def _read_own(self, batches: Iterator[Any], batch: Any) -> Iterator[Any]:
         pad = not self._reader.training
-        if not has and pad:
+        if batch is _END and pad:
             raise RuntimeError(
                 "The IterableDataset of this rank gave no batch at all, so it has nothing to pad with. Give every rank "
                 "at least one batch."
             )
-        count = 0
-        last = batch
-        work, flags = self._exchange(int(has))
+        count, last = 0, batch
+        work, flags = self._exchange(int(batch is not _END))
         while True:
             work.wait()
             if not flags[int(pad)].item():
                 break
-            if not has and self._real == float("inf"):
-                self._real = count
-            current = batch if has else last
-            last = current
+            if batch is _END:
+                self._real = min(self._real, count)
+            else:
+                last = batch
             count += 1
-            batch, has = self._fetch(batches) if has else (None, False)
-            work, flags = self._exchange(int(has))
-            yield current
+            batch = next(batches, _END)
+            work, flags = self._exchange(int(batch is not _END))
+            yield last
         if not pad and flags[1].item():
             rank_zero_warn(
                 f"The epoch ended after {count} batches because one rank's IterableDataset ran out of data while "
@@ -179,8 +174,9 @@ class EvenLoader(WrappedLoader):
 
     # ---- streams that are equal on all ranks ----------------------------------------------------------------------
 
-    def _is_same(self, batch: Any, has: bool) -> bool:
+    def _is_same(self, batch: Any) -> bool:
         """Return whether all ranks read an equal first batch; a collective."""
+        has = batch is not _END
         work, flags = self._exchange(int(has), batch_digest(batch) if has else 0)
         work.wait()
         return _agree(flags) and bool(flags[0])

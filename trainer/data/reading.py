@@ -251,21 +251,16 @@ def resume_states(loader: Any, saved: LoaderCursor, rank: int, ranks: int, first
     keeper = remembered(loader)
     if keeper is None or not saved.states:
         return
-    problems = []
+    changed = {}
     if len(saved.states) != ranks:
-        problems.append((f"{len(saved.states)} data ranks", f"{ranks}", f"{len(saved.states)} data ranks"))
+        changed[f"{len(saved.states)} data ranks"] = ranks
     if saved.workers != keeper.workers:
-        problems.append((f"num_workers={saved.workers}", f"{keeper.workers}", f"num_workers={saved.workers}"))
-    if not problems:
-        keeper.resume(saved.states, rank, first_batch, ended)
-    elif keeper.can_redistribute:
-        keeper.redistribute(saved.states, rank, ranks, first_batch, ended)
-    else:
-        changes = "; ".join(f"saved with {old}, now {new}" for old, new, _ in problems)
+        changed[f"num_workers={saved.workers}"] = keeper.workers
+    if not keeper.resume(saved.states, rank, ranks, not changed, first_batch, ended):
+        changes = "; ".join(f"saved with {old}, now {new}" for old, new in changed.items())
         raise ValueError(
             f"The training loader ({type(innermost(loader)).__name__}) keeps a state of its own for each data rank and "
-            f"worker, which depends on their numbers: {changes}. Resume with "
-            f"{' and '.join(remedy for *_, remedy in problems)}; or give the loader or its data set a method "
-            "load_state_dicts(states, rank, ranks) that redistributes the saved states; or read the data through "
-            "trainwright.DealtStream, which resumes with any numbers."
+            f"worker, which depends on their numbers: {changes}. Resume with {' and '.join(changed)}; or give the "
+            "loader or its data set a method load_state_dicts(states, rank, ranks) that redistributes the saved "
+            "states; or read the data through trainwright.DealtStream, which resumes with any numbers."
         )

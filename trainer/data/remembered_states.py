@@ -76,40 +76,31 @@ class RememberedStates(WrappedLoader):
             return {"state": self._states[max(self._states)] if self._last is None else self._last}
         return {"state": self._states[batches]}
 
-    def resume(self, states: list[Any], rank: int, first_batch: int, ended: bool) -> None:
-        """Resume where another run stopped.
+    def resume(self, states: list[Any], rank: int, ranks: int, same: bool, first_batch: int, ended: bool) -> bool:
+        """Resume where another run stopped, and return whether that is possible.
 
         Args:
             states: of all data ranks of that run.
             rank: data rank of this process.
+            ranks: number of data ranks now.
+            same: whether that run had as many data ranks and workers; else the loader or its data set must have
+                ``load_state_dicts(states, rank, ranks)``.
             first_batch: batches used of the epoch.
             ended: whether they were all.
         """
         self._first_batch, self._ended = first_batch, ended
-        self._source.load_state_dict(states[rank])
-
-    def redistribute(self, states: list[Any], rank: int, ranks: int, first_batch: int, ended: bool) -> None:
-        """Resume with another number of data ranks or workers, by the loader's own ``load_state_dicts``."""
-        self._first_batch, self._ended = first_batch, ended
-        redistributor = self._redistributor
-        assert redistributor is not None
-        redistributor.load_state_dicts(states, rank, ranks)
+        if same:
+            self._source.load_state_dict(states[rank])
+            return True
+        for candidate in (self.loader, getattr(self.loader, "dataset", None)):
+            if callable(getattr(candidate, "load_state_dicts", None)):
+                candidate.load_state_dicts(states, rank, ranks)  # type: ignore[union-attr]
+                return True
+        return False
 
     def wait_for_next_pass(self) -> None:
         """Yield nothing in the next pass, as the epoch has been read, and start in the one after."""
         self._waits = True
-
-    @property
-    def can_redistribute(self) -> bool:
-        """True if the loader or its data set has ``load_state_dicts(states, rank, ranks)``."""
-        return self._redistributor is not None
-
-    @property
-    def _redistributor(self) -> Any:
-        for candidate in (self.loader, getattr(self.loader, "dataset", None)):
-            if callable(getattr(candidate, "load_state_dicts", None)):
-                return candidate
-        return None
 
     @property
     def workers(self) -> int | None:

@@ -101,12 +101,13 @@ class SampleLeases:
 
     @property
     def global_batches(self) -> int:
-        """See :attr:`LeasedBatchSampler.global_batches`."""
+        """Global batches of samples that the run has trained on; at the end of an epoch equal on all workers."""
         batch = self._trainer.global_batch
         return 0 if batch is None else self.desk.done_samples // batch.size
 
     def global_batches_passed(self) -> int:
-        """See :meth:`LeasedBatchSampler.global_batches_passed`."""
+        """Return the global batches of samples that all workers have trained on since the last call, or since the run
+        started or resumed, as far as this worker knows."""
         before, self._counted = self._counted or 0, self.global_batches
         return self._counted - before
 
@@ -275,16 +276,6 @@ class LeasedBatchSampler(RankBatchSampler):
         """Send this worker's stop notice to all."""
         if not self.leases.is_closed:
             self.leases.desk.send_end_notice(number, age)
-
-    @property
-    def global_batches(self) -> int:
-        """Global batches of samples that the run has trained on; at the end of an epoch equal on all workers."""
-        return self.leases.global_batches
-
-    def global_batches_passed(self) -> int:
-        """Return the global batches of samples that all workers have trained on since the last call, or since the run
-        started or resumed, as far as this worker knows."""
-        return self.leases.global_batches_passed()
 
     # ---- the cursor -----------------------------------------------------------------------------------------------
 

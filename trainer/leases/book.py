@@ -47,18 +47,11 @@ class LeaseBook:
         chunk: samples per chunk; the last one may have fewer.
         guarantee: see the module.
         limit: lease nothing once so many samples are done or leased; ``None``: no limit.
-
-    Raises:
-        ValueError: if a number or the guarantee is invalid.
     """
 
     def __init__(
         self, samples: int, chunk: int, guarantee: Guarantee = "at_least_once", limit: int | None = None
     ) -> None:
-        if guarantee not in GUARANTEES:
-            raise ValueError(f"leases={guarantee!r} (allowed: {', '.join(map(repr, GUARANTEES))})")
-        if samples < 0 or chunk < 1:
-            raise ValueError(f"chunks of {chunk} samples of {samples} (allowed: chunks of 1 or more, of 0 or more)")
         self.samples, self.chunk, self.guarantee, self.limit = samples, chunk, guarantee, limit
         self._chunks = -(-samples // chunk)
         self._next = 0
@@ -86,47 +79,30 @@ class LeaseBook:
         self._leased += lease.samples
         return lease
 
-    def finish(self, worker: int, numbers: Iterable[int]) -> list[int]:
-        """Mark chunks as trained on by the worker.
-
-        Returns:
-            Those that it no longer held, since it was considered dead; they are not counted.
-        """
-        late = []
+    def finish(self, worker: int, numbers: Iterable[int]) -> None:
+        """Mark chunks as trained on by the worker, except for those that it lost when it was considered dead."""
         for number in numbers:
-            if not self._take(worker, number):
-                late.append(number)
-                continue
-            self._done.add(number)
-            self.done_samples += self._of(number).samples
-        return late
+            if self._take(worker, number):
+                self._done.add(number)
+                self.done_samples += self._of(number).samples
 
-    def give_back(self, worker: int, numbers: Iterable[int] | None = None) -> list[Lease]:
-        """Return chunks that the worker has not trained on (``None``: all it holds) for others."""
-        given = self.held_by(worker) if numbers is None else sorted(numbers)
-        taken = [number for number in given if self._take(worker, number)]
+    def give_back(self, worker: int, numbers: Iterable[int]) -> None:
+        """Return chunks that the worker has not trained on for others."""
+        taken = [number for number in sorted(numbers) if self._take(worker, number)]
         self._returned.extendleft(reversed(taken))
-        return [self._of(number) for number in taken]
 
-    def bury(self, worker: int) -> list[Lease]:
-        """Release the chunks of a dead worker, or mark them as lost, as the guarantee says.
-
-        Returns:
-            These chunks.
-        """
-        if self.guarantee == "at_least_once":
-            return self.give_back(worker)
-        lost = [number for number in self.held_by(worker) if self._take(worker, number)]
-        for number in lost:
+    def leave(self, worker: int, dead: bool) -> None:
+        """Return the chunks of a worker that leaves; those of a dead one are lost if the guarantee says so."""
+        held = [number for number, holder in self._holder.items() if holder == worker]
+        if not dead or self.guarantee == "at_least_once":
+            self.give_back(worker, held)
+            return
+        for number in held:
+            self._take(worker, number)
             self._lost.add(number)
             self.lost_samples += self._of(number).samples
-        return [self._of(number) for number in lost]
 
     # ---- state ----------------------------------------------------------------------------------------------------
-
-    def held_by(self, worker: int) -> list[int]:
-        """Return the numbers of the chunks that a worker holds, in order."""
-        return sorted(number for number, holder in self._holder.items() if holder == worker)
 
     @property
     def has_more(self) -> bool:

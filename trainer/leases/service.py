@@ -21,7 +21,7 @@ from trainwright.core.text.messages import seal, unseal
 from trainwright.trainer.leases.book import Guarantee, Lease, LeaseBook
 
 _LONGEST_ANSWER = 1 << 30  # bytes; the used positions of an epoch may be many
-_REQUESTS = ("hello", "open", "lease", "done", "back", "wait", "state", "end", "bye")
+_IN_EPOCH = ("lease", "done", "back", "wait", "state")  # requests
 _STRANGERS = 64  # connections allowed besides those of workers
 _PEER_SECONDS = 60.0  # to connect
 Message = dict[str, Any]
@@ -104,10 +104,7 @@ class LeaseService:
     def _remove(self, worker: int, dead: bool) -> None:
         del self._living[worker]
         self._gone.add(worker)
-        if dead:
-            self._book.bury(worker)
-        else:
-            self._book.give_back(worker)
+        self._book.leave(worker, dead)
         self._answer_waiting()
 
     # ---- requests -------------------------------------------------------------------------------------------------
@@ -115,8 +112,6 @@ class LeaseService:
     def _handle(self, peer: Peer, line: bytes) -> None:
         message: Message = unseal(self.address.token, line)
         name, worker = message["ask"], self._workers_of.get(peer)
-        if name not in _REQUESTS:
-            raise ContentError(f"unknown request {name!r}")
         if worker is None:
             self._admit(peer, message)
         elif name == "end":
@@ -128,6 +123,8 @@ class LeaseService:
             self._remove(worker, dead=False)
         elif name == "open":
             self._open(peer, message)
+        elif name not in _IN_EPOCH:
+            raise ContentError(f"unexpected request {name!r} of a connected worker")
         elif message.get("epoch") != self._epoch:
             if name in ("lease", "wait", "state"):
                 self._answer(peer, {"error": f"epoch {message.get('epoch')} is over, epoch {self._epoch} has started"})
@@ -140,11 +137,9 @@ class LeaseService:
         elif name == "back":
             self._book.give_back(worker, map(int, message["numbers"]))
             self._answer_waiting()
-        elif name in ("wait", "state"):
+        else:
             self._waiting[peer] = name
             self._answer_waiting()
-        else:
-            raise ContentError(f"unexpected request {name!r} of a connected worker")
 
     def _admit(self, peer: Peer, message: Message) -> None:
         worker = int(message["worker"])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 
-from trainwright.core.lightning_internals import _SUPPORTED_MODES, _parse_num_batches
+from trainwright.core.lightning_internals import _parse_num_batches
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor
 from trainwright.trainer.data.reading import dealer_of
 from trainwright.trainer.loop.epoch import LeanEpochLoop
@@ -94,14 +92,6 @@ def set_batches(
             loop.set_steps(int(loader.position["trained"]) // loader.global_batch_size)
 
 
-def accumulation_of(callbacks: Iterable[Callback], epoch: int, otherwise: int) -> int:
-    """Return the micro-batches per optimizer step in an epoch, by the schedule if there is one."""
-    for callback in callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            return int(callback.get_accumulate_grad_batches(epoch))
-    return int(otherwise)
-
-
 def measure_limits(combined: Any, limit: float) -> bool:
     """Update the limits of loaders that deal samples, and return whether any changed.
 
@@ -119,9 +109,3 @@ def measure_limits(combined: Any, limit: float) -> bool:
     if combined._iterator is not None:
         combined._iterator.limits = limits
     return changed
-
-
-def length_of(combined: Any) -> int | float:
-    """Return the batches of the present epoch on each data rank."""
-    length: int | float = _SUPPORTED_MODES[combined._mode]["fn"](combined.limits)
-    return length

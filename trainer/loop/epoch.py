@@ -181,7 +181,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             progress.is_last_batch = not leased.has_ended
         if progress.is_last_batch or leased.has_ended:
             # Actions at the end of an epoch depend on the step, so they are equal on all ranks.
-            self.set_steps(leased.global_batches)
+            self.set_steps(leased.leases.global_batches)
 
     def _lease_more(self, leased: LeasedBatchSampler, data_fetcher: _DataFetcher) -> bool:
         """Wait for a returned chunk if none was left for this worker, and return whether there is one.
@@ -192,7 +192,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             iter(data_fetcher)
         if not data_fetcher.done:
             return True
-        self.set_steps(leased.global_batches)
+        self.set_steps(leased.leases.global_batches)
         if leased.has_ended:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             signals = self.trainer._signal_connector
@@ -451,7 +451,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if interval == "step" and not self._lean:
             self._settle_leases()  # Lightning calls this after each batch
         if interval == "step" and self._leased is not None and not update_plateau_schedulers:
-            for _ in range(0 if self._should_accumulate() else self._leased.global_batches_passed()):
+            for _ in range(0 if self._should_accumulate() else self._leased.leases.global_batches_passed()):
                 super().update_lr_schedulers(interval, update_plateau_schedulers)
         elif interval != "step" or not self.dropped:
             super().update_lr_schedulers(interval, update_plateau_schedulers)

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.guard.verdict import RollBack, notify_rollback
 from trainwright.core.lightning_internals import (
+    _SUPPORTED_MODES,
     _DataLoaderIterDataFetcher,
     _FitLoop,
     _Loop,
@@ -24,15 +25,7 @@ from trainwright.core.lightning_internals import (
 from trainwright.core.problems import ChangedDataError
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.data.reading import describe, leased_batches, position, refuse_cycled_shards, resume_loaders
-from trainwright.trainer.loop.counters import (
-    accumulation_of,
-    cursor_of_counters,
-    length_of,
-    measure_limits,
-    reopen,
-    set_all,
-    set_batches,
-)
+from trainwright.trainer.loop.counters import cursor_of_counters, measure_limits, reopen, set_all, set_batches
 from trainwright.trainer.loop.data_ranks import DataRanks
 from trainwright.trainer.loop.epoch import LeanEpochLoop
 from trainwright.trainer.loop.remembered_logs import collect_entries, redistribute, reset_metrics
@@ -431,7 +424,11 @@ class ResumableFitLoop(_FitLoop):
         return within and bool(self._logged) and self._is_exact(cursor)
 
     def _accumulation_of(self, epoch: int) -> int:
-        return accumulation_of(self.trainer.callbacks, epoch, self.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
+        """Return the micro-batches per optimizer step in an epoch, by the schedule if there is one."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler):
+                return int(callback.get_accumulate_grad_batches(epoch))
+        return int(self.trainer.accumulate_grad_batches)
 
     def on_run_start(self) -> None:
         """Start training; within an epoch, with the accumulation of that epoch."""
@@ -459,7 +456,10 @@ class ResumableFitLoop(_FitLoop):
         return measure_limits(self._combined_loader, self.trainer.limit_train_batches)
 
     def _length(self) -> int | float:
-        return length_of(self._combined_loader)
+        """Return the batches of the present epoch on each data rank."""
+        combined: Any = self._combined_loader
+        length: int | float = _SUPPORTED_MODES[combined._mode]["fn"](combined.limits)
+        return length
 
     def _set_val_check(self) -> None:
         trainer = self.trainer

@@ -6,6 +6,7 @@ and checkpoints by ``monitor`` would decide differently.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,6 @@ from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.lightning_internals import _ResultCollection, _ResultMetric
 
 Entry = dict[str, Any]
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "mean": lambda a, b: a + b,
-    "sum": lambda a, b: a + b,
-    "max": max,
-    "min": min,
-}
 
 
 def collect_entries(results: _ResultCollection, to_save: bool = True) -> list[Entry]:
@@ -151,11 +146,11 @@ def _share(entries: Sequence[Entry], rank: int, ranks: int) -> Entry | None:
         return dict(first)
     if first["rank_zero_only"]:
         return dict(first) if rank == 0 else None
+    combine = {"max": max, "min": min}.get(first["reduce"], operator.add)
     whole = dict(first)
     for entry in entries[1:]:
         count = None if whole["count"] is None else whole["count"] + entry["count"]
-        value = _COMBINE[whole["reduce"]](whole["value"], entry["value"])
-        whole |= {"value": value, "count": count}
+        whole |= {"value": combine(whole["value"], entry["value"]), "count": count}
     if first["reduce"] in ("mean", "sum"):
         whole["value"] /= ranks
     if whole["count"] is not None:

@@ -239,15 +239,16 @@ def merge_traces(traces: Mapping[int, Mapping[str, Any]], offsets: Mapping[int, 
     Returns:
         A trace with times in microseconds since the first event, and processes named after their ranks.
     """
-    begins = {rank: _begin(trace) + offsets.get(rank, 0) / 1000 for rank, trace in traces.items()}
-    starts = [begins[rank] + each["ts"] for rank, trace in traces.items() for each in _timed(trace)]
-    first = min(starts, default=0.0)
+    # The unix time that times of a trace are relative to.
+    begins = {rank: (t.get("baseTimeNanoseconds", 0) + offsets.get(rank, 0)) / 1000 for rank, t in traces.items()}
+    timed = [(rank, each) for rank, trace in traces.items() for each in trace["traceEvents"] if _is_timed(each)]
+    first = min((begins[rank] + each["ts"] for rank, each in timed), default=0.0)
     events: list[dict[str, Any]] = []
     numbers: dict[tuple[int, Any], int] = {}
     for rank, trace in sorted(traces.items()):
         for event in trace["traceEvents"]:
             moved, kind = dict(event), event.get("ph")
-            if "ts" in event and kind != "M":
+            if _is_timed(event):
                 moved["ts"] = begins[rank] + event["ts"] - first
             moved["pid"] = numbers.setdefault((rank, event.get("pid")), len(numbers) + 1)
             if kind in _WITH_ID and "id" in event:
@@ -260,13 +261,8 @@ def merge_traces(traces: Mapping[int, Mapping[str, Any]], offsets: Mapping[int, 
     return {"displayTimeUnit": "ms", "ranks": sorted(traces), "traceEvents": events}
 
 
-def _timed(trace: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return [each for each in trace["traceEvents"] if "ts" in each and each.get("ph") != "M"]
-
-
-def _begin(trace: Mapping[str, Any]) -> float:
-    """Return the unix time in microseconds that times of the trace are relative to."""
-    return float(trace.get("baseTimeNanoseconds", 0)) / 1000
+def _is_timed(event: Mapping[str, Any]) -> bool:
+    return "ts" in event and event.get("ph") != "M"
 
 
 def write_trace(path: Path, trace: Mapping[str, Any]) -> None:

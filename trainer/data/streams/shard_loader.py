@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,23 +18,6 @@ from trainwright.trainer.data.streams.sharded import Batch, RankProgress, ShardB
 _Batch = tuple[Any, Batch]
 
 
-@dataclass(frozen=True)
-class ShardReader:
-    """The reader of a stream of shards.
-
-    Args:
-        data_rank: index among ranks that read different samples.
-        data_ranks: their number.
-        seed: seed of the run.
-        group: a gloo group of all ranks, not used for training; ``None``: a single rank.
-    """
-
-    data_rank: int
-    data_ranks: int
-    seed: int
-    group: dist.ProcessGroup | None
-
-
 class ShardLoader(StreamLoader):
     """The loader of a :class:`ShardedStream` on one data rank.
 
@@ -44,19 +26,30 @@ class ShardLoader(StreamLoader):
 
     Args:
         loader: the user's loader over the stream.
-        reader: this rank.
+        data_rank: this rank.
+        data_ranks: number of ranks.
+        seed: seed of the run.
+        agreement: a gloo group of all ranks, not used for training; ``None``: a single rank.
         group: waves per optimizer step; 1 if undefined, or outside of training.
     """
 
     is_dealt = False  # ranks read consecutive parts of the stream
 
-    def __init__(self, loader: DataLoader[Any], reader: ShardReader, group: int) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        data_rank: int,
+        data_ranks: int,
+        seed: int,
+        agreement: dist.ProcessGroup | None,
+        group: int,
+    ) -> None:
         stream, micro = loader.dataset, loader.batch_size
         assert isinstance(stream, ShardedStream)
         assert micro is not None
-        self._batches = ShardBatches(stream, micro, reader.data_rank, reader.data_ranks)
-        super().__init__(loader, self._batches, reader.data_ranks, group)
-        self._stream, self._micro, self._reader = stream, micro, reader
+        self._batches = ShardBatches(stream, micro, data_rank, data_ranks)
+        super().__init__(loader, self._batches, data_ranks, group)
+        self._stream, self._micro, self._rank, self._seed, self._agreement = stream, micro, data_rank, seed, agreement
         self._collate, self._drop_last = loader.collate_fn, loader.drop_last
         # What was read of the epoch: before it was dealt as it is now; by this rank since then, in earlier runs; in the
         # remembered batches; and up to these.
@@ -68,7 +61,7 @@ class ShardLoader(StreamLoader):
     @property
     def seed(self) -> int | None:
         """Seed of the order; ``None`` if it is not shuffled."""
-        return self._reader.seed if self._stream.shuffle else None
+        return self._seed if self._stream.shuffle else None
 
     def set_epoch(self, epoch: int) -> None:
         """See :class:`StreamLoader`."""
@@ -93,7 +86,7 @@ class ShardLoader(StreamLoader):
         for each in () if same else progress:
             read.add(each.read)
         self._before = list(read)
-        self._resumed_progress = progress[self._reader.data_rank] if same else RankProgress()
+        self._resumed_progress = progress[self._rank] if same else RankProgress()
         self._batches.resume(resumed.epoch, self._before, self._resumed_progress)
         self._reset()
 
@@ -114,7 +107,7 @@ class ShardLoader(StreamLoader):
         super()._begin()
         self._reset()
         seed = self._of_this_epoch.seed
-        self._batches.prepare(self.epoch, self._reader.seed if seed is None else seed)
+        self._batches.prepare(self.epoch, self._seed if seed is None else seed)
 
     def _own(self) -> Iterator[_Batch]:
         """Yield the micro-batches of this rank, until no worker has any."""
@@ -151,14 +144,14 @@ class ShardLoader(StreamLoader):
         """Start to sum the samples of all ranks in each wave of an optimizer step."""
         counts = [batch.samples for _, batch in step]
         numbers = torch.tensor(counts + [0] * (self.group - len(counts)))
-        group = self._reader.group
+        group = self._agreement
         return None if group is None else dist.all_reduce(numbers, group=group, async_op=True), numbers
 
     def _wait(self, pending: tuple[Any, torch.Tensor]) -> list[int]:
         work, numbers = pending
         if work is not None:
             work.wait()
-            numbers //= dist.get_world_size(self._reader.group) // self.data_ranks  # some ranks share samples
+            numbers //= dist.get_world_size(self._agreement) // self.data_ranks  # some ranks share samples
         return [count for count in numbers.tolist() if count]
 
     def _padding(self) -> Any:
