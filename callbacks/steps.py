@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from trainwright.core.run.traits import traits_of
+
 
 class StepCounter:
     """Detects in ``on_train_batch_end`` that an optimizer step has ended.
@@ -45,6 +47,11 @@ def steps_done(trainer: Trainer) -> int:
 def is_dropped(trainer: Trainer) -> bool:
     """Return whether this micro-batch would have ended an optimizer step that was dropped, see ``DropStep``."""
     return bool(getattr(trainer.fit_loop.epoch_loop, "dropped", False))
+
+
+def are_synchronous(trainer: Any) -> bool:
+    """Return whether all ranks are at the same optimizer step, so that any step may run a collective."""
+    return traits_of(trainer.strategy).steps_are_collective
 
 
 def window_steps(every_n_steps: int | None, trainer: Trainer) -> int:

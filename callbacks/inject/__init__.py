@@ -23,21 +23,9 @@ if TYPE_CHECKING:
     from trainwright.callbacks.inject.fault import Fault
 
 KINDS = (
-    "kill",
-    "stop",
-    "hang",
-    "slow",
-    "nan",
-    "spike",
-    "raise_in",
-    "exit",
-    "partition",
-    "full_disk",
-    "corrupt_checkpoint",
-    "flip_bit",
-    "out_of_memory",
-    "soak",
-)
+    "kill", "stop", "hang", "slow", "nan", "spike", "raise_in", "exit", "partition", "full_disk",
+    "corrupt_checkpoint", "flip_bit", "out_of_memory", "soak",
+)  # fmt: skip
 """Names of the functions below."""
 
 

@@ -186,9 +186,7 @@ class Slow(StepFault):
             self.release(pl_module)
             self._since = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Stay wrapped for the next batch."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

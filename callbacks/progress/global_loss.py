@@ -13,9 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import is_dropped, log_metrics
+from trainwright.callbacks.steps import are_synchronous, is_dropped, log_metrics
 from trainwright.callbacks.windows import Windowed
-from trainwright.core.run.traits import traits_of
 
 _ADVICE = "Lower the learning rate (optimizer.lr=...)"
 _CLIP = "clip gradients (trainer.gradient_clip_val=1.0)"
@@ -67,9 +66,7 @@ class GlobalLoss(Windowed):
         super().on_train_start(trainer, pl_module)
         self._micro_losses, self._pending, self.diverged = [], [], None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Keep the loss; at the end of a window, average and log."""
         if not self._window:
             return
@@ -134,24 +131,20 @@ class GlobalLoss(Windowed):
         exists = torch.tensor([float(bool(micro)) for _, micro in self._pending], device=device)
         own = _sums([micro for _, micro in self._pending], device)
         both = torch.cat((own, exists))
-        if _are_synchronous(trainer):
+        if are_synchronous(trainer):
             both = trainer.strategy.reduce(both, reduce_op="mean")
         values, existing = both.chunk(2)
         return own, values.tolist(), existing.tolist()
 
     def _report(self, trainer: Trainer, step: int, loss: float, own: Tensor) -> None:
         """Report a non-finite loss. A collective with synchronous ranks, which have all seen it."""
-        together = _are_synchronous(trainer)
-        self.diverged = Divergence(step, loss, ranks_where(not bool(own.isfinite()), trainer, together=together))
+        together = are_synchronous(trainer)
+        self.diverged = Divergence(step, loss, _ranks_where(not bool(own.isfinite()), trainer))
         advice = ADVICE if together else ADVICE_ASYNCHRONOUS
         rank_zero_warn(f"GlobalLoss: {self.diverged}, the first that is not finite. Training continues. {advice}")
         # Without ranks if asynchronous, so that the report shows one event.
         text = str(self.diverged if together else replace(self.diverged, ranks=()))
         emit(trainer, "event", {"what": "diverged", "text": text, "seconds": 0}, step)
-
-
-def _are_synchronous(trainer: Trainer) -> bool:
-    return traits_of(trainer.strategy).steps_are_collective
 
 
 def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:
@@ -195,9 +188,9 @@ def first_nonfinite(values: Sequence[float]) -> int | None:
     return next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
 
 
-def ranks_where(found: bool, trainer: Any, *, together: bool) -> tuple[int, ...]:
-    """Return the ranks on which ``found`` is true (a collective); without ``together``, only this one."""
-    if not together:
+def _ranks_where(found: bool, trainer: Any) -> tuple[int, ...]:
+    """Return the ranks on which ``found`` is true, in a collective; of asynchronous ranks only this one."""
+    if not are_synchronous(trainer):
         return (trainer.global_rank,) if found else ()
     flags = torch.zeros(trainer.world_size, device=trainer.strategy.root_device)
     flags[trainer.global_rank] = float(found)

@@ -15,9 +15,8 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import StepCounter
+from trainwright.callbacks.steps import StepCounter, are_synchronous
 from trainwright.core.failures.records import write_whole
-from trainwright.core.run.traits import traits_of
 
 FILE = "plan.json"
 _MIB = 2**20
@@ -141,7 +140,7 @@ def _is_measurable(trainer: Any) -> bool:
     """Return whether steps are synchronous with batches of a known size; equal on all ranks."""
     strategy = trainer.strategy
     knows = getattr(trainer, "global_batch", None) is not None and hasattr(strategy, "measures")
-    return knows and traits_of(strategy).steps_are_collective
+    return knows and are_synchronous(trainer)
 
 
 def _plan_of(trainer: Any) -> dict[str, Any] | None:

@@ -96,9 +96,7 @@ class ProgressBar(StopsWithTraining, LightningProgressBar):
         if self._open():
             self._show(self._train_state(trainer, None))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Refresh if due."""
         self._outputs = outputs
         if self._display is None or time.monotonic() < self._next:
@@ -229,9 +227,8 @@ class TrainingTimer:
             if step > self._first_step:
                 self._first_step, self._begin = step, now
             return None
-        return (
-            (step - self._first_step) / (now - self._begin) if step > self._first_step and now > self._begin else None
-        )
+        has_passed = step > self._first_step and now > self._begin
+        return (step - self._first_step) / (now - self._begin) if has_passed else None
 
 
 class Bars:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from trainwright.callbacks.monitor.flops import CountedOperations
 from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.steps import are_synchronous, log_metrics
 from trainwright.callbacks.windows import Windowed
-from trainwright.core.run.traits import traits_of
 
 
 class Throughput(Windowed):
@@ -108,9 +107,7 @@ class Throughput(Windowed):
         """Stop counting."""
         self._end_counting()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, _: Any, batch: Any, *__: Any) -> None:
         """Count samples; log at the end of a window."""
         if not self._window:
             return
@@ -156,7 +153,7 @@ class Throughput(Windowed):
         assert self._begin is not None
         flops = self._samples * (self.flops_per_sample or 0.0)
         sums = torch.tensor([float(self._samples), flops], device=trainer.strategy.root_device, dtype=torch.float32)
-        together = traits_of(trainer.strategy).steps_are_collective
+        together = are_synchronous(trainer)
         if together:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         total, all_flops = sums.tolist()  # synchronizes the device

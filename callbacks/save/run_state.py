@@ -28,7 +28,7 @@ from trainwright.callbacks.save.logged import (
 )
 from trainwright.callbacks.save.options import SaveName, save_problems
 from trainwright.callbacks.save.schedule import SaveSchedule
-from trainwright.callbacks.steps import require_strategy
+from trainwright.callbacks.steps import are_synchronous, require_strategy
 from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.checkpoint.exchange.groups import gloo_group
 from trainwright.checkpoint.format.manifest import Manifest
@@ -253,7 +253,7 @@ class RunStateCheckpoint(Checkpoint):
         if step == self._step or is_dev_run(trainer):
             return
         before, self._step = self._step, step
-        if not _steps_are_collective(trainer):
+        if not are_synchronous(trainer):
             # Ranks reach a step at different times: only a save due by its number synchronizes them.
             if self._schedule.is_due_by_number(step):
                 self._save(trainer)
@@ -263,10 +263,9 @@ class RunStateCheckpoint(Checkpoint):
         self._settle_if_done(trainer)
         if self._schedule.is_due_after_step(step):
             self._save(trainer)
-        if self.copies is not None and self.in_memory_every_n_steps is not None:
-            every = self.in_memory_every_n_steps
-            if step // every > before // every:
-                self._copy(trainer)
+        every = self.in_memory_every_n_steps
+        if every is not None and step // every > before // every:
+            self._copy(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a state among the best."""
@@ -280,7 +279,7 @@ class RunStateCheckpoint(Checkpoint):
             refuse_unlogged(self.monitor, trainer)
         self._save_if_best(trainer)
         # Asynchronous ranks differ in their step counts and clocks.
-        is_overdue = not _steps_are_collective(trainer) and self._from_rank_zero(
+        is_overdue = not are_synchronous(trainer) and self._from_rank_zero(
             trainer, self._schedule.is_overdue(trainer.global_step)
         )
         if is_overdue or self._schedule.is_due_after_epoch(trainer.current_epoch):
@@ -473,10 +472,6 @@ class RunStateCheckpoint(Checkpoint):
         """Return rank 0's value on every rank."""
         group = self._agreement(trainer)
         return value if group is None else broadcast_value(value, 0, group)
-
-
-def _steps_are_collective(trainer: Trainer) -> bool:
-    return traits_of(trainer.strategy).steps_are_collective
 
 
 def _is_by_callback(found: FoundCheckpoint) -> bool:

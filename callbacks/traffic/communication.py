@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import log_metrics, require_strategy
+from trainwright.callbacks.steps import are_synchronous, log_metrics, require_strategy
 from trainwright.callbacks.windows import StopsWithTraining, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.run.peers import service_of
-from trainwright.core.run.traits import traits_of
 from trainwright.core.text.sizes import size_text
 
 
@@ -117,8 +116,7 @@ class CommunicationReport(StopsWithTraining, Windowed):
         if trainer.is_global_zero:
             self.of_servers = service_of(trainer.strategy).server_traffic()
         own = {"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)}
-        together = traits_of(trainer.strategy).steps_are_collective
-        several = together and dist.is_available() and dist.is_initialized()
+        several = are_synchronous(trainer) and dist.is_available() and dist.is_initialized()
         self.of_ranks = all_gather_values(own, device=trainer.strategy.root_device) if several else [own]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

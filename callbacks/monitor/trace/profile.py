@@ -20,10 +20,9 @@ from trainwright.callbacks.monitor.records import FOLDER, emit
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.callbacks.monitor.trace.profile_option import profile_problem
-from trainwright.callbacks.steps import StepCounter, window_steps
+from trainwright.callbacks.steps import StepCounter, are_synchronous, window_steps
 from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.core.run.peers import peers_of
-from trainwright.core.run.traits import traits_of
 
 # Event types with an id that is unique only within a rank.
 _WITH_ID = ("s", "t", "f", "b", "n", "e", "N", "O", "D")
@@ -100,8 +99,7 @@ class Profile(Callback):
         first, end = self._wanted.pop(0)
         begin = self._counter.next_number(trainer)
         self._span, self._began = (begin, begin + end - first), time.perf_counter()
-        together = traits_of(trainer.strategy).steps_are_collective
-        if together and _store(trainer) is not None:
+        if are_synchronous(trainer) and _store(trainer) is not None:
             key = f"trainwright/clock/{begin}"
             others = sampled_ranks(trainer.world_size, self.most_ranks)[1:]
             self._offset, _ = clock_offset(_store(trainer), key, trainer.global_rank, others)
@@ -174,8 +172,7 @@ class Profile(Callback):
         stem = Path(self.run_dir) / FOLDER / f"trace_{self._span[0]}"
         self.latest = self._write(_rank_path(stem, trainer.global_rank))
         ranks = sampled_ranks(trainer.world_size, self.most_ranks)
-        together = traits_of(trainer.strategy).steps_are_collective
-        if together and _store(trainer) is not None:
+        if are_synchronous(trainer) and _store(trainer) is not None:
             _wait_for_all(_store(trainer), f"trainwright/trace/{self._span[0]}", len(ranks), trainer.is_global_zero)
         if trainer.is_global_zero:
             self.latest = _merge(stem, ranks)
