@@ -69,6 +69,9 @@ class FlagOnSignal(_SignalConnector):
     it saves inside the handler. Here a handler only sets a flag; the loops call :meth:`passed` after each batch, and
     :meth:`end` if it returns true.
 
+    Attributes:
+        agreed: the notice that all ranks have agreed on.
+
     Raises:
         ValueError: if Lightning's own requeueing is requested.
     """
@@ -85,7 +88,6 @@ class FlagOnSignal(_SignalConnector):
         self._received: StopNotice | None = None  # from asynchronous ranks
         self._undo: list[Callable[[], object]] = []
         self.agreed: StopNotice | None = None
-        """The notice that all ranks have agreed on."""
         _refuse_requeueing(trainer)
 
     @property

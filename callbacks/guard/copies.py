@@ -28,13 +28,15 @@ class StateCopies:
     Args:
         trainer: whose state is copied.
         clock: monotonic seconds.
+
+    Attributes:
+        snapshots: the copies.
     """
 
     def __init__(self, trainer: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self._trainer = trainer
         self._clock = clock
         self.snapshots = Snapshots()
-        """The copies."""
         self._is_own = True
         self._end: Callable[[], None] | None = None
         self._schedule = CopySchedule()

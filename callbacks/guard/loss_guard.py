@@ -76,6 +76,9 @@ class LossGuard(Callback):
         max_skips: dropped steps within ``per_steps``; one more ends training.
         per_steps: optimizer steps over which ``max_rollbacks`` and ``max_skips`` count.
 
+    Attributes:
+        counts: dropped steps, rollbacks, and faults that did not or did recur, in this run.
+
     Raises:
         ValueError: naming all invalid arguments.
     """
@@ -107,7 +110,6 @@ class LossGuard(Callback):
         if problems:
             raise ValueError("LossGuard: " + "; ".join(problems))
         self.counts = {"skipped": 0, "rollbacks": 0, "transient": 0, "reproducible": 0}
-        """Dropped steps, rollbacks, and faults that did not or did recur, in this run."""
         self._history = LossHistory(self.window, self.min_history)
         self._interventions: list[int] = []  # global step of each
         self._suspect: int | None = None  # global step of a fault that may recur

@@ -90,6 +90,10 @@ class ReplicaCheck(Callback):
         before_saves: check before every save too, in-memory copies included; ``False``: off.
         most_repairs: repairs per rank; one more stops training and names the rank.
 
+    Attributes:
+        found: all differences so far, each with its optimizer step.
+        equal_at: the last optimizer step with equal replicas; ``None`` before the first check.
+
     Raises:
         ValueError: if an argument is invalid.
     """
@@ -109,9 +113,7 @@ class ReplicaCheck(Callback):
         if self.most_repairs < 0:
             raise ValueError(f"ReplicaCheck(most_repairs={self.most_repairs}) (allowed: 0 or more)")
         self.found: list[tuple[int, Difference]] = []
-        """All differences so far, each with its optimizer step."""
         self.equal_at: int | None = None
-        """The last optimizer step with equal replicas; ``None`` before the first check."""
         self._repairs: Counter[int] = Counter()
         self._warned = False
         self._holders = _ReplicaMap()
@@ -206,14 +208,16 @@ class ReplicaCheck(Callback):
 class _ReplicaMap:
     """Which ranks hold which parts. Parts with the same holders share one digest; only if that differs are single
     digests exchanged.
+
+    Attributes:
+        repairs: of the last comparison: part, a rank that has it right, and ranks that have it wrong; in equal order.
+        sets: sets of ranks with a common part, equal on every rank.
     """
 
     def __init__(self) -> None:
         self.repairs: list[tuple[Box, int, tuple[int, ...]]] = []
-        """Of the last comparison: part, a rank that has it right, and ranks that have it wrong; in equal order."""
         self._boxes: list[Box] | None = None  # of this rank, when the map was made
         self.sets: list[tuple[int, ...]] = []
-        """Sets of ranks with a common part, equal on every rank."""
         self._members: dict[tuple[int, ...], list[Box]] = {}  # parts of this rank by their holders
 
     def differences(self, digests: Mapping[Box, bytes], device: torch.device) -> list[Difference]:

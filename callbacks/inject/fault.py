@@ -72,6 +72,9 @@ class Fault(Callback):
         rank: global rank to strike; ``None``: every rank.
         at_step: optimizer step.
         times: strikes per rank, restarts included; ``None``: whenever the step is reached.
+
+    Attributes:
+        step: the current or last optimizer step.
     """
 
     sentence = ""
@@ -82,7 +85,6 @@ class Fault(Callback):
         self.at_step = at_step
         self.times = times
         self.step = 0
-        """The current or last optimizer step."""
         self._firings: Firings | None = None
         self._key = ""
         self._before = -1  # the previous step in this process

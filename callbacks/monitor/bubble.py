@@ -22,6 +22,9 @@ class Bubble(StopsWithTraining, Windowed):
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
 
+    Attributes:
+        latest: the last record; empty before the end of the first window.
+
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
     """
@@ -31,7 +34,6 @@ class Bubble(StopsWithTraining, Windowed):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, Any] = {}
-        """The last record; empty before the end of the first window."""
         self._timeline: Any = None
         self._step: int | None = None  # the measured step
         self._began = 0.0

@@ -50,12 +50,14 @@ class Goodput(Callback):
 
     Args:
         run_dir: of the run; ``None``: earlier processes are not counted.
+
+    Attributes:
+        latest: the last record; empty before the end of the first window of ``StepTime``.
     """
 
     def __init__(self, run_dir: str | None = None) -> None:
         self.run_dir = run_dir
         self.latest: dict[str, float] = {}
-        """The last record; empty before the end of the first window of ``StepTime``."""
         self._began = 0.0
         self._stretches: list[Stretch] = []
 

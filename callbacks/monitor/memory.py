@@ -28,6 +28,9 @@ class Memory(Windowed):
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
 
+    Attributes:
+        latest: bytes logged last; empty before the end of the first window.
+
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
     """
@@ -38,7 +41,6 @@ class Memory(Windowed):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, int] = {}
-        """Bytes logged last; empty before the end of the first window."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Report at the end of a window."""

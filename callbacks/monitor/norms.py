@@ -34,6 +34,9 @@ class Norms(Windowed):
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
 
+    Attributes:
+        latest: ``grad`` and ``param`` by block, as last logged; empty before the first window has ended.
+
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
     """
@@ -41,7 +44,6 @@ class Norms(Windowed):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, dict[str, float]] = {}
-        """``grad`` and ``param`` by block, as last logged; empty before the first window has ended."""
         self._squares: Tensor | None = None  # of gradients and parameters of this rank, (2, blocks + 1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

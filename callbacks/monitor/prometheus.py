@@ -31,6 +31,9 @@ class Prometheus(Callback):
         host: address to listen on; by default only this machine can connect. There is no authentication.
         every_rank: serve the values of each rank; ``False``: of rank 0 only.
 
+    Attributes:
+        port: port in use; ``None`` while not serving.
+
     Raises:
         ValueError: if ``port`` is invalid.
     """
@@ -42,7 +45,6 @@ class Prometheus(Callback):
         self.host = host
         self.every_rank = every_rank
         self.port: int | None = None
-        """Port in use; ``None`` while not serving."""
         self._server: MessageServer | None = None
         self._answers: Any = None
         self._registry: Any = None

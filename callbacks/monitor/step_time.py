@@ -47,6 +47,9 @@ class StepTime(Clocked[PhaseClock], Windowed):
 
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
+
+    Attributes:
+        latest: seconds of a step by part in the last window, and in total as ``step``; empty before the first.
     """
 
     # The strategy may still be receiving the weights of this step.
@@ -55,7 +58,6 @@ class StepTime(Clocked[PhaseClock], Windowed):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, float] = {}
-        """Seconds of a step by part in the last window, and in total as ``step``; empty before the first."""
         self._done = 0  # steps in this window
         self._is_first = True
         self._phases: Phases | None = None

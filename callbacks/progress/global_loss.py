@@ -45,6 +45,10 @@ class GlobalLoss(Windowed):
     Args:
         every_n_steps: optimizer steps per all-reduce; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
 
+    Attributes:
+        latest: the last loss written; ``None`` before the first.
+        diverged: the first non-finite loss of this fit; ``None``: all were finite.
+
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
     """
@@ -55,9 +59,7 @@ class GlobalLoss(Windowed):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: float | None = None
-        """The last loss written; ``None`` before the first."""
         self.diverged: Divergence | None = None
-        """The first non-finite loss of this fit; ``None``: all were finite."""
         self._micro_losses: list[Tensor] = []
         self._pending: list[tuple[int, list[Tensor]]] = []
 

@@ -37,6 +37,9 @@ class PlanCheck(Callback):
         steps: optimizer steps to measure, after 2 that are not; a shorter run reports those it made.
         console: prints the line; ``None``: standard output.
 
+    Attributes:
+        measured: the result, as in the file; ``None`` before.
+
     Raises:
         ValueError: if ``steps`` is less than 1.
     """
@@ -47,7 +50,6 @@ class PlanCheck(Callback):
         self.steps = steps
         self.console = console or Console()
         self.measured: dict[str, Any] | None = None
-        """The result, as in the file; ``None`` before."""
         self._steps = StepCounter()
         self._plan: dict[str, Any] | None = None
         self._done = -_WARM_UP

@@ -39,6 +39,10 @@ class Throughput(Windowed):
         count_flops: ``False`` is off.
         peak_flops: peak FLOP/s of one device; ``None``: unknown, no ``mfu``.
 
+    Attributes:
+        flops_per_sample: FLOPs of forward and backward per sample of this rank; ``None``: not counted.
+        latest: values logged last; empty before the end of the first window.
+
     Raises:
         ValueError: if ``every_n_steps`` or ``units_per_sample`` is less than 1, or ``peak_flops`` is not above 0.
     """
@@ -64,9 +68,7 @@ class Throughput(Windowed):
         self.count_flops = count_flops
         self.peak_flops = peak_flops
         self.flops_per_sample: float | None = None
-        """FLOPs of forward and backward per sample of this rank; ``None``: not counted."""
         self.latest: dict[str, float] = {}
-        """Values logged last; empty before the end of the first window."""
         self._counted: tuple[str, int] | None = None  # unit and units per sample of this run
         self._begin: float | None = None  # perf_counter() at the last start of the clock
         self._before = 0.0  # seconds of this window before that

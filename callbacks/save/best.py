@@ -29,6 +29,9 @@ class SaveRecords:
     Args:
         keep_best: number of best ones kept; 0: nothing is monitored.
         mode: ``"min"`` or ``"max"``, which values are best.
+
+    Attributes:
+        ranking: the best ones, best first.
     """
 
     def __init__(self, keep_best: int, mode: Literal["min", "max"]) -> None:
@@ -36,7 +39,6 @@ class SaveRecords:
         self._sign = 1.0 if mode == "min" else -1.0
         self.last: SaveRecord | None = None
         self.ranking: list[SaveRecord] = []
-        """The best ones, best first."""
 
     @property
     def best(self) -> SaveRecord | None:

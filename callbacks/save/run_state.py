@@ -91,6 +91,9 @@ class RunStateCheckpoint(Checkpoint):
             node, see :class:`~trainwright.checkpoint.memory.replicas.NeighbourCopies`; ``None``: off.
         on_error: ``"raise"``, or ``"warn"`` and continue training, when a save fails.
 
+    Attributes:
+        copies: in-memory copies, if requested; created when training starts.
+
     Raises:
         ValueError: naming all invalid arguments.
     """
@@ -122,7 +125,6 @@ class RunStateCheckpoint(Checkpoint):
         if problems:
             raise ValueError("RunStateCheckpoint: " + "; ".join(problems))
         self.copies: NeighbourCopies | None = None
-        """In-memory copies, if requested; created when training starts."""
         self.retention = Retention(self.keep_last, self.keep_every, self.keep_best, self.monitor, self.mode)
         self._name = SaveName(self.filename)
         self._schedule = SaveSchedule(

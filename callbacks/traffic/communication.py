@@ -49,6 +49,12 @@ class CommunicationReport(StopsWithTraining, Windowed):
             and only prints the table).
         console: prints; ``None``: standard output.
 
+    Attributes:
+        latest: values logged last; empty before the end of the first window.
+        of_ranks: of every rank at the end: ``steps`` (optimizer steps), ``within`` and ``besides`` (totals within and
+            outside of steps: rows of axis, kind, calls, bytes, minimum bytes).
+        of_servers: messages and bytes of each server rank at the end; on rank 0.
+
     Raises:
         ValueError: if ``every_n_steps`` is less than 1.
     """
@@ -60,12 +66,8 @@ class CommunicationReport(StopsWithTraining, Windowed):
         super().__init__(every_n_steps)
         self.console = console or Console()
         self.latest: dict[str, float] = {}
-        """Values logged last; empty before the end of the first window."""
         self.of_ranks: list[dict[str, Any]] = []
-        """Of every rank at the end: ``steps`` (optimizer steps), ``within`` and ``besides`` (totals within and outside
-        of steps: rows of axis, kind, calls, bytes, minimum bytes)."""
         self.of_servers: dict[int, tuple[int, int]] = {}
-        """Messages and bytes of each server rank at the end; on rank 0."""
         self._meter: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -32,6 +32,9 @@ class CommunicationAdvice(Clocked[StepClock]):
         after_steps: optimizer steps to measure, after 3 that are not; a shorter run reports those it made.
         console: prints; ``None``: standard output.
 
+    Attributes:
+        advice: the result (:class:`~trainwright.strategies.contract.communication.advice.Advice`); ``None`` before.
+
     Raises:
         ValueError: if ``after_steps`` is less than 1.
     """
@@ -44,7 +47,6 @@ class CommunicationAdvice(Clocked[StepClock]):
         self.after_steps = after_steps
         self.console = console or Console()
         self.advice: Any = None
-        """The result (:class:`~trainwright.strategies.contract.communication.advice.Advice`); ``None`` before."""
         self._steps = StepCounter()
         self._done = -_WARM_UP
         self._meter: Any = None

@@ -99,6 +99,10 @@ class Stragglers(Clocked[StepClock], Windowed):
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
         threshold: fraction of a step by which a straggler is behind the median of its peers.
 
+    Attributes:
+        latest: times of every rank in the last window; empty before the first.
+        stragglers: stragglers of the last window, slowest first.
+
     Raises:
         ValueError: if ``every_n_steps`` is less than 1, or ``threshold`` is not between 0 and 1.
     """
@@ -117,9 +121,7 @@ class Stragglers(Clocked[StepClock], Windowed):
             )
         self.threshold = threshold
         self.latest: list[StepTimes] = []
-        """Times of every rank in the last window; empty before the first."""
         self.stragglers: list[Straggler] = []
-        """Stragglers of the last window, slowest first."""
         self._done = -_WARM_UP  # steps in this window
         self._reported: set[tuple[int, str]] = set()
 

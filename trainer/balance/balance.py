@@ -47,6 +47,9 @@ class Balance(Clocked[StepClock]):
     Args:
         options: not ``"none"``.
         strategy: of the run.
+
+    Attributes:
+        make_clock: creates the clock of a rank.
     """
 
     def __init__(self, options: BalanceOptions, strategy: LayoutStrategy) -> None:
@@ -55,7 +58,6 @@ class Balance(Clocked[StepClock]):
             Bounds() if options.kind == FIXED else Bounds(options.least_share, options.most_share)
         )
         self.make_clock: Callable[[Any], StepClock] = StepClock
-        """Creates the clock of a rank."""
         self._strategy = strategy
         self._seconds: list[float] | None = None  # per sample of each data rank, smoothed; None before measuring
         self._steps = StepCounter()

@@ -59,6 +59,9 @@ class DealingSampler(Sampler[list[int]]):
     Args:
         data_rank: this rank.
         data_ranks: number of ranks.
+
+    Attributes:
+        drawn: batches of the present epoch drawn so far, including those before :attr:`first_batch`.
     """
 
     # Yield a `Drawn` per sample, for a data set whose samples depend on the epoch.
@@ -71,7 +74,6 @@ class DealingSampler(Sampler[list[int]]):
         self.data_ranks = data_ranks
         self.consumed = lambda: 0
         self.drawn = 0
-        """Batches of the present epoch drawn so far, including those before :attr:`first_batch`."""
         self._resumed: Resumed | None = None
         self._passed: tuple[int, int] = (0, 0)  # epoch, passes started in it
 

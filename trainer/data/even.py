@@ -85,6 +85,9 @@ class EvenLoader(WrappedLoader):
         loader: this rank's loader.
         group: a gloo group of all ranks, not used for training, so that its messages overlap.
         reader: this rank.
+
+    Attributes:
+        is_dealt: true if the stream is equal on all ranks, so that each keeps its own of every wave.
     """
 
     # At most two steps are read ahead; the loop needs those of the present one too.
@@ -99,7 +102,6 @@ class EvenLoader(WrappedLoader):
         self._tags: dict[int, Tag] = {}
         self._first = 0
         self.is_dealt = False
-        """True if the stream is equal on all ranks, so that each keeps its own of every wave."""
 
     def is_padding(self, batch_idx: int) -> bool:
         """Return whether the ``batch_idx``-th batch of the current pass is padding."""

@@ -217,6 +217,10 @@ class LeaseDesk:
         address: of the service.
         worker: number of this worker.
 
+    Attributes:
+        heard: number and age in seconds of a stop notice given to any worker, as of the last answer; nothing is leased
+            afterwards.
+
     Raises:
         LeaseError: (here and in all methods) if the service is unavailable or refuses.
     """
@@ -225,8 +229,6 @@ class LeaseDesk:
         self.worker = worker
         self.done_samples = 0  # of the run, by all workers, as far as known here
         self.heard: tuple[int, float] | None = None
-        """Number and age in seconds of a stop notice given to any worker, as of the last answer; nothing is leased
-        afterwards."""
         try:
             self._socket = socket.create_connection(address[:2], timeout=_PEER_SECONDS)
         except OSError as error:

@@ -21,13 +21,15 @@ class DataRanks:
         strategy: of the run; with Lightning's own, each rank is a data rank.
         rank: global rank.
         group: returns the process group of agreements; ``None`` for a single process.
+
+    Attributes:
+        is_apart: true if steps are asynchronous, so that no rank waits for another.
     """
 
     def __init__(self, strategy: Any, rank: int, group: Callable[[], Any]) -> None:
         ranks = ranks_of(strategy)
         self.count, self.rank = ranks.num_data_ranks, ranks.data_rank
         self.is_apart = peers_of(strategy).is_apart
-        """True if steps are asynchronous, so that no rank waits for another."""
         self._layout, self._global_rank, self._group = getattr(strategy, "layout", None), rank, group
 
     def gather(self, state: Any) -> list[Any]:

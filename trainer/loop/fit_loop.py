@@ -42,6 +42,9 @@ class ResumableFitLoop(_FitLoop):
         trainer: the Trainer.
         min_epochs: as Lightning's.
         max_epochs: as Lightning's.
+
+    Attributes:
+        skipped: samples that were or will be read but not trained on.
     """
 
     trainer: RunTrainer
@@ -55,7 +58,6 @@ class ResumableFitLoop(_FitLoop):
         self._logged: list[dict[str, Any]] = []  # as saved, by data rank
         self._reloaded: float | None = None  # as saved, the epoch at which loaders were last reloaded
         self.skipped: tuple[Skipped, ...] = ()
-        """Samples that were or will be read but not trained on."""
         self._error: Exception | None = None
 
     # ---- running --------------------------------------------------------------------------------------------------

@@ -82,14 +82,17 @@ class TokenWeights:
             ``None`` observes ``cross_entropy``, ``nll_loss`` and ``linear_cross_entropy`` of ``torch.nn.functional``
             (also as ``nn.CrossEntropyLoss``, or imported by name) and counts the class indices that are not
             ``ignore_index``. Calls without gradient do not count.
+
+    Attributes:
+        step_loss: mean over all valid tokens of the last optimizer step, fp32 scalar, equal on every rank; 0 without
+            any.
+        step_tokens: valid tokens of the last optimizer step over all data ranks, float64 scalar.
     """
 
     def __init__(self, strategy: LayoutStrategy, token_count: TokenCount | None = None) -> None:
         self.strategy = strategy
         self.step_loss: Tensor | None = None
-        """Mean over all valid tokens of the last optimizer step, fp32 scalar, equal on every rank; 0 without any."""
         self.step_tokens: Tensor | None = None
-        """Valid tokens of the last optimizer step over all data ranks, float64 scalar."""
         self._token_count = token_count
         self._seen: Observation | None = None
         self._open: Observation | None = None

@@ -53,6 +53,9 @@ class Profile(Callback):
         most_ranks: maximum number of ranks traced, see :func:`~trainwright.callbacks.monitor.sample.is_sampled`;
             ``None``: all.
 
+    Attributes:
+        latest: the last trace written by this rank.
+
     Raises:
         ValueError: if ``steps`` are invalid, or ``most_ranks`` is less than 1.
     """
@@ -71,7 +74,6 @@ class Profile(Callback):
         self.run_dir = run_dir
         self.most_ranks = most_ranks
         self.latest: Path | None = None
-        """The last trace written by this rank."""
         self._counter = StepCounter()
         self._window = 0
         self._asked = 0  # requests so far
