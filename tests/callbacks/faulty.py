@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import make_trainer
+from tests.parity.harness import make_trainer, world_size
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 
@@ -54,25 +54,15 @@ def fit(
 ) -> Any:
     """Train a small language model on all ranks; return the Trainer."""
     has_checkpoint = any(isinstance(each, Checkpoint) for each in callbacks)
-    usual = {
-        "global_batch_size": 8,
-        "max_epochs": -1,
-        "default_root_dir": "run",
-        "enable_checkpointing": has_checkpoint,
-    }
-    trainer = make_trainer(
-        strategy, options, max_steps=steps, callbacks=list(callbacks), **{**usual, **trainer_options}
-    )
+    usual = {"global_batch_size": 8, "max_epochs": -1, "default_root_dir": "run", "max_steps": steps}
+    usual |= {"callbacks": list(callbacks), "enable_checkpointing": has_checkpoint}
+    trainer = make_trainer(strategy, options, **{**usual, **trainer_options})
     layout = getattr(trainer.strategy, "_open_layout", None)
-    data_ranks = world() if layout is None else layout.resolve(world()).data_ranks
+    data_ranks = world_size() if layout is None else layout.resolve(world_size()).data_ranks
     loader = DataLoader(data or Texts(24), batch_size=(trainer.global_batch_size or 8) // data_ranks)
     val_loader = None if val_data is None else DataLoader(val_data, batch_size=2)
     trainer.fit(make_module(network), loader, val_loader, ckpt_path=ckpt_path)
     return trainer
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
@@ -186,13 +176,8 @@ def group_of(rank: int, world_size: int, port: int) -> Iterator[None]:
     """Make this process a rank of a new process group."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(port))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=2 * PATIENCE),
-    )
+    place = {"rank": rank, "world_size": world_size, "init_method": f"tcp://127.0.0.1:{port}"}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * PATIENCE), **place)
     yield
 
 

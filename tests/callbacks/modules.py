@@ -1,14 +1,16 @@
 """A small module, its data and a quiet Trainer for the tests of callbacks."""
 
+import io
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity.harness import QUIET
+from tests.parity.harness import QUIET, world_size
 
 
 class Regression(LightningModule):
@@ -89,11 +91,27 @@ def train(
     ckpt_path: Any = None,
     **options: Any,
 ) -> tuple[Any, Written]:
-    """Train on one device, by Lightning's own Trainer unless given; return the module and what was logged."""
+    """Train on the ranks of the default process group, by Lightning's own Trainer unless given.
+
+    Returns:
+        The module and what was logged.
+    """
     module, written = Regression() if module is None else module, Written()
-    trainer = kind(callbacks=list(callbacks), **{**QUIET, "devices": 1, "logger": written, **options})
+    trainer = kind(callbacks=list(callbacks), **{**QUIET, "devices": world_size(), "logger": written, **options})
     trainer.fit(module, loader() if data is None else data, val_data, ckpt_path=ckpt_path)
     return module, written
+
+
+class Paper(Console):
+    """A console that prints into a text, like a file or a terminal."""
+
+    def __init__(self, width: int = 200, **options: Any) -> None:
+        self._text = io.StringIO()
+        super().__init__(file=self._text, width=width, **options)
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
 
 
 class Clock:

@@ -39,9 +39,6 @@ def copied(*wants: Wants, steps: int = 7) -> list[list[int]]:
 
 def test_every_n_steps() -> None:
     assert copied(Wants(every_n_steps=3)) == [[], [1], [1], [1], [4, 1], [4, 1], [4, 1]]
-
-
-def test_first_copy_at_start() -> None:
     assert copied(Wants(every_n_steps=3, at_once=True), steps=5) == [[0], [0], [0], [3, 0], [3, 0]]
 
 

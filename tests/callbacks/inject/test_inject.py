@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from tests.callbacks.faulty import Child, Steps, bits, firings, fit, group_of, wait_until, weights
+from tests.callbacks.faulty import PATIENCE, Child, Steps, bits, firings, fit, group_of, wait_until, weights
 from tests.callbacks.modules import Regression, loader
 from tests.parity.harness import make_trainer
 from tests.pool import free_port
@@ -24,6 +25,7 @@ from trainwright.callbacks.inject import network, numbers, soaking
 from trainwright.callbacks.inject.fault import Firings
 from trainwright.callbacks.inject.rules import HOOKS
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.exchange.groups import wait_for_all
 from trainwright.checkpoint.format.manifest import verify
 from trainwright.checkpoint.read.find import list_checkpoints
 from trainwright.checkpoint.store.storage import PendingFolder
@@ -386,15 +388,11 @@ def connections_left(side: list[int]) -> list[int]:
     places = network._places()
     if dist.get_rank() in side:
         network.cut_off(places[dist.get_rank()], [place for rank, place in enumerate(places) if rank not in side])
-    dist.distributed_c10d._get_default_store().set(f"cut {dist.get_rank()}", "yes")
-    for rank in range(dist.get_world_size()):
-        dist.distributed_c10d._get_default_store().wait([f"cut {rank}"])
+    assert wait_for_all("cut", timedelta(seconds=PATIENCE))
     own = {remote for _, remote in network.connections(os.getpid()).values()}
     ends = {rank: {end for end, _ in network.connections(place.pid).values()} for rank, place in enumerate(places)}
     left = [rank for rank in range(len(places)) if rank != dist.get_rank() and own & ends[rank]]
-    dist.distributed_c10d._get_default_store().set(f"seen {dist.get_rank()}", "yes")
-    for rank in range(dist.get_world_size()):
-        dist.distributed_c10d._get_default_store().wait([f"seen {rank}"])
+    assert wait_for_all("seen", timedelta(seconds=PATIENCE))
     return left
 
 
@@ -449,8 +447,7 @@ def test_several_full_disks() -> None:
 def test_corrupt_checkpoint_of_any_callback() -> None:
     """Including checkpoints that replace each other under one name."""
     savers = [
-        RunStateCheckpoint("first", "newest", every_n_steps=1),
-        RunStateCheckpoint("other", "new", every_n_steps=3),
+        RunStateCheckpoint(*names, every_n_steps=n) for *names, n in (("first", "newest", 1), ("other", "new", 3))
     ]
     fit("single", {}, *savers, inject.corrupt_checkpoint(step=3), steps=3)
     assert [bool(verify(found.path)) for found in list_checkpoints("first")] == [True]
@@ -479,8 +476,7 @@ def test_soak_continues_after_restart(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SystemExit):
             _single(inject.soak(seed=1, every_seconds=2, kinds=["exit"]), steps=1000)
         struck = [key.partition(" fault ")[2] for key in firings() if " fault " in key]
-        assert len(struck) == number + 1
-        assert len(set(struck)) == number + 1  # each is a later fault of the same plan
+        assert len(struck) == len(set(struck)) == number + 1  # each is a later fault of the same plan
     assert [int(text.partition(":")[0]) for text in struck] == sorted(int(text.partition(":")[0]) for text in struck)
     assert struck[0] == "0: exit(rank=0)"
 

@@ -356,8 +356,7 @@ class Dies(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_process_leaves_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_killed_process_leaves_whole_lines(tmp_path):
     path = records_path(tmp_path, 0)
     path.parent.mkdir()
     path.write_text('{"kind": "memory", "step": 0, "time": 1}\n{"kind": "mem')
@@ -368,8 +367,7 @@ def test_killed_process_leaves_whole_lines(tmp_path, monkeypatch):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2, 4]
 
 
-def test_no_files_without_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_no_files_without_run_directory(tmp_path: Path) -> None:
     train(StepTime(1), Memory(1), Events(), Goodput(), MonitorFile(), kind=Trainer, max_steps=2, logger=False)
     assert os.listdir(tmp_path) == []
 
@@ -418,15 +416,19 @@ def test_stretch_until() -> None:
     assert stretch.until(10) is None
 
 
-def test_fault_event(tmp_path: Path) -> None:
-    class Fails(Callback):
+@pytest.mark.parametrize(("error", "what", "text"), [
+    (ValueError("on purpose"), "fault", "ValueError: on purpose"),
+    (Preempted(StopNotice(signal.SIGTERM, 0.0), 0), "preempted", "Preempted: stopped by SIGTERM"),
+])  # fmt: skip
+def test_event_of_the_end(tmp_path: Path, error: BaseException, what: str, text: str) -> None:
+    class Ends(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            raise ValueError("on purpose")
+            raise error
 
-    with pytest.raises(ValueError, match="on purpose"):
-        fit("single", {}, Events(), Fails(), MonitorFile(str(tmp_path)))
+    with pytest.raises(type(error)):
+        fit("single", {}, Events(), Ends(), MonitorFile(str(tmp_path)))
     [event] = read_records(records_path(tmp_path, 0))
-    assert (event["what"], event["text"]) == ("fault", "ValueError: on purpose")
+    assert (event["what"], event["text"]) == (what, text)
 
 
 def test_validation_and_checkpoint_events(tmp_path: Path) -> None:
@@ -449,19 +451,6 @@ def test_run_state_checkpoint_events(tmp_path: Path) -> None:
     assert all(event["seconds"] > 0 for event in told)
     # The saving callback is the last one, so its time counts in the next step.
     assert [record["step"] for record in kept.of("step") if record["seconds"]["checkpoint"]] == [3]
-
-
-def test_preemption_is_no_fault() -> None:
-    class Ends(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            raise Preempted(StopNotice(signal.SIGTERM, 0.0), 0)
-
-    kept = Kept()
-    with pytest.raises(Preempted):
-        fit("single", {}, Events(), kept, Ends())
-    [event] = kept.of("event")
-    assert event["what"] == "preempted"
-    assert event["text"].startswith("Preempted: ")
 
 
 def test_recovered_event() -> None:

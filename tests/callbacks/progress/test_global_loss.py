@@ -1,4 +1,3 @@
-import io
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -7,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.callbacks.modules import QUIET, Regression, Written, loader, train
+from tests.callbacks.modules import Paper, Regression, loader, train
 from trainwright import Trainer
 from trainwright.callbacks.progress import global_loss
 from trainwright.callbacks.progress.global_loss import Divergence, GlobalLoss
 from trainwright.callbacks.progress.run_summary import RunSummary
-
-QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
+from trainwright.strategies.contract.registry import make_strategy
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3, None, 100])
@@ -98,25 +94,18 @@ def test_steps_without_loss() -> None:
 
 def ranks_log(strategy: str) -> tuple[dict[Any, float], int]:
     """Return the logged losses, and the number of all-reduces of the callback."""
-    written, reduces = Written(), 0
-    trainer = Trainer(
-        strategy=strategy,
-        devices=dist.get_world_size(),
-        max_steps=6,
-        global_batch_size=12,
-        logger=written,
-        callbacks=[GlobalLoss(4)],
-        **QUIET,
-    )
-    reduce = trainer.strategy.reduce
+    reduces = 0
+    made = make_strategy(strategy)
+    reduce = made.reduce
 
     def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal reduces
         reduces += getattr(tensor, "ndim", 0)  # the Trainer's own reductions are scalars
         return reduce(tensor, *args, **kwargs)
 
-    trainer.strategy.reduce = counted  # type: ignore[method-assign]
-    trainer.fit(Regression(), loader(31, batch_size=2))
+    made.reduce = counted
+    options: Any = {"kind": Trainer, "strategy": made, "max_steps": 6, "global_batch_size": 12}
+    _, written = train(GlobalLoss(4), data=loader(31, batch_size=2), **options)
     return written.column("loss"), reduces
 
 
@@ -187,9 +176,7 @@ def test_first_nonfinite_loss_is_reported_once(monkeypatch: pytest.MonkeyPatch) 
 
 def rank_that_diverged(strategy: str) -> tuple[int, tuple[int, ...]]:
     watched = GlobalLoss(4)
-    Trainer(
-        strategy=strategy, devices=dist.get_world_size(), max_steps=8, logger=Written(), callbacks=[watched], **QUIET
-    ).fit(Diverging(5, rank=1), loader(32, batch_size=2))
+    train(watched, module=Diverging(5, rank=1), kind=Trainer, strategy=strategy, max_steps=8, data=loader(32, 2))
     assert watched.diverged is not None
     return watched.diverged.step, watched.diverged.ranks
 
@@ -202,11 +189,11 @@ def test_all_ranks_know_diverged_rank(ranks: Callable[..., list[Any]], strategy:
 
 def test_run_summary(tmp_path: Path) -> None:
     def ended(module: LightningModule, folder: str) -> tuple[dict[str, Any], str]:
-        console = Console(file=io.StringIO(), width=200)
+        console = Paper()
         (tmp_path / folder).mkdir()
         with suppress(ZeroDivisionError):
             train(GlobalLoss(2), RunSummary(console), module=module, max_steps=4, default_root_dir=tmp_path / folder)
-        return json.loads((tmp_path / folder / "summary.json").read_text()), console.file.getvalue()
+        return json.loads((tmp_path / folder / "summary.json").read_text()), console.text
 
     class Fails(Regression):
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:

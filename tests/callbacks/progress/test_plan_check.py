@@ -1,15 +1,13 @@
 """Measured against planned step times, where ranks see different files."""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 
-from tests.callbacks.modules import QUIET, Regression, loader
+from tests.callbacks.modules import Paper, loader, train
 from trainwright import Trainer
 from trainwright.callbacks.progress.plan_check import FILE, PlanCheck
 from trainwright.core.layout import Layout
@@ -31,14 +29,9 @@ def measure(planned_on: int) -> tuple[bool, str]:
             "bytes_at_step": HELD,
         }
         (folder / FILE).write_text(json.dumps({"chosen": chosen}))
-    console = Console(file=io.StringIO(), width=200)
-    check = PlanCheck(steps=1, console=console)
-    trainer = Trainer(
-        strategy="ddp", devices=dist.get_world_size(), max_steps=4, default_root_dir=folder, callbacks=[check], **QUIET
-    )
-    trainer.fit(Regression(), loader(batch_size=2))
-    assert isinstance(console.file, io.StringIO)
-    return check.measured is not None, console.file.getvalue()
+    check = PlanCheck(steps=1, console=(console := Paper()))
+    train(check, kind=Trainer, strategy="ddp", max_steps=4, default_root_dir=folder, data=loader(batch_size=2))
+    return check.measured is not None, console.text
 
 
 def test_rank_zero_prints_plan(ranks: Callable[..., list[Any]]) -> None:

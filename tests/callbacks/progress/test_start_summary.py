@@ -1,16 +1,12 @@
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from rich.console import Console
 from torch.utils.data import DataLoader
 
-from tests.callbacks.modules import QUIET, Regression, loader
+from tests.callbacks.modules import Paper, Regression, loader, train
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from trainwright import Trainer
@@ -20,17 +16,13 @@ from trainwright.strategies.compose.hybrid import HybridStrategy
 BYTES = 4 * sum(p.numel() for p in Regression().parameters())
 
 
-def fit(trainer_class: type[LightningTrainer], **kwargs: Any) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    trainer_class(callbacks=[StartSummary(console)], max_steps=1, **kwargs, **QUIET).fit(
-        Regression(), loader(batch_size=2)
-    )
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def fit(**kwargs: Any) -> str:
+    train(StartSummary(console := Paper()), **{"max_steps": 1, "logger": False, "data": loader(batch_size=2), **kwargs})
+    return console.text
 
 
 def test_one_device() -> None:
-    shown = fit(Trainer, devices=1, global_batch_size=6)
+    shown = fit(kind=Trainer, global_batch_size=6)
     assert "SingleDeviceStrategy on 1 rank (cpu)" in shown
     assert "6 samples a step = micro-batch 2 x accumulation 3 x 1 data rank\n" in shown.replace(" \n", "\n").rstrip(" ")
     assert "45; each rank holds 0.00 MiB" in shown
@@ -38,23 +30,20 @@ def test_one_device() -> None:
 
 
 def test_lightning_trainer() -> None:
-    shown = fit(LightningTrainer, devices=1, accumulate_grad_batches=2)
+    shown = fit(accumulate_grad_batches=2)
     assert "SingleDeviceStrategy on 1 rank (cpu)" in shown
     assert "micro-batch x accumulation 2 x 1 data rank" in shown
 
 
 def test_final_lines(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=20)  # paths are not wrapped in narrow terminals
-    kwargs = {**QUIET, "logger": TensorBoardLogger(tmp_path / "runs" / "one", name="", version="")}
-    LightningTrainer(
-        callbacks=[StartSummary(console)], max_steps=1, devices=1, default_root_dir=tmp_path / "runs" / "one", **kwargs
-    ).fit(Regression(), loader())
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().endswith("Run directory: runs/one\nTensorBoard:   tensorboard --logdir runs/one\n")
+    console, folder = Paper(width=20), tmp_path / "runs" / "one"  # paths are not wrapped in narrow terminals
+    logger = TensorBoardLogger(folder, name="", version="")
+    train(StartSummary(console), max_steps=1, default_root_dir=folder, logger=logger)
+    assert console.text.endswith("Run directory: runs/one\nTensorBoard:   tensorboard --logdir runs/one\n")
 
 
 def of_ranks(strategy: str) -> str:
-    return fit(Trainer, strategy=strategy, devices=dist.get_world_size(), global_batch_size=8)
+    return fit(kind=Trainer, strategy=strategy, global_batch_size=8)
 
 
 @pytest.mark.parametrize(("strategy", "layout"), [("ddp", "replicate 2"), ("zero3", "shard 2")])
@@ -66,12 +55,8 @@ def test_ranks(ranks: Callable[..., list[Any]], strategy: str, layout: str) -> N
 
 
 def of_a_cut_module() -> str:
-    console = Console(file=io.StringIO(), width=200)
-    strategy: Any = HybridStrategy(pipeline=2, shard=1)
-    trainer = Trainer(callbacks=[StartSummary(console)], max_steps=1, devices=2, strategy=strategy, **QUIET)
-    trainer.fit(make_module("gpt"), DataLoader(Texts(8), batch_size=4))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    options: Any = {"strategy": HybridStrategy(pipeline=2, shard=1), "module": make_module("gpt")}
+    return fit(kind=Trainer, data=DataLoader(Texts(8), batch_size=4), **options)
 
 
 def test_pipeline_parameter_count(ranks: Callable[..., list[Any]]) -> None:

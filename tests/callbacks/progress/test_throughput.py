@@ -3,15 +3,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.callbacks.modules import QUIET, Clock, Regression, Written, loader, train
+from tests.callbacks.modules import Clock, Regression, loader, train
 from tests.parity.layout_modules import LENGTH, VOCABULARY, make_module
 from trainwright import Trainer
 from trainwright.callbacks.progress import throughput
 from trainwright.callbacks.progress.throughput import Throughput, num_samples
 
-QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 STEP = 0.5  # seconds, with exact sums
 
 
@@ -79,10 +77,7 @@ def test_num_samples(batch: Any, samples: int) -> None:
 
 
 def of_ranks() -> dict[str, float]:
-    watched = Throughput(every_n_steps=3)
-    Trainer(strategy="ddp", devices=dist.get_world_size(), max_steps=4, logger=False, callbacks=[watched], **QUIET).fit(
-        Regression(), loader(32, batch_size=4)
-    )
+    train(watched := Throughput(3), kind=Trainer, strategy="ddp", max_steps=4, data=loader(32, batch_size=4))
     return watched.latest
 
 
@@ -93,13 +88,10 @@ def test_samples_of_all_ranks(ranks: Callable[..., list[Any]]) -> None:
 
 def of_experts(strategy: str) -> dict[str, float]:
     """Return the logged balance of a mixture of experts."""
-    written = Written()
     tokens = torch.randint(VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.DataLoader([{"tokens": each} for each in tokens], batch_size=4)
-    callbacks = [Throughput(every_n_steps=2)]
-    Trainer(
-        strategy=strategy, devices=dist.get_world_size(), max_steps=2, logger=written, callbacks=callbacks, **QUIET
-    ).fit(make_module("mixtral"), data)
+    options: Any = {"module": make_module("mixtral"), "data": data, "strategy": strategy, "max_steps": 2}
+    _, written = train(Throughput(2), kind=Trainer, **options)
     names = ("expert_imbalance", "rank_imbalance", "busiest_expert")
     return {name: value for _, row in written.rows for name, value in row.items() if name in names}
 
