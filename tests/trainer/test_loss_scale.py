@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.callbacks.modules import train
 from trainwright import Trainer
 from trainwright.trainer.loop.loss_scale import loss_scale_problems
 
@@ -32,19 +33,10 @@ class Module(pl.LightningModule):
 
 
 def scales(loss_scale: dict[str, Any], batches: list[float], **options: Any) -> list[float]:
-    module, quiet = Module(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    asked: dict[str, Any] = {"precision": "16-mixed", **quiet, **options}
-    trainer = Trainer(
-        strategy="single",
-        devices=1,
-        accelerator="cpu",
-        max_epochs=1,
-        enable_checkpointing=False,
-        loss_scale=loss_scale,
-        **asked,
-    )
-    trainer.fit(module, DataLoader(torch.tensor(batches)))  # type: ignore[arg-type]
-    return module.scales
+    asked: dict[str, Any] = {"precision": "16-mixed", "strategy": "single", "max_epochs": 1, **options}
+    data = DataLoader(torch.tensor(batches))  # type: ignore[arg-type]
+    module, _ = train(module=Module(), kind=Trainer, data=data, loss_scale=loss_scale, **asked)
+    return module.scales  # type: ignore[no-any-return]
 
 
 def test_dynamic() -> None:

@@ -446,9 +446,8 @@ def test_several_full_disks() -> None:
 
 def test_corrupt_checkpoint_of_any_callback() -> None:
     """Including checkpoints that replace each other under one name."""
-    savers = [
-        RunStateCheckpoint(*names, every_n_steps=n) for *names, n in (("first", "newest", 1), ("other", "new", 3))
-    ]
+    first = RunStateCheckpoint("first", "newest", every_n_steps=1)
+    savers = [first, RunStateCheckpoint("other", "new", every_n_steps=3)]
     fit("single", {}, *savers, inject.corrupt_checkpoint(step=3), steps=3)
     assert [bool(verify(found.path)) for found in list_checkpoints("first")] == [True]
     assert [verify(found.path) for found in list_checkpoints("other")] == [[]]

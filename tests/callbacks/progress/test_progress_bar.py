@@ -1,20 +1,18 @@
-import io
 import math
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.callbacks import TQDMProgressBar
-from rich.console import Console
 
-from tests.callbacks.modules import QUIET, Regression, loader, train
+from tests.callbacks.modules import QUIET, Paper, Regression, loader, train
 from trainwright import Trainer
 from trainwright.callbacks.progress.global_loss import GlobalLoss
 from trainwright.callbacks.progress.progress_bar import (
@@ -32,24 +30,15 @@ SHOWN = {"enable_progress_bar": True}
 QUIET = {**QUIET, **SHOWN}
 
 
-def plain() -> Console:
-    return Console(file=io.StringIO(), force_terminal=False, width=200)
+plain = partial(Paper, force_terminal=False)
+terminal = partial(Paper, force_terminal=True, force_interactive=True)
 
 
-def terminal() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=200)
-
-
-def text_of(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def fit(console: Console, *callbacks: Any, **kwargs: Any) -> str:
+def fit(console: Paper, *callbacks: Any, **kwargs: Any) -> str:
     """Return the output of a progress bar."""
     bar = ProgressBar(refresh_seconds=1e-6, line_seconds=1e-6, console=console)
     train(*callbacks, bar, **{"max_steps": 6, "val_data": loader(8, 4), "logger": False, **SHOWN, **kwargs})
-    return text_of(console)
+    return console.text
 
 
 def test_plain_lines() -> None:
@@ -95,11 +84,11 @@ def test_terminal_restored_after_error() -> None:
     console = terminal()
     with pytest.raises(RuntimeError, match="no"):
         fit(console, module=Fails())
-    assert "\x1b[?25h" in text_of(console)
+    assert "\x1b[?25h" in console.text
 
 
 @pytest.mark.parametrize("make", [plain, terminal])
-def test_validation_test_and_prediction(make: Callable[[], Console]) -> None:
+def test_validation_test_and_prediction(make: Callable[[], Paper]) -> None:
     console = make()
     trainer = LightningTrainer(
         callbacks=[ProgressBar(refresh_seconds=1e-6, line_seconds=1e-6, console=console)], devices=1, **QUIET
@@ -108,7 +97,7 @@ def test_validation_test_and_prediction(make: Callable[[], Console]) -> None:
     trainer.test(Regression(), loader(12, 4), verbose=False)
     trainer.predict(Regression(), loader(16, 4))
     for line in ("validation batch 2/2  val_loss", "test batch 3/3  val_loss", "prediction batch 4/4"):
-        assert line in text_of(console)
+        assert line in console.text
 
 
 def test_sanity_check() -> None:
@@ -130,10 +119,10 @@ def test_disable_and_enable() -> None:
     assert not bar.is_enabled
     trainer = LightningTrainer(callbacks=[bar], max_steps=1, devices=1, **QUIET)
     trainer.fit(Regression(), loader(), loader())
-    assert text_of(console) == ""
+    assert console.text == ""
     bar.enable()
     trainer.validate(Regression(), loader(), verbose=False)
-    assert "validation batch 6/6" in text_of(console)
+    assert "validation batch 6/6" in console.text
 
 
 def test_no_second_bar() -> None:
@@ -156,11 +145,7 @@ def test_the_trainer_shows_no_bar() -> None:
 
 
 def of_ranks() -> str:
-    bar = ProgressBar(line_seconds=1e-6, console=plain())
-    Trainer(strategy="ddp", devices=dist.get_world_size(), max_steps=3, callbacks=[bar], **QUIET).fit(
-        Regression(), loader(), loader()
-    )
-    return text_of(bar.console)
+    return fit(plain(), kind=Trainer, strategy="ddp", max_steps=3)
 
 
 def test_only_rank_zero_shows(ranks: Callable[..., list[Any]]) -> None:
@@ -223,8 +208,8 @@ def test_unknown_total() -> None:
     bar._open()
     bar._show(State("training", 3, float("inf"), "step"))
     bar._stop()
-    assert "3" in text_of(console)
-    assert "inf" not in text_of(console)
+    assert "3" in console.text
+    assert "inf" not in console.text
 
 
 def test_number_formats() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.callbacks.schedule.learning_rate_schedule import LearningRateSchedule, ScheduledRate
 from trainwright.callbacks.schedule.schedules import OneCycle, RangeTest, Schedule, Warmup, WarmupCosine, WarmupDecay
@@ -77,9 +78,9 @@ class Module(pl.LightningModule):
 
 
 def trainer(max_steps: int, schedule: Schedule) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    callbacks = [LearningRateSchedule(schedule)]
-    return Trainer(strategy="single", devices=1, accelerator="cpu", max_steps=max_steps, callbacks=callbacks, **quiet)
+    return Trainer(
+        strategy="single", devices=1, max_steps=max_steps, callbacks=[LearningRateSchedule(schedule)], **QUIET
+    )
 
 
 def test_replaces_module_schedule_and_resumes() -> None:

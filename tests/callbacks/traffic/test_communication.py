@@ -1,14 +1,12 @@
 """Reported communication: logs and table, without effect on the run."""
 
-import io
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from tests.callbacks.faulty import fit, weights
-from tests.callbacks.modules import Written
+from tests.callbacks.modules import Paper, Written
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from trainwright.callbacks.traffic.communication import CommunicationReport, report_of
@@ -24,8 +22,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, set[str]]] = {
 
 def reported(layout: str, validate: bool = False) -> dict[str, Any]:
     strategy, options, _, _ = LAYOUTS[layout]
-    printed, written = io.StringIO(), Written()
-    report = CommunicationReport(every_n_steps=2, console=Console(file=printed, width=120))
+    printed, written = Paper(width=120), Written()
+    report = CommunicationReport(every_n_steps=2, console=printed)
     more = {"val_data": Texts(8), "val_check_interval": 1, "num_sanity_val_steps": 0} if validate else {}
     trainer = fit(strategy, options, report, steps=5, logger=written, **more)
     plain = fit(strategy, options, steps=5) if layout == "ddp" else None
@@ -33,7 +31,7 @@ def reported(layout: str, validate: bool = False) -> dict[str, Any]:
         "rows": written.rows,
         "latest": report.latest,
         "of_ranks": report.of_ranks,
-        "printed": printed.getvalue(),
+        "printed": printed.text,
         "hooked": torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect"),
         "same": plain is None or all(torch.equal(p, weights(plain)[name]) for name, p in weights(trainer).items()),
     }
@@ -69,21 +67,18 @@ def test_ddp_bytes_and_bytes_outside_steps(ranks):
     assert sent == least == 5 * gradients  # 2 (n - 1) / n of the gradients; n = 2
     assert calls >= 5
     assert within.keys() <= {("replicate", "broadcast")}, "torch's reducer agrees once on the order of its buckets"
-    assert first["latest"] == {
-        "communication/replicate/all_reduce_bytes": gradients,
-        "communication/bytes": gradients,
-    }
+    names = ("communication/replicate/all_reduce_bytes", "communication/bytes")
+    assert first["latest"] == dict.fromkeys(names, gradients)
     besides = first["of_ranks"][0]["besides"]
     assert 0 < sum(row[3] for row in besides) < gradients
     assert "Besides steps" in first["printed"]
 
 
 def test_single_process():
-    printed = io.StringIO()
-    report = CommunicationReport(console=Console(file=printed))
+    report = CommunicationReport(console=(printed := Paper()))
     fit("single", {}, report, steps=2)
     assert report.of_ranks == [{"steps": 2, "within": [], "besides": []}]
-    assert printed.getvalue() == ""
+    assert printed.text == ""
 
 
 def test_table_of_unequal_ranks():

@@ -1,28 +1,26 @@
 """Communication advice of whole runs: measurements, output, and unchanged results."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from tests.callbacks.faulty import fit, weights
+from tests.callbacks.modules import Paper
 from tests.parity.layout_modules import make_module
 from trainwright.callbacks.traffic.communication_advice import FILE, CommunicationAdvice
 from trainwright.strategies.contract.registry import make_strategy
 
 
 def advised(strategy: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
-    printed = io.StringIO()
-    advice = CommunicationAdvice(after_steps=3, console=Console(file=printed, width=80))
+    advice = CommunicationAdvice(after_steps=3, console=(printed := Paper(width=80)))
     trainer = fit(strategy, options, advice, steps=steps, default_root_dir=".")
     plain = fit(strategy, {k: v for k, v in options.items() if k != "communication"}, steps=steps)
     return {
         "told": advice.advice is not None,
-        "printed": printed.getvalue().splitlines(),
+        "printed": printed.text.splitlines(),
         "written": Path(FILE).exists() and json.loads(Path(FILE).read_text()),
         "hooked": torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect"),
         "same": all(torch.equal(p, weights(plain)[name]) for name, p in weights(trainer).items()),
