@@ -13,7 +13,7 @@ from trainwright.core.text.bounded import ContentError
 
 _OTHERS = re.compile(r"[^a-zA-Z0-9_]")
 _REQUEST = re.compile(r"(GET|HEAD|OPTIONS) ([^ ?]+)\??([^ ]*) HTTP/1\.[01]")
-_LONGEST_HEAD = 1 << 14  # bytes of a request
+_HTTP: Any = {"name": "trainwright-prometheus", "end": b"\r\n\r\n", "longest": 1 << 14}
 _NOT_A_METRIC = ("time", "step", "kind", "timeline", "text", "what", "began")
 
 
@@ -68,14 +68,7 @@ class Prometheus(Callback):
         self._registry = prometheus_client.CollectorRegistry()
         port = self.wanted_port + (trainer.local_rank if self.wanted_port else 0)
         try:
-            server = MessageServer(
-                self._answer,
-                name="trainwright-prometheus",
-                host=self.host,
-                port=port,
-                end=b"\r\n\r\n",
-                longest=_LONGEST_HEAD,
-            )
+            server = MessageServer(self._answer, **_HTTP, host=self.host, port=port)
         except OSError as error:
             raise ValueError(
                 f"Prometheus: {self.host}:{port} cannot be served ({error.strerror}); choose another port, or 0"

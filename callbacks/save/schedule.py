@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.checkpoint.write.interval import AutoInterval, TimedSteps
 
 
+@dataclass
 class SaveSchedule:
     """The steps and epochs to save after, equal on every rank.
 
@@ -20,27 +22,23 @@ class SaveSchedule:
         mtbf: mean hours between failures of the whole job, for ``"auto"``.
     """
 
-    def __init__(
-        self,
-        every: Literal["auto"] | None,
-        every_n_steps: int | None,
-        every_n_seconds: float | None,
-        every_n_epochs: int | None,
-        mtbf: float,
-    ) -> None:
-        self._every_n_steps = every_n_steps
-        self._every_n_seconds = every_n_seconds
-        self._every_n_epochs = every_n_epochs
-        given = [every_n_steps, every_n_seconds, every_n_epochs]
-        is_auto = every == "auto" and all(interval is None for interval in given)
-        self._auto = AutoInterval(mtbf * 3600) if is_auto else None
+    every: Literal["auto"] | None
+    every_n_steps: int | None
+    every_n_seconds: float | None
+    every_n_epochs: int | None
+    mtbf: float
+
+    def __post_init__(self) -> None:
+        given = [self.every_n_steps, self.every_n_seconds, self.every_n_epochs]
+        is_auto = self.every == "auto" and all(interval is None for interval in given)
+        self._auto = AutoInterval(self.mtbf * 3600) if is_auto else None
         self._timed: TimedSteps | None = None
         self._saved_at = 0
 
     @property
     def interval_seconds(self) -> float | None:
         """Current seconds between saves; ``None`` if saves do not depend on the clock."""
-        return self._auto.seconds if self._auto is not None else self._every_n_seconds
+        return self._auto.seconds if self._auto is not None else self.every_n_seconds
 
     def start(self, step: int, agree: Callable[[tuple[bool, int]], tuple[bool, int]]) -> None:
         """Start counting.
@@ -72,7 +70,7 @@ class SaveSchedule:
     def is_due_by_number(self, step: int) -> bool:
         """Return whether a save is due after an optimizer step by its number; never a collective."""
         # Not `step % n == 0`: with several optimizers the number grows by more than one per step.
-        every = self._every_n_steps
+        every = self.every_n_steps
         return every is not None and step // every > self._saved_at // every
 
     def is_overdue(self, step: int) -> bool:
@@ -81,4 +79,4 @@ class SaveSchedule:
 
     def is_due_after_epoch(self, epoch: int) -> bool:
         """Return whether to save after the given epoch, counted from 0."""
-        return self._every_n_epochs is not None and (epoch + 1) % self._every_n_epochs == 0
+        return self.every_n_epochs is not None and (epoch + 1) % self.every_n_epochs == 0

@@ -18,19 +18,16 @@ from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.run.peers import service_of
 from trainwright.core.text.sizes import size_text
 
+# Calls, bytes and minimum bytes, by axis and kind of collective.
+Sums = dict[tuple[str, str], list[float]]
 
-class _Sums:
-    """Calls, bytes and minimum bytes, by axis and kind of collective."""
 
-    def __init__(self) -> None:
-        self.rows: dict[tuple[str, str], list[float]] = {}
-
-    def add(self, counts: Mapping[tuple[str, str], Any]) -> None:
-        """Add the counts of a meter."""
-        for key, sent in counts.items():
-            row = self.rows.setdefault(key, [0.0, 0.0, 0.0])
-            for index, value in enumerate((sent.calls, sent.bytes, sent.least)):
-                row[index] += value
+def _add(sums: Sums, counts: Mapping[tuple[str, str], Any]) -> None:
+    """Add the counts of a meter."""
+    for key, sent in counts.items():
+        row = sums.setdefault(key, [0.0, 0.0, 0.0])
+        for index, value in enumerate((sent.calls, sent.bytes, sent.least)):
+            row[index] += value
 
 
 class CommunicationReport(StopsWithTraining, Windowed):
@@ -79,7 +76,9 @@ class CommunicationReport(StopsWithTraining, Windowed):
         """Start counting."""
         super().on_train_start(trainer, pl_module)
         self._done = self._total = 0  # optimizer steps of this window, and of this fit
-        self._recent, self._within, self._besides = _Sums(), _Sums(), _Sums()
+        self._recent: Sums = {}
+        self._within: Sums = {}
+        self._besides: Sums = {}
         self.latest, self.of_ranks, self.of_servers = {}, [], {}
         self._meter = trainer.strategy.measures.measure_communication()  # type: ignore[attr-defined]
         if self._meter.unknown:
@@ -89,13 +88,13 @@ class CommunicationReport(StopsWithTraining, Windowed):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what was sent since the last micro-batch as outside of steps."""
-        self._besides.add(self._meter.take())
+        _add(self._besides, self._meter.take())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count the micro-batch; at the end of a window, log."""
         counts = self._meter.take()
-        self._recent.add(counts)
-        self._within.add(counts)
+        _add(self._recent, counts)
+        _add(self._within, counts)
         step = self._steps.ended(trainer)
         if step is None:
             return
@@ -107,13 +106,13 @@ class CommunicationReport(StopsWithTraining, Windowed):
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a new window; bytes sent for undone steps stay in the totals."""
         super().on_gone_back(trainer, pl_module)
-        self._done, self._recent = 0, _Sums()
+        self._done, self._recent = 0, {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange the totals. A collective if steps are synchronous."""
         if self._meter is None:
             return
-        self._besides.add(self._meter.take())
+        _add(self._besides, self._meter.take())
         self._stop()
         if trainer.is_global_zero:
             self.of_servers = service_of(trainer.strategy).server_traffic()
@@ -136,13 +135,13 @@ class CommunicationReport(StopsWithTraining, Windowed):
     def _log(self, trainer: Trainer, step: int) -> None:
         sent: dict[str, dict[str, float]] = {}
         self.latest = {}
-        for (axis, kind), row in sorted(self._recent.rows.items()):
+        for (axis, kind), row in sorted(self._recent.items()):
             self.latest[f"communication/{axis}/{kind}_bytes"] = row[1] / self._done
             sent.setdefault(axis, {})[kind] = row[1] / self._done
         self.latest["communication/bytes"] = sum(self.latest.values())
         log_metrics(trainer, self.latest, step)
         emit(trainer, "bytes", {"bytes": sent}, step + 1)
-        self._done, self._recent = 0, _Sums()
+        self._done, self._recent = 0, {}
 
 
 def report_of(
@@ -193,5 +192,5 @@ def _cells(rows: Sequence[Sequence[float]]) -> list[str]:
     ]
 
 
-def _listed(sums: _Sums) -> list[list[Any]]:
-    return [[*key, *row] for key, row in sorted(sums.rows.items())]
+def _listed(sums: Sums) -> list[list[Any]]:
+    return [[*key, *row] for key, row in sorted(sums.items())]

@@ -208,20 +208,9 @@ class RememberedLogs:
             value = _value_to_log(entry, module)
             if value is None:
                 continue
-            results.log(
-                entry["fx"],
-                entry["name"],
-                value,
-                prog_bar=entry["prog_bar"],
-                logger=entry["logger"],
-                on_step=entry["on_step"],
-                reduce_fx=entry["reduce"],
-                sync_dist=entry["sync_dist"],
-                sync_dist_fn=sync,
-                batch_size=0,
-                metric_attribute=entry["metric"],
-                rank_zero_only=entry["rank_zero_only"],
-            )
+            options = {name: entry[name] for name in ("prog_bar", "logger", "on_step", "sync_dist", "rank_zero_only")}
+            options |= {"reduce_fx": entry["reduce"], "metric_attribute": entry["metric"], "sync_dist_fn": sync}
+            results.log(entry["fx"], entry["name"], value, batch_size=0, **options)
             self._restored.append(f"{entry['fx']}.{entry['name']}")
 
     def remove(self, results: _ResultCollection) -> None:

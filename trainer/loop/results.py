@@ -31,7 +31,7 @@ class LeanResults(_ResultCollection):
         self._padding = False
         self._weight = 1.0
         self._reduces: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self._known: dict[tuple[str, str, int | None], tuple[tuple[Any, ...], _ResultMetric]] = {}
+        self._known: dict[tuple[str, str, int | None], tuple[dict[str, Any], _ResultMetric]] = {}
         self._remembered = RememberedLogs()
 
     def remember(self, logs: RememberedLogs) -> None:
@@ -73,51 +73,34 @@ class LeanResults(_ResultCollection):
         return self._reduces.setdefault(reduce, weight_and_reduce)
 
     @torch.compiler.disable
-    def log(
+    def log(  # type: ignore[override]
         self,
         fx: str,
         name: str,
         value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool = False,
-        on_epoch: bool = True,
-        reduce_fx: Callable[..., Any] | str = torch.mean,
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_fn: Callable[..., Any] | None = None,
-        sync_dist_group: Any = None,
-        add_dataloader_idx: bool = True,
+        *,
         batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
+        sync_dist_fn: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> None:
-        """See :meth:`lightning.pytorch.LightningModule.log`."""
+        """See :meth:`lightning.pytorch.LightningModule.log`, whose other arguments are ``options``."""
         if self._padding and isinstance(value, Tensor):
-            value, batch_size = _neutral(value, reduce_fx), 0
-        signature = (
-            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
-            add_dataloader_idx, metric_attribute, rank_zero_only,
-        )  # fmt: skip
+            value, batch_size = _neutral(value, options.get("reduce_fx", torch.mean)), 0
         key = (fx, name, self.dataloader_idx)
         known = self._known.get(key)
-        if known is not None and known[0] == signature and isinstance(value, Tensor):
-            self._log_again(known[1], value, batch_size, enable_graph)
+        if known is not None and known[0] == options and isinstance(value, Tensor):
+            self._log_again(known[1], value, batch_size, options.get("enable_graph", False))
             return
         if sync_dist_fn is not None:
             sync_dist_fn = self._weighting(sync_dist_fn)
-        super().log(
-            fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph,
-            sync_dist, sync_dist_fn, sync_dist_group, add_dataloader_idx, batch_size,
-            metric_attribute, rank_zero_only,
-        )  # fmt: skip
-        suffix = f".{self.dataloader_idx}" if add_dataloader_idx and self.dataloader_idx is not None else ""
-        metric = self[f"{fx}.{name}{suffix}"]
+        super().log(fx, name, value, batch_size=batch_size, sync_dist_fn=sync_dist_fn, **options)
+        has_index = self.dataloader_idx is not None and options.get("add_dataloader_idx", True)
+        metric = self[f"{fx}.{name}.{self.dataloader_idx}" if has_index else f"{fx}.{name}"]
         if self._remembered:
             self._remembered.add_to(metric)
         if isinstance(value, Tensor):
             _count_in_floats(metric)
-            self._known[key] = (signature, metric)
+            self._known[key] = (options, metric)
 
     def _get_cache(self, result_metric: _ResultMetric, on_step: bool) -> Tensor | None:  # type: ignore[override]
         meta = result_metric.meta

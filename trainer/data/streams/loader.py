@@ -53,18 +53,8 @@ class StreamLoader(WrappedLoader):
     whole_step = False  # only if a global batch is set, as for data of known length
 
     def __init__(self, loader: DataLoader[Any], batches: IterableDataset[Any], data_ranks: int, group: int) -> None:
-        super().__init__(
-            rebuild(
-                loader,
-                dataset=batches,
-                batch_size=None,
-                batch_sampler=None,
-                sampler=None,
-                shuffle=False,
-                drop_last=False,
-                collate_fn=_CollateTagged(loader.collate_fn),
-            )
-        )
+        unbatched = {"batch_size": None, "batch_sampler": None, "sampler": None, "shuffle": False, "drop_last": False}
+        super().__init__(rebuild(loader, dataset=batches, collate_fn=_CollateTagged(loader.collate_fn), **unbatched))
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
         self.data_ranks = data_ranks
