@@ -91,8 +91,7 @@ class RunTrainer(LightningTrainer):
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} needs {self.settled_accumulation} accumulated "
                 f"micro-batches for one training loader and {accumulation} for another (batch_size={micro_batch_size}),"
-                " but all are read together. Give them the same batch_size, or remove global_batch_size and set "
-                "accumulate_grad_batches."
+                " read together. Give them the same batch_size, or set accumulate_grad_batches instead."
             )
 
     def _refuse_manual_accumulation(self, wave_size: int) -> None:

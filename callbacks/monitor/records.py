@@ -90,8 +90,7 @@ class MonitorFile(Callback):
         if self.most_ranks is not None and trainer.world_size > self.most_ranks:
             rank_zero_info(
                 f"MonitorFile: of {trainer.world_size} ranks {len(sampled_ranks(trainer.world_size, self.most_ranks))} "
-                f"keep records in {records_path(self.run_dir, 0).parent}. monitor.file.most_ranks=null keeps those of "
-                "all."
+                f"keep records in {records_path(self.run_dir, 0).parent}; with monitor.file.most_ranks=null all do."
             )
         if is_sampled(trainer.global_rank, trainer.world_size, self.most_ranks):
             try:

@@ -62,7 +62,6 @@ def warn_of_later_checkpoints(folder: str, step: int) -> None:
         return  # saving will report it
     if later:
         rank_zero_warn(
-            f"{folder} holds checkpoints of later steps than {step}, at which this run starts: {later[0].path} is the "
-            "latest, and ckpt_path=last resumes the latest good one. Delete them, or save into another folder "
-            "(dirpath)."
+            f"{folder} holds checkpoints of later steps than {step}, at which this run starts, up to {later[0].path}; "
+            "ckpt_path=last resumes the latest good one. Delete them, or save into another folder (dirpath)."
         )

@@ -204,9 +204,8 @@ class RunStateCheckpoint(Checkpoint):
             )
         if traits_of(trainer.strategy).leases_samples is not None and self.every_n_steps is not None:
             raise ValueError(
-                f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples: the "
-                "number of their steps is unknown, so they cannot synchronize at one. Save by epochs "
-                "(every_n_epochs=1) or seconds (at the end of an epoch), or turn leases off (strategy.leases=none)."
+                f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples and "
+                "make unequal numbers of steps. Save by epochs (every_n_epochs=1) or seconds, or set strategy.leases=none."
             )
         folder = self.dirpath or join_path(str(trainer.default_root_dir), "checkpoints")
         self._folder = trainer.strategy.broadcast(folder)

@@ -74,9 +74,8 @@ class LearningRateSchedule(Callback):
         if len(optimizers) != 1 or not pl_module.automatic_optimization:
             how = f"{len(optimizers)} optimizers" if len(optimizers) != 1 else "manual optimization"
             raise ValueError(
-                "The callback LearningRateSchedule needs one optimizer and automatic optimization, but "
-                f"{type(pl_module).__name__} has {how}. Schedule learning rates in the module, and remove the callback "
-                "(callbacks.learning_rate_schedule=null)."
+                f"LearningRateSchedule needs one optimizer and automatic optimization; {type(pl_module).__name__} has "
+                f"{how}. Schedule learning rates in the module, and type callbacks.learning_rate_schedule=null."
             )
         scheduler = ScheduledRate(optimizers[0], self.schedule)
         trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]

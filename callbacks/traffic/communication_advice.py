@@ -59,9 +59,8 @@ class CommunicationAdvice(Clocked[StepClock]):
         can = advises and strategy.traits.averages_every_step and hasattr(trainer, "phases")
         if stage == "fit" and not can:
             raise ValueError(
-                "CommunicationAdvice compares ways to average gradients at every step, which "
-                f"{type(strategy).__name__} does not do; use trainwright.Trainer with strategy='ddp', 'zero2', "
-                "'hybrid', ..."
+                f"CommunicationAdvice needs gradients averaged at every step, which {type(strategy).__name__} does not "
+                "do; use trainwright.Trainer with strategy='ddp', 'zero2', 'hybrid', ..."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -378,7 +378,7 @@ def said_of_loaders() -> dict[str, str]:
 
 def test_data_of_which_nothing_can_be_moved(ranks: Any) -> None:
     expected = {
-        "one sample": "balance with micro_batch_size=1: every rank needs one sample at a time",
+        "one sample": "balance with micro_batch_size=1: every data rank needs one sample at a time",
         "own batches": "balance='auto' is not supported with this training loader (DataLoader)",
         "stream": "balance='auto' is not supported with this training loader (DataLoader)",
         "dealt stream": "balance='auto' is not supported with this training loader (DataLoader)",

@@ -94,22 +94,18 @@ def micro_batch_problems(micro_batch_size: int, least_samples: int) -> list[str]
     if micro_batch_size > least_samples:
         return []
     if least_samples == 1:
-        return [
-            f"balance with micro_batch_size={micro_batch_size}: every rank needs one sample at a time, so that none "
-            "can be moved; type micro_batch_size=2 or more (and fewer accumulated), or balance=none"
-        ]
+        why = "one sample at a time"
+    else:
+        why = f"{least_samples} samples at a time (one for each micro-batch of a pipeline, two for BatchNorm)"
     return [
-        f"balance with micro_batch_size={micro_batch_size}: every data rank needs {least_samples} samples at a time "
-        "(one for each micro-batch of a pipeline, two for BatchNorm), so that none can be moved; type "
-        f"micro_batch_size={least_samples + 1} or more, or balance=none"
+        f"balance with micro_batch_size={micro_batch_size}: every data rank needs {why}, so that none can be moved; "
+        f"type micro_batch_size={least_samples + 1} or more (and fewer accumulated), or balance=none"
     ]
 
 
 def _changing_ranks(cfg: DictConfig, kind: str) -> Iterator[str]:
     launch = cfg.launch
-    if kind != FIXED:
-        return
-    if launch.min_devices is not None or launch.recovery != "restart":
+    if kind == FIXED and (launch.min_devices is not None or launch.recovery != "restart"):
         what = "launch.recovery=" + launch.recovery if launch.min_devices is None else "launch.min_devices"
         yield (
             f"balance=fixed with {what}: ranks may come and go, and the shares of those that stay are unknown; type "

@@ -203,9 +203,8 @@ class OrderedDataConnector(_DataConnector):
         if training and not stream.sizes_known and len(stream.shards.sizes) < ranks:
             raise ValueError(
                 f"The training data are {len(stream.shards.sizes)} shard(s), fewer than the {ranks} data ranks, and "
-                "are dealt by whole shards, since it is not known how many samples each holds. Use at most "
-                f"devices={len(stream.shards.sizes)}, write more shards, or use trainwright.DealtStream, with which "
-                "every rank reads all shards."
+                f"are dealt whole, since their sizes are unknown. Use at most devices={len(stream.shards.sizes)}, "
+                "write more shards, or use trainwright.DealtStream, with which every rank reads all of them."
             )
 
     def _require_synchronous(self, loader: object) -> None:
@@ -228,9 +227,8 @@ class OrderedDataConnector(_DataConnector):
             self.trainer.settle_global_batch(int(batch_size), ranks)
         elif self.trainer.global_batch_size is not None:
             raise ValueError(
-                f"global_batch_size={self.trainer.global_batch_size} needs a training loader with a batch size, but "
-                f"{type(loader).__name__} has none that can be read (batch_size). "
-                "Give the DataLoader a batch_size, or remove global_batch_size and set accumulate_grad_batches."
+                f"global_batch_size={self.trainer.global_batch_size} needs a training loader with a batch_size, which "
+                f"{type(loader).__name__} lacks. Give it one, or set accumulate_grad_batches instead."
             )
 
     def _even(self, loader: object, ranks: int, training: bool, drop_last: bool) -> object:

@@ -112,6 +112,5 @@ def _batches_of(batches: list[list[int]], samples: int) -> int:
     after = next(i for i, total in enumerate(sums) if total > samples)
     raise ValueError(
         f"The checkpoint had read {samples} samples of this epoch, but the batch sampler now ends batches after "
-        f"{sums[after - 1]} and {sums[after]} samples, so the epoch cannot resume between them. "
-        "Give the batch sampler the batch size of the saved run, or one that divides it."
+        f"{sums[after - 1]} and {sums[after]} samples. Give it the batch size of the saved run, or one that divides it."
     )

@@ -79,9 +79,8 @@ class _LenientFile:
         except OSError as error:
             self._ended = True
             warnings.warn_explicit(  # the thread's own source line would not help
-                f"{self._name} cannot be written ({error.strerror or error}), so TensorBoard shows nothing of this run "
-                "from now on; training continues, and metrics.csv has the same values. Free space on the disk, or type "
-                "logger=csv to leave TensorBoard out.",
+                f"{self._name} cannot be written ({error.strerror or error}) and ends here; training continues, and "
+                "metrics.csv has the same values. Free space on the disk, or type logger=csv.",
                 RuntimeWarning,
                 "tensorboard",
                 1,

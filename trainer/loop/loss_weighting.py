@@ -301,9 +301,8 @@ class TokenWeights:
 def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any]) -> None:
     if seen.count is not None:
         raise RuntimeError(
-            f"loss_weighting='tokens' met a second loss in one training_step: torch.nn.functional.{name}. Their means "
-            "may be over different tokens, so the weight of the micro-batch is ambiguous. Compute what is not part of "
-            "the loss under torch.no_grad(). " + _ADVICE
+            f"loss_weighting='tokens' met a second loss in one training_step, torch.nn.functional.{name}, maybe over "
+            "other tokens. Compute what is not part of the loss under torch.no_grad(). " + _ADVICE
         )
     reduction = arguments["reduction"]
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
@@ -376,9 +375,8 @@ def make_token_weights(
         )
     if not strategy.traits.steps_are_collective:
         raise ValueError(
-            f"loss_weighting='tokens' sums the tokens of all ranks at every step, but steps under "
-            f"{type(strategy).__name__} with these options are asynchronous. Use loss_weighting='micro_batch', or a "
-            "synchronous strategy."
+            f"loss_weighting='tokens' needs synchronous steps, which {type(strategy).__name__} with these options does "
+            "not make. Use loss_weighting='micro_batch', or a synchronous strategy."
         )
     what = "a function of the batch that returns its valid tokens"
     count = function_at("token_count", token_count, what) if isinstance(token_count, str) else token_count
@@ -395,13 +393,11 @@ def refuse_impossible(weights: TokenWeights, module: LightningModule) -> None:
     strategy = weights.strategy
     if not module.automatic_optimization:
         raise ValueError(
-            f"loss_weighting='tokens' needs automatic optimization, but {type(module).__name__} sets "
-            "automatic_optimization=False: it calls backward and steps by itself, so it is unknown which losses make "
-            "up a step. Weight the losses in training_step, or set loss_weighting='micro_batch'."
+            f"loss_weighting='tokens' needs automatic optimization, but {type(module).__name__} decides itself which "
+            "losses make up a step. Weight them in training_step, or set loss_weighting='micro_batch'."
         )
     if strategy.traits.backward_in_step and not strategy.traits.weighs_micro_batches:
         raise ValueError(
-            f"loss_weighting='tokens' is not supported by {type(strategy).__name__} with the layout {strategy.layout}, "
-            "which runs backward within training_step. Use a layout with pipeline=1, or set "
-            "loss_weighting='micro_batch'."
+            f"loss_weighting='tokens' is not supported by {type(strategy).__name__} with the layout {strategy.layout}. "
+            "Use a layout with pipeline=1, or set loss_weighting='micro_batch'."
         )

@@ -117,9 +117,8 @@ class LeanOptimization(_AutomaticOptimization):
         result = closure.result
         if result is None:
             raise MisconfigurationException(
-                "The closure hasn't been executed: the module's optimizer_step, or the optimizer's step, was given the "
-                "closure that computes loss and gradients and did not call it, so nothing is trained. Call "
-                "optimizer.step(closure), or the closure itself."
+                "The closure hasn't been executed: optimizer_step of the module, or step of the optimizer, did not "
+                "call it, so nothing is trained. Call optimizer.step(closure), or the closure itself."
             )
         return {} if result.loss is None else {"loss": result.loss, **result.extra}
 

@@ -59,9 +59,8 @@ class IterableShards:
     def __init__(self, data: Any) -> None:
         if "BufferShuffledExamplesIterable" in _steps(data._ex_iterable) or data._distributed is not None:
             raise ValueError(
-                "ShardedStream was given a datasets.IterableDataset that is shuffled or split by node, so that ranks "
-                "would read other samples than dealt to them. Remove .shuffle(...) and split_dataset_by_node: "
-                "ShardedStream(data, shuffle=True) shuffles and splits."
+                "ShardedStream was given a datasets.IterableDataset that is shuffled or split by node. Remove "
+                ".shuffle(...) and split_dataset_by_node: ShardedStream(data, shuffle=True) shuffles and splits."
             )
         self.data = data
         self.sizes = [UNKNOWN] * data.num_shards
