@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, OPTIMIZER, Phases
+from trainwright.core.run.spans import Spans
 
 # Phases that are counted; others (validation) are not part of a step.
 _KIND_OF = {DATA: "data", FORWARD: "compute", BACKWARD: "compute", OPTIMIZER: "compute", HOOKS: "hooks"}
@@ -27,8 +26,8 @@ class PhaseClock:
 
     def __init__(self, trainer: Any, phases: Phases, kind_of: Mapping[str, str], begins_as: str) -> None:
         measures = getattr(trainer.strategy, "measures", None)
-        self._waits: Any = _HostClock() if measures is None else measures.measure_waits()
-        self._spans = self._waits.new_spans()
+        self._waits: Any = _NoWaits() if measures is None else measures.measure_waits()
+        self._spans: Spans = self._waits.new_spans()
         self._kind_of = kind_of
         self._kind = self._waits.kind = begins_as
         self._since = self._spans.mark()
@@ -75,9 +74,7 @@ class PhaseClock:
         self._turn(self._kind)
         if wait_for_device:
             self._spans.settle()
-        spent: dict[str, float] = self._spans.take()
-        waited: dict[str, float] = self._waits.spans.take()
-        return spent, waited
+        return self._spans.take(), self._waits.spans.take()
 
     def _turn(self, kind: str) -> None:
         now = self._spans.mark()
@@ -86,33 +83,16 @@ class PhaseClock:
         self._waits.kind = kind
 
 
-class _HostClock:
-    """Host clock with the interface of ``Waits`` and its spans, for strategies that measure no waits."""
+class _NoWaits:
+    """The interface of ``Waits``, for strategies that measure none."""
 
     kind = ""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
+        self.spans = Spans()
 
-    @property
-    def spans(self) -> _HostClock:
-        return _HostClock()  # no waits
-
-    def new_spans(self) -> _HostClock:
-        return self
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def add(self, kind: str, begin: float, end: float) -> None:
-        self._seconds[kind] += end - begin
-
-    def take(self) -> dict[str, float]:
-        taken, self._seconds = self._seconds, defaultdict(float)
-        return taken
-
-    def settle(self) -> None:
-        pass
+    def new_spans(self) -> Spans:
+        return Spans()
 
     def refresh(self) -> None:
         pass

@@ -205,7 +205,7 @@ class RunStateCheckpoint(Checkpoint):
         if traits_of(trainer.strategy).leases_samples is not None and self.every_n_steps is not None:
             raise ValueError(
                 f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples and "
-                "make unequal numbers of steps. Save by epochs (every_n_epochs=1) or seconds, or with leases=none."
+                "make unequal numbers of steps. Save by every_n_epochs=1 or seconds, or set strategy.leases=none."
             )
         folder = self.dirpath or join_path(str(trainer.default_root_dir), "checkpoints")
         self._folder = trainer.strategy.broadcast(folder)

@@ -11,8 +11,7 @@ likewise for ``Stream.wait_event``, which FSDP2 uses. Events are read once compl
 from __future__ import annotations
 
 import threading
-import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,31 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
+from trainwright.core.run.spans import Spans
+
 # Maximum number of unread spans; the oldest are dropped.
 _MOST_SPANS = 1 << 14
-
-
-class Spans:
-    """Total time by kind, measured by the host's clock."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    def mark(self) -> Any:
-        """Return a mark of the current time."""
-        return time.perf_counter()
-
-    def add(self, kind: str, begin: Any, end: Any) -> None:
-        """Count the time between two marks as ``kind``."""
-        self._seconds[kind] += end - begin
-
-    def take(self) -> dict[str, float]:
-        """Return seconds by kind since the last call; spans the device has not finished are left for the next."""
-        taken, self._seconds = self._seconds, defaultdict(float)
-        return taken
-
-    def settle(self) -> None:
-        """Wait until the device has finished all added spans."""
 
 
 class StreamSpans(Spans):

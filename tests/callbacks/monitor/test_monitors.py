@@ -34,8 +34,8 @@ from trainwright.callbacks.monitor.step_time import PARTS, StepTime, parts_of
 from trainwright.callbacks.progress.throughput import Throughput
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.core.run import spans
 from trainwright.core.run.phases import Phases
-from trainwright.strategies.contract.waits import waiting
 from trainwright.strategies.contract.waits.timeline import StageTimeline, listen_to_stages
 
 
@@ -106,8 +106,7 @@ class Slow:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (waiting, step_clock):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=made.perf_counter))
+    monkeypatch.setattr(spans, "time", made)
     return made
 
 
