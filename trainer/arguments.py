@@ -22,15 +22,29 @@ from trainwright.strategies.contract.registry import is_strategy, make_strategy,
 from trainwright.trainer.data.partition import PARTITIONS
 
 
-def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) -> None:
-    """Raise a ``ValueError`` with all problems of ``data_partition``.
+def check_data_options(
+    global_batch_size: int | None, partition: str, data_key: object, kwargs: Mapping[str, Any]
+) -> None:
+    """Raise a ``ValueError`` with all problems of ``global_batch_size`` and ``data_partition``.
 
     Args:
+        global_batch_size: of the Trainer.
         partition: ``data_partition`` of the Trainer.
         data_key: of the Trainer.
         kwargs: its arguments for Lightning.
     """
+    has_schedule = any(isinstance(each, GradientAccumulationScheduler) for each in _listed(kwargs.get("callbacks")))
     problems = []
+    if global_batch_size is not None:
+        if not isinstance(global_batch_size, int) or global_batch_size < 1:
+            problems.append(f"global_batch_size={global_batch_size!r} (allowed: a whole number of samples, 1 or more)")
+        if kwargs.get("accumulate_grad_batches", 1) != 1:
+            problems.append(
+                f"accumulate_grad_batches={kwargs['accumulate_grad_batches']} together with global_batch_size="
+                f"{global_batch_size} (give one of them: the accumulation follows from the global batch)"
+            )
+        if has_schedule:
+            problems.append("GradientAccumulationScheduler together with global_batch_size (give one of them)")
     if partition not in PARTITIONS:
         problems.append(f"data_partition={partition!r} (allowed: {', '.join(map(repr, PARTITIONS))})")
     elif data_key is not None and partition != "hash":
@@ -38,7 +52,7 @@ def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) ->
             f"data_key={data_key!r} together with data_partition={partition!r}, which asks for no key (set "
             "data_partition='hash', or remove data_key)"
         )
-    if partition != "interleave" and _has_accumulation_schedule(kwargs):
+    if partition != "interleave" and has_schedule:
         problems.append(
             f"GradientAccumulationScheduler together with data_partition={partition!r}, which partitions whole steps "
             "(use one of them)"
@@ -56,32 +70,6 @@ def with_progress_bar(kwargs: Mapping[str, Any]) -> list[Callback]:
     if is_shown and not any(isinstance(each, LightningProgressBar) for each in callbacks):
         callbacks.append(ProgressBar())
     return callbacks
-
-
-def check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) -> None:
-    """Raise a ``ValueError`` with all problems of ``global_batch_size``.
-
-    Args:
-        global_batch_size: of the Trainer.
-        kwargs: its arguments for Lightning.
-    """
-    if global_batch_size is None:
-        return
-    problems = []
-    if not isinstance(global_batch_size, int) or global_batch_size < 1:
-        problems.append(f"global_batch_size={global_batch_size!r} (allowed: a whole number of samples, 1 or more)")
-    if kwargs.get("accumulate_grad_batches", 1) != 1:
-        problems.append(
-            f"accumulate_grad_batches={kwargs['accumulate_grad_batches']} together with global_batch_size="
-            f"{global_batch_size} (give one of them: the accumulation follows from the global batch)"
-        )
-    if _has_accumulation_schedule(kwargs):
-        problems.append("GradientAccumulationScheduler together with global_batch_size (give one of them)")
-    refuse(problems)
-
-
-def _has_accumulation_schedule(kwargs: Mapping[str, Any]) -> bool:
-    return any(isinstance(callback, GradientAccumulationScheduler) for callback in _listed(kwargs.get("callbacks")))
 
 
 def _listed(given: Any) -> list[Any]:

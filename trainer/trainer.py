@@ -47,8 +47,7 @@ from trainwright.strategies.contract.precision import set_loss_scale
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.arguments import (
     accelerator_for,
-    check_batch_options,
-    check_partition,
+    check_data_options,
     fp16_on_cpu,
     from_environment,
     resolve_strategy,
@@ -163,8 +162,7 @@ class Trainer(RunTrainer):
         end_with_agent()
         if is_one_of_many():
             report_uncaught(run_dir)
-        check_batch_options(global_batch_size, kwargs)
-        check_partition(data_partition, data_key, kwargs)
+        check_data_options(global_batch_size, data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))
         strategy = resolve_strategy(strategy, kwargs)
         kwargs.update(accelerator_for(strategy, kwargs))
@@ -202,9 +200,7 @@ class Trainer(RunTrainer):
         self.fit_loop = ResumableFitLoop(self, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
         self.fit_loop.epoch_loop = LeanEpochLoop(self, old.min_steps, old.max_steps)
 
-        def evaluation(fn: TrainerFn, stage: RunningStage, verbose: bool, inference: bool) -> ExactEvaluationLoop:
-            return ExactEvaluationLoop(self, fn, stage, verbose=verbose, inference_mode=inference)
-
+        evaluation = partial(ExactEvaluationLoop, self)
         validating, testing = RunningStage.VALIDATING, RunningStage.TESTING
         self.fit_loop.epoch_loop.val_loop = evaluation(TrainerFn.FITTING, validating, False, False)
         self.validate_loop = evaluation(TrainerFn.VALIDATING, validating, self.validate_loop.verbose, inference_mode)

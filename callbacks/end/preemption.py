@@ -117,21 +117,16 @@ class Preemption(Callback):
         """Return the exit code of a run that ``notice`` ended."""
         return 128 + notice.signal if self.exit_code is None else self.exit_code
 
-    def saves(self, trainer: Trainer) -> bool:
-        """Return whether there is a state to save now."""
-        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        return self.save and fits and not trainer.fast_dev_run and _saver_of(trainer) is not None  # type: ignore[attr-defined]
-
     def end(self, trainer: Trainer, notice: StopNotice) -> NoReturn:
         """Save and end; called on all ranks at the same step.
 
         Raises:
             Preempted: always, unless a rank fails.
         """
-        saver = _saver_of(trainer) if self.saves(trainer) else None
-        path = ""
-        if saver is None:
-            self._say(trainer, f"stopping on {notice.reason}; nothing is saved{self._why_not(trainer)}")
+        path, saver, why_not = "", _saver_of(trainer), self._why_not(trainer)
+        if saver is None or why_not is not None:
+            why_not = why_not or " (there is no RunStateCheckpoint that saves more than weights)"
+            self._say(trainer, f"stopping on {notice.reason}; nothing is saved{why_not}")
         else:
             path = self._save(trainer, saver, notice)
         self._settled = notice
@@ -167,14 +162,13 @@ class Preemption(Callback):
         self._say(trainer, f"saved step {step}: {path}")
         return path
 
-    def _why_not(self, trainer: Trainer) -> str:
+    def _why_not(self, trainer: Trainer) -> str | None:
+        """Return why there is nothing to save now; ``None`` if there may be."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return " (nothing is trained)"
         if not self.save:
             return f" (save=False). {_last_good_text(trainer)}"
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return " (fast_dev_run)"
-        return " (there is no RunStateCheckpoint that saves more than weights)"
+        return " (fast_dev_run)" if trainer.fast_dev_run else None  # type: ignore[attr-defined]
 
     def _say(self, trainer: Trainer, text: str) -> None:
         _log.info(text)

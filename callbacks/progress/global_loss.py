@@ -155,8 +155,6 @@ def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:
     if not any(sizes):
         return torch.zeros(len(parts), device=device)
     values = torch.stack([value for part in parts for value in part]).float()
-    if len(set(sizes)) == 1:  # common case in one operation
-        return values.view(len(parts), -1).sum(dim=1)
     return torch.stack([piece.sum() for piece in values.split(sizes)])
 
 

@@ -189,10 +189,8 @@ def resolve_data_key(data_key: str | DataKey | None) -> DataKey | None:
     return data_key
 
 
-def name_of_key(data_key: DataKey | None) -> str | None:
-    """Return the name of a key function in a checkpoint; ``None`` for the index."""
-    if data_key is None:
-        return None
+def name_of_key(data_key: DataKey) -> str:
+    """Return the name of a key function in a checkpoint."""
     name = getattr(data_key, "__qualname__", type(data_key).__qualname__)
     return f"{getattr(data_key, '__module__', '')}:{name}"
 

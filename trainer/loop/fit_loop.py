@@ -122,7 +122,7 @@ class ResumableFitLoop(_FitLoop):
     def _roll_back(self, verdict: RollBack) -> None:
         """Restore an in-memory state like a resumed run, without the hooks of a start."""
         if verdict.skip_steps:
-            self._skip_steps(verdict.skip_steps)
+            self.skip_steps(verdict.skip_steps)
         self.trainer.training = True
         self.epoch_loop.abandon()
         if self._data_fetcher is not None:  # drop what was prefetched, by workers too
@@ -174,7 +174,7 @@ class ResumableFitLoop(_FitLoop):
         step = int(self.epoch_loop.batch_progress.current.ready) // int(self.trainer.accumulate_grad_batches)
         return any(each.epoch == self._epochs_done and each.first <= step < each.last for each in self.skipped)
 
-    def _skip_steps(self, count: int) -> None:
+    def skip_steps(self, count: int) -> None:
         """Skip the step of the last micro-batch read, and following ones, within the epoch."""
         current: Any = self.epoch_loop.batch_progress.current
         first = (int(current.ready) - 1) // int(self.trainer.accumulate_grad_batches)
@@ -182,10 +182,6 @@ class ResumableFitLoop(_FitLoop):
         if self.max_batches != float("inf"):
             last = min(last, math.ceil(self.max_batches / self.trainer.accumulate_grad_batches))
         self.skipped += (Skipped(self._epochs_done, first, last),)
-
-    def record_dropped(self) -> None:
-        """Record the samples of a dropped step as skipped."""
-        self._skip_steps(1)
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class LeanOptimization(_AutomaticOptimization):
         for tracker in (progress.current, progress.total):
             tracker.ready -= 1  # else it would count as interrupted
         reset_unscaled(trainer)
-        trainer.fit_loop.record_dropped()
+        trainer.fit_loop.skip_steps(1)
         trainer.fit_loop.epoch_loop.dropped = True
 
     def _make_closure(self, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
