@@ -20,7 +20,6 @@ from trainwright.callbacks.progress.throughput import Throughput
 from trainwright.strategies.contract.gradients import local_tensor
 
 STEPS = 9  # 5 per epoch
-FOUR = ["single", "ddp", "zero3", "pipeline x shard"]
 
 
 class Faulty(Model):
@@ -35,15 +34,9 @@ class Faulty(Model):
     """
 
     def __init__(
-        self,
-        step: int = 0,
-        times: int = 1,
-        rank: int | None = None,
-        sample: int = -1,
-        factor: float = math.nan,
-        dropout: float = 0.1,
+        self, step: int = 0, times: int = 1, rank: Any = None, sample: int = -1, factor: float = math.nan, **more: Any
     ) -> None:
-        super().__init__(dropout)
+        super().__init__(**more)
         self._fault = step, times, rank
         self._sample, self._factor = sample, factor
         self.gone_back = 0
@@ -98,24 +91,19 @@ class BadBackward(BadGradient):
 def guarded(
     place: str, guard: dict[str, Any], module: dict[str, Any], first: Sequence[Any] = (), **options: Any
 ) -> dict[str, Any]:
-    given = {"snapshot_every_n_steps": 2, "min_history": 2, "threshold": 50.0, **guard}
-    written, watch, model = Written(), LossGuard(**given), Faulty(**module)
+    watch = LossGuard(**{"snapshot_every_n_steps": 2, "min_history": 2, "threshold": 50.0, **guard})
+    written, model = Written(), Faulty(**module)
     error, recorder = None, Losses()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            recorder, _ = fit(
-                place,
-                [*first, watch, Count()],
-                model,
-                **{"max_steps": STEPS, "logger": [written], "log_every_n_steps": 1, **options},
-            )
+            given = {"max_steps": STEPS, "logger": [written], "log_every_n_steps": 1, **options}
+            recorder, _ = fit(place, [*first, watch, Count()], model, **given)
         except DivergedError as stopped:
             error = str(stopped)
     trainer = model.trainer
     return {
-        "losses": recorder.losses,
-        "parameters": recorder.parameters,
+        **{name: getattr(recorder, name) for name in ("losses", "parameters", "hooks")},
         "said": [str(each.message) for each in caught if str(each.message).startswith("LossGuard")],
         "counts": watch.counts,
         "error": error,
@@ -123,7 +111,6 @@ def guarded(
         "written": written.rows,
         "step": trainer.global_step,
         "seen": model.seen,
-        "hooks": recorder.hooks,
     }
 
 
@@ -256,29 +243,25 @@ def test_with_other_options(ranks, options):
         assert found["counts"]["transient"] == 1
 
 
-def averaged(place: str, guard: dict[str, Any], module: dict[str, Any]) -> Any:
-    recorder, _ = fit(place, [_average()], Faulty(), max_steps=STEPS)
-    return (recorder.losses, recorder.parameters), guarded(place, guard, module, [_average()])
-
-
-def _average() -> Any:
-    return pl.callbacks.EMAWeightAveraging(decay=0.5)  # at the end the module has the averaged weights
+def averaged(place: str) -> Any:
+    # At the end the module has the averaged weights.
+    one, other = (pl.callbacks.EMAWeightAveraging(decay=0.5) for _ in range(2))
+    recorder, _ = fit(place, [one], Faulty(), max_steps=STEPS)
+    return (recorder.losses, recorder.parameters), guarded(place, {}, {"step": 7}, [other])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["single", "zero3"])
 def test_weight_averages_are_rolled_back(ranks, place):
-    for expected, found in ranks(averaged, PLACES[place][2], place, {}, {"step": 7}):
+    for expected, found in ranks(averaged, PLACES[place][2], place):
         assert_undisturbed(expected, found)
         assert found["counts"]["transient"] == 1
 
 
-def dropped(place: str) -> dict[str, Any]:
-    return guarded(place, {"policy": "skip"}, {"sample": 13, "dropout": 0.0})
-
-
 def test_dropping_is_equal_under_all_layouts(ranks):
-    results = [ranks(dropped, PLACES[place][2], place)[0] for place in FOUR]
+    module = {"sample": 13, "dropout": 0.0}
+    places = ("single", "ddp", "zero3", "pipeline x shard")
+    results = [ranks(guarded, PLACES[place][2], place, {"policy": "skip"}, module)[0] for place in places]
     for found in results:
         assert found["step"] == STEPS
         assert found["counts"]["skipped"] == 2
@@ -311,16 +294,11 @@ def test_logged_columns(ranks):
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_exact_loss_is_logged(ranks, policy):
-    for found, rows in ranks(exact_loss, 2, policy):
-        logged = {step + 1: row["loss"] for step, row in rows if "loss" in row}
+    guard, watching = {"policy": policy, "skip_steps": 1}, [GlobalLoss(every_n_steps=4), Throughput(every_n_steps=2)]
+    for found in ranks(guarded, 2, "ddp", guard, {"sample": 25}, watching):
+        logged = {step + 1: row["loss"] for step, row in found["written"] if "loss" in row}
         assert logged == pytest.approx(found["losses"])
         assert found["counts"]["skipped" if policy == "skip" else "rollbacks"] > 0
-
-
-def exact_loss(policy: str) -> Any:
-    loss, speed = GlobalLoss(every_n_steps=4), Throughput(every_n_steps=2)
-    found = guarded("ddp", {"policy": policy, "skip_steps": 1}, {"sample": 25}, [loss, speed])
-    return found, found["written"]
 
 
 def test_history():

@@ -106,9 +106,7 @@ def test_no_false_positives(ranks: Any, layout: str) -> None:
         assert shared > 0
 
 
-def stopped(layout: str, rank: int, options: dict[str, Any]) -> tuple[str, list[str]]:
-    check = ReplicaCheck(every_n_steps=1, **options)
-    return error_of(check, inject.flip_bit(rank, 2, NAME), layout=layout, steps=4, global_batch_size=12)
+TWELVE = {"steps": 4, "global_batch_size": 12}
 
 
 def error_of(*callbacks: Callback, layout: str = "ddp", **options: Any) -> tuple[str, list[str]]:
@@ -122,8 +120,8 @@ def error_of(*callbacks: Callback, layout: str = "ddp", **options: Any) -> tuple
 
 
 def test_two_replicas_have_no_majority(ranks: Any) -> None:
-    results = ranks(stopped, 4, "replicate x shard", 3, {})
-    for text, names in results:
+    faulty = ReplicaCheck(every_n_steps=1), inject.flip_bit(3, 2, NAME)
+    for text, names in ranks(error_of, 4, *faulty, layout="replicate x shard", **TWELVE):
         assert names == [NAME]
         assert f"Step 2: ranks 1, 3 hold different bytes of {NAME}; they were equal at step 1." in text
         assert "There is no majority" in text
@@ -131,7 +129,8 @@ def test_two_replicas_have_no_majority(ranks: Any) -> None:
 
 
 def test_stop_names_the_rank(ranks: Any) -> None:
-    for text, _ in ranks(stopped, 3, "ddp", 1, {"on_difference": "stop", "before_saves": False}):
+    check = ReplicaCheck(every_n_steps=1, on_difference="stop", before_saves=False)
+    for text, _ in ranks(error_of, 3, check, inject.flip_bit(1, 2, NAME), **TWELVE):
         assert f"rank 1 holds other bytes than rank 0, 2 of {NAME}" in text
         assert "not newer than that (ckpt_path=...)" in text
         assert "the machine of rank 1" in text
@@ -151,26 +150,19 @@ def test_most_repairs(ranks: Any) -> None:
         assert (text, count) == ("", 3)
 
 
-def saved(before_saves: bool) -> str:
-    # Flipped before the third step, saved after the fourth, without a check in between.
-    check = ReplicaCheck(every_n_steps=100, before_saves=before_saves)
-    return error_of(check, RunStateCheckpoint(every_n_steps=2, keep_last=9), inject.flip_bit(1, 2, NAME))[0]
-
-
 @pytest.mark.parametrize(("before_saves", "steps"), [(True, [2]), (False, [6, 4, 2])])
 def test_check_before_saves(ranks: Any, before_saves: bool, steps: list[int]) -> None:
-    for text in ranks(saved, 2, before_saves):
+    # Flipped before the third step, saved after the fourth, without a check in between.
+    check, saving = ReplicaCheck(100, before_saves=before_saves), RunStateCheckpoint(every_n_steps=2, keep_last=9)
+    for text, _ in ranks(error_of, 2, check, saving, inject.flip_bit(1, 2, NAME)):
         assert ("they were equal at step 2" in text) == before_saves
     assert [found.step for found in list_checkpoints("run/checkpoints")] == steps
 
 
-def saved_after_validations() -> str:
-    saving = RunStateCheckpoint(every=None, monitor="val_loss", keep_best=9, keep_last=9, save_at_end=False)
-    return error_of(ReplicaCheck(), saving, inject.flip_bit(1, 2, NAME), val_data=Texts(4), val_check_interval=1)[0]
-
-
 def test_check_before_saves_after_validation(ranks: Any) -> None:
-    for text in ranks(saved_after_validations, 2):
+    saving = RunStateCheckpoint(every=None, monitor="val_loss", keep_best=9, keep_last=9, save_at_end=False)
+    callbacks = (ReplicaCheck(), saving, inject.flip_bit(1, 2, NAME))
+    for text, _ in ranks(error_of, 2, *callbacks, val_data=Texts(4), val_check_interval=1):
         assert "they were equal at step 2" in text
     assert [found.step for found in list_checkpoints("run/checkpoints")] == [2, 1]
 
