@@ -251,7 +251,7 @@ def resume_states(loader: Any, saved: LoaderCursor, rank: int, ranks: int, first
     keeper = remembered(loader)
     if keeper is None or not saved.states:
         return
-    changed = {}
+    changed: dict[str, int | None] = {}
     if len(saved.states) != ranks:
         changed[f"{len(saved.states)} data ranks"] = ranks
     if saved.workers != keeper.workers:

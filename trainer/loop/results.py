@@ -73,7 +73,7 @@ class LeanResults(_ResultCollection):
         return self._reduces.setdefault(reduce, weight_and_reduce)
 
     @torch.compiler.disable
-    def log(  # type: ignore[override]
+    def log(
         self,
         fx: str,
         name: str,
