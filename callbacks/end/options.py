@@ -6,8 +6,7 @@ Imports neither torch nor Lightning: the launching process validates too, before
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -75,8 +74,3 @@ def preemption_problems(given: Mapping[str, Any]) -> list[str]:
     if given["requeue"] and not given["save"]:
         problems.append("requeue=True with save=False (the job would start from scratch; set save=True)")
     return problems
-
-
-def numbers_of(names: Sequence[str]) -> tuple[int, ...]:
-    """Return the numbers of signals."""
-    return tuple(int(signal.Signals[name]) for name in names)

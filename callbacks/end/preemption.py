@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainwright.callbacks.end.notice import StopNotice
-from trainwright.callbacks.end.options import numbers_of, preemption_problems
+from trainwright.callbacks.end.options import preemption_problems
 from trainwright.callbacks.end.requeue import job_of, requeue
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.core.errors import CheckpointError
@@ -89,7 +90,7 @@ class Preemption(Callback):
         problems = preemption_problems(vars(self))
         if problems:
             raise ValueError("Preemption: " + "; ".join(problems))
-        self.numbers = numbers_of(self.signals)
+        self.numbers = tuple(int(signal.Signals[name]) for name in self.signals)
         self._settled: StopNotice | None = None  # a notice for which all is done but to end the process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

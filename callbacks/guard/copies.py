@@ -27,15 +27,13 @@ class StateCopies:
 
     Args:
         trainer: whose state is copied.
-        clock: monotonic seconds.
 
     Attributes:
         snapshots: the copies.
     """
 
-    def __init__(self, trainer: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._clock = clock
         self.snapshots = Snapshots()
         self._is_own = True
         self._end: Callable[[], None] | None = None
@@ -81,10 +79,10 @@ class StateCopies:
         if step == self._copied:
             return
         self._copied = step
-        begin = self._clock()
+        begin = time.perf_counter()
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         self.snapshots.take(self._trainer.strategy.run_state(checkpoint, complete=True), step)
-        self._schedule.record(step, begin, self._clock())
+        self._schedule.record(step, begin, time.perf_counter())
 
     def rolled_back(self) -> None:
         """Drop copies of steps that a rollback has undone."""
