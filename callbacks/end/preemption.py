@@ -193,14 +193,8 @@ def _last_good_text(trainer: Trainer) -> str:
 
 def _saver_of(trainer: Trainer) -> RunStateCheckpoint | None:
     """Return the callback that saves the state on a stop: the first one that saves more than weights."""
-    return next(
-        (
-            each
-            for each in trainer.checkpoint_callbacks
-            if isinstance(each, RunStateCheckpoint) and not each.save_weights_only
-        ),
-        None,
-    )
+    savers = (each for each in trainer.checkpoint_callbacks if isinstance(each, RunStateCheckpoint))
+    return next((each for each in savers if not each.save_weights_only), None)
 
 
 def _write(text: str) -> None:

@@ -244,13 +244,8 @@ class LossGuard(Callback):
             return ""
         strategy, rank = trainer.strategy, int(trainer.global_rank)
         gradients = strategy.named_gradients() if _scaler(trainer) is None else ()
-        report = NonfiniteReport(
-            rank,
-            int(strategy.ranks.data_rank),
-            int(strategy.layout.coordinates(rank)["pipeline"]),
-            first_bad(self._losses),
-            *find_gradient(gradients),
-        )
+        data_rank, stage = int(strategy.ranks.data_rank), int(strategy.layout.coordinates(rank)["pipeline"])
+        report = NonfiniteReport(rank, data_rank, stage, first_bad(self._losses), *find_gradient(gradients))
         own = report if report.micro_batch is not None or report.position >= 0 else None
         reports = [own] if trainer.world_size == 1 else all_gather_values(own, trainer.agreement_group())
         return f": {describe([each for each in reports if each is not None])}"

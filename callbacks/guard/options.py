@@ -21,10 +21,7 @@ _RULES: dict[str, Rule] = {
     "min_jump": (is_number, "0 or more, a part of the loss"),
     "window": (is_count, "1 or more optimizer steps"),
     "min_history": (lambda value: is_count(value, 2), "2 or more optimizer steps"),
-    "snapshot_every_n_steps": (
-        or_none(is_count),
-        "1 or more optimizer steps, or None for as often as loses least time",
-    ),
+    "snapshot_every_n_steps": (or_none(is_count), "1 or more optimizer steps, or None to lose the least time"),
     "mtbf": (is_positive, "more than 0 hours"),
     "keep_snapshots": (is_count, "1 or more"),
     "back_steps": (lambda value: is_count(value, 0), "0 or more optimizer steps"),

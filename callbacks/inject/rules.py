@@ -20,21 +20,11 @@ STEP = "training_step"
 """The one hook of the module, besides those of callbacks, that can raise."""
 _STAGES = ("train", "validation", "test", "predict")
 HOOKS = (
-    "setup",
-    "teardown",
-    "on_fit_start",
-    "on_fit_end",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
+    "setup", "teardown", "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end",
     *(f"on_{stage}{part}_{end}" for stage in _STAGES for part in ("", "_epoch", "_batch") for end in ("start", "end")),
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_save_checkpoint",
-    "on_load_checkpoint",
-    "on_exception",
-)
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "on_save_checkpoint", "on_load_checkpoint", "on_exception",
+)  # fmt: skip
 """Hooks of Lightning's callbacks."""
 
 _MOST_BITS = 64

@@ -166,9 +166,9 @@ def _held(trainer: Any) -> Any:
 def _line(seconds: float, held: Mapping[str, float], predicted: Mapping[str, Any]) -> str:
     expected = predicted["seconds"]["step"]
     bytes_of = {"total": predicted["bytes"]["total"], **predicted["bytes_at_step"]}
+    label = {"total": "allocated at most"}
     sizes = ", ".join(
-        f"{'allocated at most' if kind == 'total' else kind} {size / _MIB:.4g} MiB (predicted "
-        f"{bytes_of[kind] / _MIB:.4g})"
+        f"{label.get(kind, kind)} {size / _MIB:.4g} MiB (predicted {bytes_of[kind] / _MIB:.4g})"
         for kind, size in held.items()
     )
     deviation = f"{100 * (seconds / expected - 1):+.0f} %"

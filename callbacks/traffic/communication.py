@@ -184,12 +184,8 @@ def _share(rank: Mapping[str, Any], key: tuple[str, str]) -> list[float]:
 def _cells(rows: Sequence[Sequence[float]]) -> list[str]:
     """Format mean calls and bytes over ranks, the maximum bytes of a rank, and the mean minimum bytes."""
     calls, sent, least = (sum(row[index] for row in rows) / len(rows) for index in range(3))
-    return [
-        f"{calls:.4g}",
-        size_text(sent, digits=2),
-        size_text(max(row[1] for row in rows), digits=2),
-        size_text(least, digits=2),
-    ]
+    sizes = (sent, max(row[1] for row in rows), least)
+    return [f"{calls:.4g}", *(size_text(size, digits=2) for size in sizes)]
 
 
 def _listed(sums: Sums) -> list[list[Any]]:

@@ -127,13 +127,8 @@ class DataDifference:
 def differences(saved: Sequence[LoaderCursor], now: Sequence[LoaderCursor]) -> list[DataDifference]:
     """Return what keeps a run from resuming exactly in its data."""
     if len(saved) != len(now):
-        return [
-            DataDifference(
-                f"the checkpoint was saved with {len(saved)} training loader(s), now there are {len(now)}",
-                f"Give fit {len(saved)} loader(s)",
-                "the epoch restarts in every loader",
-            )
-        ]
+        what = f"the checkpoint was saved with {len(saved)} training loader(s), now there are {len(now)}"
+        return [DataDifference(what, f"Give fit {len(saved)} loader(s)", "the epoch restarts in every loader")]
     found = []
     for index, (before, after) in enumerate(zip(saved, now, strict=True)):
         where = f" (training loader {index})" if len(now) > 1 else ""
@@ -143,13 +138,8 @@ def differences(saved: Sequence[LoaderCursor], now: Sequence[LoaderCursor]) -> l
 
 def _between(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
     if before.kind != after.kind:
-        return [
-            DataDifference(
-                f"the loader was {_KINDS[before.kind]} when saved, now it is {_KINDS[after.kind]}",
-                "Use the loader of the saved run",
-                "the epoch restarts in this loader",
-            )
-        ]
+        what = f"the loader was {_KINDS[before.kind]} when saved, now it is {_KINDS[after.kind]}"
+        return [DataDifference(what, "Use the loader of the saved run", "the epoch restarts in this loader")]
     return [*_data(before, after), *_order(before, after), *_batch(before, after)]
 
 
@@ -180,24 +170,18 @@ def _order(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
     if before.seed != after.seed:
         typed = f"data_seed={before.seed}"
         remedy = "Load the data in order (shuffle=False)" if before.seed is None else f"Type {typed} (trainer.{typed})"
-        found.append(
-            DataDifference(
-                f"the order of samples was {_describe(before.seed)} when saved, now it is {_describe(after.seed)}",
-                remedy,
-                "this epoch continues in its original order if both are shuffled, else after as many samples of the "
-                "new order; the next epoch uses the new one",
-            )
+        what = f"the order of samples was {_describe(before.seed)} when saved, now it is {_describe(after.seed)}"
+        consequence = (
+            "this epoch continues in its original order if both are shuffled, else after as many samples of the new "
+            "order; the next epoch uses the new one"
         )
+        found.append(DataDifference(what, remedy, consequence))
     if (before.partition, before.key) != (after.partition, after.key):
         key = f" with data_key={before.key!r}" if before.key else ""
         now = f" with data_key={after.key!r}" if after.key else ""
-        found.append(
-            DataDifference(
-                f"data_partition was {before.partition!r}{key} when saved, now it is {after.partition!r}{now}",
-                f"Type data_partition={before.partition}{key.replace(' with', ' and')} (trainer.data_partition=...)",
-                "the remaining samples of this epoch are dealt in the new way",
-            )
-        )
+        what = f"data_partition was {before.partition!r}{key} when saved, now it is {after.partition!r}{now}"
+        remedy = f"Type data_partition={before.partition}{key.replace(' with', ' and')} (trainer.data_partition=...)"
+        found.append(DataDifference(what, remedy, "the remaining samples of this epoch are dealt in the new way"))
     return found
 
 
@@ -220,14 +204,10 @@ def _batch(before: LoaderCursor, after: LoaderCursor) -> list[DataDifference]:
 def refusal(found: Sequence[DataDifference]) -> str:
     """Return the message of a refused resume."""
     lines = [f"  - {difference.what}. {difference.remedy}." for difference in found]
-    return "\n".join(
-        [
-            "The run would not resume in the data where the checkpoint stopped:",
-            *lines,
-            "If that is intended, set allow_changed_data=True (trainer.allow_changed_data=true); then:",
-            *sorted({f"  - {difference.consequence}." for difference in found}),
-        ]
-    )
+    then = sorted({f"  - {difference.consequence}." for difference in found})
+    refused = "The run would not resume in the data where the checkpoint stopped:"
+    permitted = "If that is intended, set allow_changed_data=True (trainer.allow_changed_data=true); then:"
+    return "\n".join([refused, *lines, permitted, *then])
 
 
 def permission(found: Sequence[DataDifference]) -> str:

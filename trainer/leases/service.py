@@ -195,7 +195,6 @@ class LeaseService:
                 "lost": self._book.lost_samples,
                 "complete": self._book.is_complete,
                 "done": self._done,
-                "before": self._before,
             }
             for peer in self._peers_waiting_for("state"):
                 self._answer(peer, state)

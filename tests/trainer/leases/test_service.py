@@ -152,7 +152,7 @@ def test_state_waits_for_live_workers_only() -> None:
         desks[2]._socket.shutdown(socket.SHUT_RDWR)
         for thread, _ in asked:
             thread.join(30)
-        state = {"used": [[4, 12]], "lost": 4, "complete": False, "done": 64, "before": 60}
+        state = {"used": [[4, 12]], "lost": 4, "complete": False, "done": 64}
         assert [results for _, results in asked] == [[state], [state]]
         for desk in desks:
             desk.close()
