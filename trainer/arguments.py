@@ -48,10 +48,7 @@ def check_data_options(
     if partition not in PARTITIONS:
         problems.append(f"data_partition={partition!r} (allowed: {', '.join(map(repr, PARTITIONS))})")
     elif data_key is not None and partition != "hash":
-        problems.append(
-            f"data_key={data_key!r} together with data_partition={partition!r}, which asks for no key (set "
-            "data_partition='hash', or remove data_key)"
-        )
+        problems.append(f"data_key={data_key!r} with data_partition={partition!r}, which asks for no key (use 'hash')")
     if partition != "interleave" and has_schedule:
         problems.append(
             f"GradientAccumulationScheduler together with data_partition={partition!r}, which partitions whole steps "

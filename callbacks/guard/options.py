@@ -45,8 +45,7 @@ def guard_problems(given: Mapping[str, Any]) -> list[str]:
     window, least = given.get("window"), given.get("min_history")
     if window is not None and least is not None and least > window:
         problems.append(
-            f"min_history={least} with window={window}: the window never holds as many steps (allowed: min_history of "
-            "at most window)"
+            f"min_history={least} with window={window}: the window never holds as many steps (allowed: at most window)"
         )
     return problems
 

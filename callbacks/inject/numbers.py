@@ -58,10 +58,7 @@ class Spike(StepFault):
 
     def _reason(self) -> str:
         """Return why nothing was changed, and what to type instead."""
-        return (
-            "has no loss, because its training_step returns none or its pipeline stage is not the last. Name another "
-            "rank."
-        )
+        return "has no loss (training_step returns none, or its pipeline stage is not the last). Name another rank."
 
 
 class _OfParameter(Fault):

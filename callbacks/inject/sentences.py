@@ -152,8 +152,7 @@ def _server_problems(sentence: Sentence, world_size: int | None, server_ranks: i
     ranks = range(world_size - server_ranks, world_size)
     struck = [rank for rank in ranks_named(sentence.kind, sentence.arguments) if rank in ranks]
     return [
-        f"inject: {sentence}: rank {rank} only serves (strategy.server_ranks=own), and faults strike at steps of ranks "
-        f"that train; type one below {ranks[0]}"
+        f"inject: {sentence}: rank {rank} only serves (strategy.server_ranks=own); type one below {ranks[0]}"
         for rank in struck
     ]
 
@@ -172,8 +171,7 @@ def _run_problems(sentence: Sentence, cfg: DictConfig, world_size: int | None) -
     is_last_save = sentence.kind == "corrupt_checkpoint" and step == cfg.max_steps
     if step is not None and cfg.max_steps is not None and step >= cfg.max_steps and not is_last_save:
         problems.append(
-            f"inject: {sentence}: the run ends after max_steps={cfg.max_steps}, so its last step is number "
-            f"{cfg.max_steps - 1}; type an earlier step"
+            f"inject: {sentence}: the last step is {cfg.max_steps - 1} (max_steps={cfg.max_steps}); type an earlier one"
         )
     if sentence.kind in ("full_disk", "corrupt_checkpoint") and not cfg.checkpoint:
         problems.append(f"inject: {sentence}: this run writes no checkpoint; type checkpoint=last")

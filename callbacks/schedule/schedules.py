@@ -162,8 +162,7 @@ class OneCycle(Schedule):
     def __post_init__(self) -> None:
         if self.up_steps <= 0 or (self.down_steps is not None and self.down_steps < 0):
             raise ValueError(
-                f"up_steps={self.up_steps}, down_steps={self.down_steps} (allowed: more than 0, and at least 0). Set "
-                "for example up_steps=2000."
+                f"up_steps={self.up_steps}, down_steps={self.down_steps} (allowed: above 0, such as 2000; at least 0)."
             )
 
     def rate(self, steps: int, base: float, group: int) -> float:

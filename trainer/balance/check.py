@@ -107,7 +107,4 @@ def _changing_ranks(cfg: DictConfig, kind: str) -> Iterator[str]:
     launch = cfg.launch
     if kind == FIXED and (launch.min_devices is not None or launch.recovery != "restart"):
         what = "launch.recovery=" + launch.recovery if launch.min_devices is None else "launch.min_devices"
-        yield (
-            f"balance=fixed with {what}: ranks may come and go, and the shares of those that stay are unknown; type "
-            "balance=auto"
-        )
+        yield f"balance=fixed with {what}: ranks may come and go, with unknown shares; type balance=auto"

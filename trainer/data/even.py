@@ -146,8 +146,7 @@ class EvenLoader(WrappedLoader):
         pad = not self._reader.training
         if batch is _END and pad:
             raise RuntimeError(
-                "The IterableDataset of this rank gave no batch at all, so it has nothing to pad with. Give every rank "
-                "at least one batch."
+                "The IterableDataset of this rank gave no batch to pad with. Give every rank at least one batch."
             )
         count, last = 0, batch
         work, flags = self._exchange(int(batch is not _END))

@@ -149,8 +149,7 @@ def shard_of(key: Any) -> int:
         key = key.encode()
     if not isinstance(key, bytes):
         raise ValueError(
-            f"data_key returned {key!r}, a {type(key).__name__}; allowed are str, int and bytes. Return one of them, "
-            "the same for a sample in every process."
+            f"data_key returned {key!r}, a {type(key).__name__}; allowed are str, int and bytes, equal on all ranks."
         )
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % VIRTUAL_SHARDS
 
@@ -183,8 +182,7 @@ def resolve_data_key(data_key: str | DataKey | None) -> DataKey | None:
         return cast(DataKey, function_at("data_key", data_key, what))
     if data_key is not None and not callable(data_key):
         raise ValueError(
-            f"data_key={data_key!r} must be a function (dataset, index) -> str | int | bytes, or the path of one, "
-            "'package.module:function'."
+            f"data_key={data_key!r} (allowed: a function (dataset, index) -> str | int | bytes, or a path, 'a.b:f')."
         )
     return data_key
 

@@ -15,10 +15,7 @@ def profile_problem(steps: Any, otherwise: str) -> str | None:
         whole = all(isinstance(each, int) and not isinstance(each, bool) for each in steps)
         if whole and 0 <= steps[0] < steps[1]:
             return None
-    return (
-        f"{steps} (allowed: two whole numbers, the first optimizer step of the trace and the one after its last, like "
-        f"[10,20]; {otherwise})"
-    )
+    return f"{steps} (allowed: two whole numbers, the first step and the one after the last, like [10,20]; {otherwise})"
 
 
 def expand_profile(cfg: DictConfig) -> list[str]:
