@@ -274,7 +274,7 @@ def _set_loss_scale(trainer: Trainer, given: Mapping[str, Any]) -> None:
     # Whether the precision supports it is checked by its plugin.
     refuse(loss_scale_problems(given, PRECISION, "loss_scale."))
     asked = LossScaling(**given)
-    if not asked.is_default:
+    if asked != LossScaling():
         set_loss_scale(trainer.precision_plugin, asked.initial, asked.growth_interval, asked.least, asked.fixed)
 
 

@@ -113,33 +113,32 @@ class StateCopies:
     def _steps_to_next(self) -> int:
         """Return the optimizer steps to the next copy: the maximum over ranks."""
         wanted = torch.tensor([self._schedule.steps_to_next()])
-        if self._schedule.is_timed and dist.is_initialized() and dist.get_world_size() > 1:
+        if self._schedule.interval is not None and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=self._trainer.agreement_group())
         return max(1, math.ceil(wanted.item()))
 
 
 class CopySchedule:
-    """One rank's number of optimizer steps between copies."""
+    """One rank's number of optimizer steps between copies.
+
+    Attributes:
+        interval: seconds between copies, with which ranks must agree on steps; ``None``: no clock counts.
+    """
 
     def __init__(self) -> None:
         self._failures_per_second = 0.0
         self._every = _MOST_STEPS
-        self._interval: AutoInterval | None = None
+        self.interval: AutoInterval | None = None
         self._last: tuple[int, float] | None = None  # step and end time of the last copy
         self._per_step = 0.0
         self._copies = 0
-
-    @property
-    def is_timed(self) -> bool:
-        """True if it depends on a clock, so that ranks must agree."""
-        return self._interval is not None
 
     def add(self, mtbf: float | None, every_n_steps: int | None) -> None:
         """Add a request, see :meth:`StateCopies.request`."""
         if mtbf is not None:
             self._failures_per_second += 1 / (3600 * mtbf)
             # The cost is unknown before the second copy, which is made at once.
-            self._interval = AutoInterval(1 / self._failures_per_second, first=0.0, least=0.0)
+            self.interval = AutoInterval(1 / self._failures_per_second, first=0.0, least=0.0)
         if every_n_steps is not None:
             self._every = min(self._every, every_n_steps)
 
@@ -149,8 +148,8 @@ class CopySchedule:
             self._per_step = (begin - self._last[1]) / (step - self._last[0])
         self._last = (step, end)
         self._copies += 1
-        if self._interval is not None and self._copies > 1:  # the first one also allocates
-            self._interval.saved(end - begin)
+        if self.interval is not None and self._copies > 1:  # the first one also allocates
+            self.interval.saved(end - begin)
 
     def pause(self) -> None:
         """Ignore the time until the next copy, which is not that of steps."""
@@ -158,7 +157,7 @@ class CopySchedule:
 
     def steps_to_next(self) -> float:
         """Return the number of steps, 0 or more."""
-        if self._interval is None:
+        if self.interval is None:
             return float(self._every)
-        seconds = self._interval.seconds
+        seconds = self.interval.seconds
         return min(float(self._every), seconds / self._per_step) if self._per_step > 0 else 1.0

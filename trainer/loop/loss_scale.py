@@ -25,11 +25,6 @@ class LossScaling:
     # Never change the scale; false = it halves after an overflow and grows again.
     fixed: bool = False
 
-    @property
-    def is_default(self) -> bool:
-        """True if all options are at their defaults."""
-        return self == LossScaling()
-
 
 def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = "trainer.loss_scale.") -> list[str]:
     """Return what is wrong with the options of a loss scale, each with what to type instead.
