@@ -110,7 +110,7 @@ class Preemption(Callback):
             raise ValueError("Preemption(requeue=True): SLURM_JOB_ID is not set, so there is no job to requeue.")
         if _saver_of(trainer) is None:
             raise ValueError(
-                "Preemption(requeue=True): the job would start from scratch. Add the callback RunStateCheckpoint()."
+                "Preemption(requeue=True) without a RunStateCheckpoint: the job would start from scratch. Add it."
             )
 
     def code_for(self, notice: StopNotice) -> int:

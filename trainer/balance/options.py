@@ -109,7 +109,7 @@ def balance_options(balance: BalanceArgument) -> BalanceOptions:
         given = {"kind": FIXED, "shares": balance}
     else:
         raise ValueError(
-            f"balance={balance!r} (allowed: 'none', 'auto', shares like [3, 1], options like {{'every_steps': 50}})"
+            f"balance={balance!r} (allowed: 'none', 'auto', a list of shares, options such as {{'every_steps': 50}})"
         )
     refuse(balance_option_problems(given))
     if given.get("shares") is not None:

@@ -393,8 +393,8 @@ def refuse_impossible(weights: TokenWeights, module: LightningModule) -> None:
     strategy = weights.strategy
     if not module.automatic_optimization:
         raise ValueError(
-            f"loss_weighting='tokens' needs automatic optimization, but {type(module).__name__} decides itself which "
-            "losses make up a step. Weight them in training_step, or set loss_weighting='micro_batch'."
+            f"loss_weighting='tokens' needs automatic optimization, but {type(module).__name__} sets "
+            "automatic_optimization=False. Weight its losses in training_step, or set loss_weighting='micro_batch'."
         )
     if strategy.traits.backward_in_step and not strategy.traits.weighs_micro_batches:
         raise ValueError(
