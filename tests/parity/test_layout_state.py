@@ -128,8 +128,7 @@ def averaged_alone(pool, tmp_path_factory) -> tuple[Any, Path]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("size", "options"),
-    [(2, {"tensor": 2}), (4, {"pipeline": 2, "shard": 2}), (4, {"pipeline": 2, "tensor": 2})],
+    ("size", "options"), [(2, {"tensor": 2}), (4, {"pipeline": 2, "shard": 2}), (4, {"pipeline": 2, "tensor": 2})]
 )
 def test_averaged_weights(ranks, averaged_alone, tmp_path, size, options):
     alone, one_folder = averaged_alone

@@ -11,12 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    LearningRateFinder,
-    OnExceptionCheckpoint,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateFinder, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -70,8 +65,7 @@ def tune(strategy: str, options: dict[str, Any], name: str) -> tuple[float, list
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("strategy", "options", "world_size"),
-    [("zero2", {}, 2), ("hybrid", {"pipeline": 2, "shard": 2}, 4)],
+    ("strategy", "options", "world_size"), [("zero2", {}, 2), ("hybrid", {"pipeline": 2, "shard": 2}, 4)]
 )
 @pytest.mark.parametrize("name", ["fine", "backbone"])
 def test_finetuning(

@@ -325,14 +325,7 @@ ROWS = [
         synced=("loss_synced", "loss_epoch", "sum_synced", "max_synced"),
     ),
     Row("barriers", Barrier, vectors, equal="ddp, tensor", either="pipeline"),
-    Row(
-        "strategy.reduce",
-        ReducesByHand,
-        vectors,
-        equal="tensor",
-        either="pipeline",
-        synced=("mean",),
-    ),
+    Row("strategy.reduce", ReducesByHand, vectors, equal="tensor", either="pipeline", synced=("mean",)),
     Row("torch.distributed", TorchCollective, vectors, equal="ddp", either="tensor, pipeline", synced=("mean",)),
     Row("accuracy", Metrics, vectors, trainer=epoch, either="tensor, pipeline", synced=("accuracy",)),
     Row(
@@ -355,14 +348,7 @@ ROWS = [
         either="tensor, pipeline",
         synced=("total", "sum"),
     ),
-    Row(
-        "a collection",
-        Collected,
-        vectors,
-        trainer=epoch,
-        either="tensor, pipeline",
-        synced=("train_a", "train_b"),
-    ),
+    Row("a collection", Collected, vectors, trainer=epoch, either="tensor, pipeline", synced=("train_a", "train_b")),
     Row(
         "a metric of one's own",
         OwnMetric,

@@ -160,13 +160,7 @@ ROWS = [
         either="tensor, pipeline",
     ),
     Row("autoencoder", AutoEncoder, images, equal="ddp, zero1, zero2, zero3, tensor"),
-    Row(
-        "GAN",
-        Gan,
-        vectors,
-        equal="zero1, zero2, zero3, tensor",
-        either="ddp",
-    ),
+    Row("GAN", Gan, vectors, equal="zero1, zero2, zero3, tensor", either="ddp"),
     Row(
         "torchmetrics",
         Measured,

@@ -8,19 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.base import (
-    CLASSES,
-    DIM,
-    Block,
-    Classifier,
-    Gpt,
-    LanguageModel,
-    Mlp,
-    Stack,
-    tokens,
-    total,
-    vectors,
-)
+from tests.zoo.base import CLASSES, DIM, Block, Classifier, Gpt, LanguageModel, Mlp, Stack, tokens, total, vectors
 from tests.zoo.cells import Row
 
 

@@ -617,12 +617,7 @@ MOST, DATA = "zero3, tensor, pipeline, context", "ddp, zero3, tensor, pipeline"
 ROWS = [
     Row("recomputes within blocks", lm(RecomputesInside), tokens, equal="zero3, tensor, pipeline, context"),
     Row("recomputes blocks", lambda: LanguageModel(Recomputes), tokens, either=MOST),
-    Row(
-        "recomputes, reentrant",
-        lambda: LanguageModel(RecomputesReentrant),
-        tokens,
-        either=DATA,
-    ),
+    Row("recomputes, reentrant", lambda: LanguageModel(RecomputesReentrant), tokens, either=DATA),
     Row("recomputes in parts", lambda: Classifier(RecomputesSequential), vectors, either="zero3, tensor, pipeline"),
     Row("activation with its gradient", mlp(OwnActivation), tokens, either=MOST),
     Row("product with its gradient", mlp(OwnProduct), tokens, either="zero3, tensor, sequence, pipeline"),
@@ -661,12 +656,7 @@ ROWS = [
     Row("mixture of depths", lm(SomePositions), tokens, either="zero3, tensor, sequence, pipeline, context"),
     Row("wrappers", lambda: LanguageModel(lambda: Delegates(Gpt())), tokens, either=MOST),
     Row("wrapped blocks", lm(lambda: Delegates(Layer())), tokens, either=MOST),
-    Row(
-        "backward hooks",
-        lambda: Classifier(lambda: Stack(SlowGradients)),
-        vectors,
-        either=DATA,
-    ),
+    Row("backward hooks", lambda: Classifier(lambda: Stack(SlowGradients)), vectors, either=DATA),
     Row("slices of a Sequential", lambda: Classifier(Sliced), vectors, either="zero3, tensor, pipeline"),
     Row("dropped blocks", lambda: Classifier(DropsBlocks), vectors, either="zero3, tensor"),
     Row("positions in parts", mlp(Chunked), tokens, either="tensor, sequence, pipeline, context"),

@@ -430,12 +430,7 @@ ROWS = [
     Row("two kinds of blocks", net(Alternating), vectors, equal="zero3", either="pipeline"),
     Row("two classes of the same shapes", net(Lookalikes), vectors, equal="zero3, pipeline"),
     Row("one block differs by an attribute", net(ThirdDiffers), vectors, equal="pipeline", either="tensor"),
-    Row(
-        "tied by a function",
-        lambda: LanguageModel(TiedByFunction),
-        tokens,
-        either="zero3, pipeline",
-    ),
+    Row("tied by a function", lambda: LanguageModel(TiedByFunction), tokens, either="zero3, pipeline"),
     Row("tied", lambda: LanguageModel(lambda: Gpt(tied=True)), tokens, equal="zero3, pipeline"),
     Row("blocks if the data say so", net(ByData), vectors, equal="zero3, pipeline"),
     Row("unused second half", net(EarlyReturn), vectors, either="ddp, pipeline"),
@@ -446,10 +441,5 @@ ROWS = [
     Row("two losses at the end", TwoHeads, tokens, equal="zero3, pipeline"),
     Row("two passes a step", Calls, vectors, equal="zero3", either="pipeline"),
     Row("a pass without gradients", CallsUnderNoGrad, vectors, equal="zero3", either="pipeline"),
-    Row(
-        "a block's weight after the blocks",
-        net(ReadsOtherBlock),
-        vectors,
-        either="zero3, pipeline",
-    ),
+    Row("a block's weight after the blocks", net(ReadsOtherBlock), vectors, either="zero3, pipeline"),
 ]

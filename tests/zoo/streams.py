@@ -13,17 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tests.zoo.base import (
-    CLASSES,
-    DIM,
-    SAMPLES,
-    Classifier,
-    LanguageModel,
-    _labels,
-    _random,
-    tokens,
-    vectors,
-)
+from tests.zoo.base import CLASSES, DIM, SAMPLES, Classifier, LanguageModel, _labels, _random, tokens, vectors
 from tests.zoo.cells import Row
 
 
@@ -282,22 +272,10 @@ ROWS = [
     Row("named tuples", OfAttributes, collated(Pair), equal="ddp, pipeline"),
     Row("data classes", OfAttributes, collated(Record), equal="ddp", either="pipeline"),
     Row("class weights", Weighted, collated(lambda x, y: (x, y, WEIGHTS)), equal="ddp", either="pipeline"),
-    Row(
-        "words",
-        WithWords,
-        collated(lambda x, y: (x, y, ["ab" * int(c) for c in y])),
-        equal="ddp",
-        either="pipeline",
-    ),
+    Row("words", WithWords, collated(lambda x, y: (x, y, ["ab" * int(c) for c in y])), equal="ddp", either="pipeline"),
     Row("a number", WithNumber, collated(lambda x, y: (x, y, 0.5)), equal="ddp, pipeline"),
     Row("None", WithNothing, collated(lambda x, y: (x, y, None)), equal="ddp, pipeline"),
-    Row(
-        "lists of tensors",
-        OfLists,
-        collated(lambda x, y: (list(x), y.tolist())),
-        equal="ddp",
-        either="pipeline",
-    ),
+    Row("lists of tensors", OfLists, collated(lambda x, y: (list(x), y.tolist())), equal="ddp", either="pipeline"),
     Row("points of samples", OfRagged, ragged, equal="ddp", either="pipeline"),
     Row("padded texts", Padded, padded, equal="ddp, pipeline"),
     Row("padded texts by tokens", PaddedByTokens, padded, equal="tensor", either="pipeline"),
