@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.base import DIM, LENGTH, Attention, Classifier, Gpt, LanguageModel, Layer, Stack, sequences, tokens
+from tests.zoo.base import DIM, LENGTH, Attention, LanguageModel, Layer, gpt, sequences, stack, tokens
 from tests.zoo.cells import Row
 
 HEADS, SIZE = 4, DIM // 4
@@ -324,12 +325,7 @@ class FirstHeadOnly(Attention):
 
 def lm(attention: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
     """A GPT with this attention."""
-    return lambda: LanguageModel(lambda: Gpt(lambda: Layer(attention)))
-
-
-class Bidirectional(Attention):
-    def __init__(self) -> None:
-        super().__init__(causal=False)
+    return gpt(partial(Layer, attention))
 
 
 ROWS = [
@@ -352,7 +348,7 @@ ROWS = [
     Row("norm before the output", lm(NormBeforeOutput), tokens, equal="tensor, sequence"),
     Row("linear", lm(Linear), tokens, equal="tensor", either="context"),
     Row("grouped queries", lm(Grouped), tokens, equal="tensor, context"),
-    Row("one key head", lm(lambda: Grouped(1)), tokens, either="tensor, context"),
+    Row("one key head", lm(partial(Grouped, 1)), tokens, either="tensor, context"),
     Row("MultiheadAttention", lm(Torch), tokens, equal="tensor", either="context"),
     Row("rotary", lm(Rotary), tokens, equal="tensor", either="context"),
     Row("relative bias", lm(RelativeBias), tokens, equal="tensor", either="context"),
@@ -365,10 +361,5 @@ ROWS = [
     Row("weights by head", lm(Einsum), tokens, equal="tensor", either="context"),
     Row("differential", lm(Differential), tokens, equal="tensor"),
     Row("the first head for all", lm(FirstHeadOnly), tokens, equal="tensor", either="ulysses"),
-    Row(
-        "not causal",
-        lambda: Classifier(lambda: Stack(lambda: Layer(Bidirectional))),
-        sequences,
-        equal="tensor, context",
-    ),
+    Row("not causal", stack(partial(Layer, partial(Attention, causal=False))), sequences, equal="tensor, context"),
 ]

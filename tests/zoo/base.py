@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -114,9 +115,6 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A transformer's block out of two parts."""
 
-    attention: Callable[[], nn.Module] = Attention
-    feed_forward: Callable[[], nn.Module]
-
     def __init__(self, attention: Callable[[], nn.Module] = Attention, mlp: Callable[[], nn.Module] | None = None):
         super().__init__()
         self.norm1, self.attn, self.norm2 = nn.LayerNorm(DIM), attention(), nn.LayerNorm(DIM)
@@ -128,12 +126,14 @@ class Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The feed-forward layer of a transformer; variants override ``between``."""
+    """The feed-forward layer of a transformer; variants override ``between`` or give that function."""
 
-    def __init__(self, dim: int = DIM, hidden: int = 32) -> None:
+    def __init__(self, dim: int = DIM, hidden: int = 32, between: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.fc2 = nn.Linear(hidden, dim)
+        if between is not None:
+            self.between = between  # type: ignore[method-assign]
 
     def between(self, hidden: Tensor) -> Tensor:
         return F.gelu(hidden)
@@ -142,8 +142,19 @@ class Mlp(nn.Module):
         return self.fc2(self.between(self.fc1(x)))
 
 
-class Stack(nn.Module):
-    """A stem, equal blocks, a head; variants override ``run``."""
+class Blocks(nn.Module):
+    """Equal blocks, run one after the other; variants override ``run``."""
+
+    blocks: nn.ModuleList
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Stack(Blocks):
+    """A stem, equal blocks, a head."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 4, stem: nn.Module | None = None):
         super().__init__()
@@ -151,16 +162,11 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.head = nn.Linear(DIM, CLASSES)
 
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
     def forward(self, x: Tensor) -> Any:
         return self.head(self.run(self.stem(x)))
 
 
-class Gpt(nn.Module):
+class Gpt(Blocks):
     """Embeddings with positions, equal blocks, a head over the vocabulary."""
 
     def __init__(self, block: Callable[[], nn.Module] = Layer, depth: int = 4, tied: bool = False) -> None:
@@ -173,11 +179,6 @@ class Gpt(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
     def forward(self, ids: Tensor) -> Any:
         return self.head(self.norm(self.run(self.embed(ids))))
@@ -233,6 +234,31 @@ class LanguageModel(Classifier):
     def loss(self, batch: Tensor) -> Tensor:
         assert batch.device == self.device
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def net(network: Callable[[], nn.Module]) -> Callable[[], Classifier]:
+    """A classifier around a network."""
+    return partial(Classifier, network)
+
+
+def stack(block: Callable[[], nn.Module]) -> Callable[[], Classifier]:
+    """Equal blocks on vectors or positions."""
+    return net(partial(Stack, block))
+
+
+def text(network: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
+    """A language model around a network."""
+    return partial(LanguageModel, network)
+
+
+def gpt(block: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
+    """A GPT of these blocks."""
+    return text(partial(Gpt, block))
+
+
+def mlp(make: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
+    """A GPT with this feed-forward layer."""
+    return gpt(partial(Layer, mlp=make))
 
 
 class Computes(Classifier):

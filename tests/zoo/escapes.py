@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.base import CLASSES, DIM, Block, Classifier, Gpt, LanguageModel, Mlp, Stack, tokens, total, vectors
+from tests.zoo.base import CLASSES, DIM, Block, Classifier, Gpt, Mlp, Stack, net, text, tokens, total, vectors
 from tests.zoo.cells import Row
 
 
@@ -365,13 +365,13 @@ class Detached(Stack):
 ROWS = [
     Row("deep supervision", DeepSupervision, vectors, equal="zero3, tensor, pipeline, pipeline x shard"),
     Row("a head by block", AuxiliaryHeads, vectors, equal="tensor, pipeline"),
-    Row("weighted sum of layers", lambda: Classifier(WeightedSum), vectors, equal="tensor, pipeline"),
-    Row("dense connections", lambda: Classifier(Dense), vectors, equal="zero3, pipeline"),
-    Row("long skips", lambda: Classifier(LongSkips), vectors, equal="tensor, pipeline"),
-    Row("long skips by layers", lambda: Classifier(LongSkipsByLayers), vectors, equal="tensor, pipeline"),
-    Row("the stem again", lambda: Classifier(StemAgain), vectors, equal="tensor, pipeline"),
-    Row("the stem at each block", lambda: Classifier(StemEachBlock), vectors, equal="zero3, pipeline"),
-    Row("the first block again", lambda: Classifier(FirstBlockAgain), vectors, equal="pipeline, interleaved"),
+    Row("weighted sum of layers", net(WeightedSum), vectors, equal="tensor, pipeline"),
+    Row("dense connections", net(Dense), vectors, equal="zero3, pipeline"),
+    Row("long skips", net(LongSkips), vectors, equal="tensor, pipeline"),
+    Row("long skips by layers", net(LongSkipsByLayers), vectors, equal="tensor, pipeline"),
+    Row("the stem again", net(StemAgain), vectors, equal="tensor, pipeline"),
+    Row("the stem at each block", net(StemEachBlock), vectors, equal="zero3, pipeline"),
+    Row("the first block again", net(FirstBlockAgain), vectors, equal="pipeline, interleaved"),
     Row("early exit", MiddleBlock, vectors, equal="tensor, pipeline"),
     Row("all hidden states", UsesHiddenStates, vectors, equal="tensor, pipeline"),
     Row("the last hidden state", LastHiddenState, vectors, equal="pipeline"),
@@ -386,6 +386,6 @@ ROWS = [
     Row("logs of attributes", LogsInBlocks, vectors, equal="tensor", either="pipeline"),
     Row("a sum through the blocks", Carries, vectors, equal="tensor, pipeline"),
     Row("logs of changes", Distances, vectors, equal="tensor", either="pipeline"),
-    Row("skips of a GPT", lambda: LanguageModel(GptSkips), tokens, equal="tensor, pipeline"),
-    Row("detached between", lambda: Classifier(Detached), vectors, equal="pipeline", either="zero3"),
+    Row("skips of a GPT", text(GptSkips), tokens, equal="tensor, pipeline"),
+    Row("detached between", net(Detached), vectors, equal="pipeline", either="zero3"),
 ]

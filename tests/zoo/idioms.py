@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,12 @@ from tests.zoo.base import (
     Layer,
     Mlp,
     Stack,
+    gpt,
+    mlp,
+    net,
     noisy,
+    stack,
+    text,
     tokens,
     vectors,
 )
@@ -603,22 +608,12 @@ class Repeats(Gpt):
         return super().run(x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).mean(1)
 
 
-def lm(block: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
-    """A GPT of these blocks."""
-    return lambda: LanguageModel(lambda: Gpt(block))
-
-
-def mlp(make: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
-    """A GPT with this feed-forward layer."""
-    return lm(lambda: Layer(mlp=make))
-
-
 MOST, DATA = "zero3, tensor, pipeline, context", "ddp, zero3, tensor, pipeline"
 ROWS = [
-    Row("recomputes within blocks", lm(RecomputesInside), tokens, equal="zero3, tensor, pipeline, context"),
-    Row("recomputes blocks", lambda: LanguageModel(Recomputes), tokens, either=MOST),
-    Row("recomputes, reentrant", lambda: LanguageModel(RecomputesReentrant), tokens, either=DATA),
-    Row("recomputes in parts", lambda: Classifier(RecomputesSequential), vectors, either="zero3, tensor, pipeline"),
+    Row("recomputes within blocks", gpt(RecomputesInside), tokens, equal="zero3, tensor, pipeline, context"),
+    Row("recomputes blocks", text(Recomputes), tokens, either=MOST),
+    Row("recomputes, reentrant", text(RecomputesReentrant), tokens, either=DATA),
+    Row("recomputes in parts", net(RecomputesSequential), vectors, either="zero3, tensor, pipeline"),
     Row("activation with its gradient", mlp(OwnActivation), tokens, either=MOST),
     Row("product with its gradient", mlp(OwnProduct), tokens, either="zero3, tensor, sequence, pipeline"),
     Row("binary weights", mlp(BinaryWeights), tokens, either="zero3, tensor, sequence, pipeline"),
@@ -628,7 +623,7 @@ ROWS = [
     Row("reversed gradients", Adversarial, vectors, either=DATA),
     Row("scripted function", mlp(Scripted), tokens, either="zero3, tensor, sequence, pipeline"),
     Row("compiled function", mlp(CompiledFunction), tokens, either="zero3, tensor, pipeline"),
-    Row("compiled blocks", lambda: LanguageModel(CompiledBlocks), tokens, either=f"ddp, {MOST}"),
+    Row("compiled blocks", text(CompiledBlocks), tokens, either=f"ddp, {MOST}"),
     Row("compiled network", CompiledNetwork, tokens, either=f"ddp, {MOST}"),
     Row("compiled in place", CompiledInPlace, tokens, either=f"ddp, {MOST}"),
     Row("functional_call", FunctionalCall, vectors, either="ddp, zero1, zero3, tensor, pipeline"),
@@ -636,13 +631,13 @@ ROWS = [
     Row("jvp", Tangent, vectors, either=DATA),
     Row("MAML", MetaLearning, vectors, either="tensor, pipeline"),
     Row("EmbeddingBag", BagModel, tokens, either="zero3, tensor, pipeline"),
-    Row("lazy layers", lambda: Classifier(Lazy), vectors, either="ddp, zero3, tensor"),
+    Row("lazy layers", net(Lazy), vectors, either="ddp, zero3, tensor"),
     Row("bilinear between", mlp(Pairs), tokens, either="tensor, pipeline"),
     Row("block-diagonal between", mlp(BlockDiagonal), tokens, either="zero3, tensor, pipeline"),
-    Row("symmetric weights", lambda: Classifier(lambda: Stack(Symmetric)), vectors, either="zero3, tensor, pipeline"),
+    Row("symmetric weights", stack(Symmetric), vectors, either="zero3, tensor, pipeline"),
     Row("adaptive softmax", Adaptive, tokens, either=f"ddp, {MOST}"),
     Row("sampled softmax", Sampled, tokens, either=MOST),
-    Row("torch's decoder", lambda: LanguageModel(TorchDecoder), tokens, either=MOST),
+    Row("torch's decoder", text(TorchDecoder), tokens, either=MOST),
     Row("two tokens ahead", SeveralTokens, tokens, either="zero3, tensor, sequence, pipeline, context"),
     Row("z-loss", Normalizer, tokens, either="zero3, tensor, sequence, pipeline, context"),
     Row("label smoothing", Smoothed, tokens, either="tensor, pipeline, context"),
@@ -651,16 +646,16 @@ ROWS = [
     Row("codebook", Codebook, vectors, either=DATA),
     Row("codebook of averages", MovingCodebook, vectors, either="tensor, pipeline"),
     Row("hard choices", Gumbel, noisy, either=DATA),
-    Row("sliding window", lm(lambda: Layer(Window)), tokens, either="tensor, pipeline, context, ulysses, gather"),
+    Row("sliding window", gpt(partial(Layer, Window)), tokens, either="tensor, pipeline, context, ulysses, gather"),
     Row("Perceiver", PerceiverModel, tokens, either=MOST),
-    Row("mixture of depths", lm(SomePositions), tokens, either="zero3, tensor, sequence, pipeline, context"),
-    Row("wrappers", lambda: LanguageModel(lambda: Delegates(Gpt())), tokens, either=MOST),
-    Row("wrapped blocks", lm(lambda: Delegates(Layer())), tokens, either=MOST),
-    Row("backward hooks", lambda: Classifier(lambda: Stack(SlowGradients)), vectors, either=DATA),
-    Row("slices of a Sequential", lambda: Classifier(Sliced), vectors, either="zero3, tensor, pipeline"),
-    Row("dropped blocks", lambda: Classifier(DropsBlocks), vectors, either="zero3, tensor"),
+    Row("mixture of depths", gpt(SomePositions), tokens, either="zero3, tensor, sequence, pipeline, context"),
+    Row("wrappers", text(lambda: Delegates(Gpt())), tokens, either=MOST),
+    Row("wrapped blocks", gpt(lambda: Delegates(Layer())), tokens, either=MOST),
+    Row("backward hooks", stack(SlowGradients), vectors, either=DATA),
+    Row("slices of a Sequential", net(Sliced), vectors, either="zero3, tensor, pipeline"),
+    Row("dropped blocks", net(DropsBlocks), vectors, either="zero3, tensor"),
     Row("positions in parts", mlp(Chunked), tokens, either="tensor, sequence, pipeline, context"),
-    Row("repeated samples", lambda: LanguageModel(Repeats), tokens, either=MOST),
+    Row("repeated samples", text(Repeats), tokens, either=MOST),
     Row(
         "an example for the summary",
         Example,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,82 +23,24 @@ from tests.zoo.base import (
     Layer,
     Samples,
     _labels,
+    gpt,
     tokens,
 )
 from tests.zoo.cells import Row
 
 
 class Mixes(Layer):
-    """Mixes positions before attention; variants override ``mix``."""
+    """Mixes positions before attention; variants override ``mix`` or give that function."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.change = mix
 
     def mix(self, x: Tensor) -> Tensor:
-        return x
+        return self.change(x)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.mix(x))
-
-
-class Shift(Mixes):
-    """RWKV's token shift."""
-
-    def mix(self, x: Tensor) -> Tensor:
-        return x + 0.5 * F.pad(x, (0, 0, 1, -1))
-
-
-class Roll(Mixes):
-    def mix(self, x: Tensor) -> Tensor:
-        return x + 0.5 * x.roll(1, 1)
-
-
-class Cumsum(Mixes):
-    def mix(self, x: Tensor) -> Tensor:
-        return x + x.cumsum(1) / LENGTH
-
-
-class Mean(Mixes):
-    def mix(self, x: Tensor) -> Tensor:
-        return x + x.mean(1, keepdim=True)
-
-
-class Largest(Mixes):
-    def mix(self, x: Tensor) -> Tensor:
-        return x + x.amax(1, keepdim=True)
-
-
-class Normed(Mixes):
-    """A norm over positions."""
-
-    def mix(self, x: Tensor) -> Tensor:
-        return (x - x.mean(1, keepdim=True)) / (1 + x.std(1, keepdim=True))
-
-
-class Flip(Mixes):
-    def mix(self, x: Tensor) -> Tensor:
-        return x + 0.3 * x.flip(1)
-
-
-class FirstToken(Mixes):
-    def mix(self, x: Tensor) -> Tensor:
-        return x + 0.5 * x[:, :1]
-
-
-class LastToken(Mixes):
-    def mix(self, x: Tensor) -> Tensor:
-        return x + 0.5 * x[:, -1:]
-
-
-class ByPosition(Mixes):
-    """A weight for each position, counted within the block."""
-
-    def mix(self, x: Tensor) -> Tensor:
-        return x * (1 + torch.arange(x.shape[1], device=x.device)[:, None] / LENGTH)
-
-
-class ByLength(Mixes):
-    """Scaled by the number of positions."""
-
-    def mix(self, x: Tensor) -> Tensor:
-        return x * x.shape[1] / LENGTH
 
 
 class Convolution(Mixes):
@@ -262,35 +205,41 @@ def time_first(batch: int) -> DataLoader[Any]:
     return DataLoader(Samples(ids), batch_size=batch, collate_fn=lambda rows: torch.stack(rows, 1))
 
 
-def lm(block: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
-    """A GPT of these blocks."""
-    return lambda: LanguageModel(lambda: Gpt(block))
+def mixed(name: str, mix: Callable[[Tensor], Tensor], **options: Any) -> Row:
+    """A row whose blocks apply ``mix`` first."""
+    return Row(name, gpt(partial(Mixes, mix)), tokens, **{"either": SPLIT, **options})
 
 
 SPLIT = "context, sequence"
 ROWS = [
-    Row("token shift", lm(Shift), tokens, equal="tensor, pipeline", either="context, sequence, gather, ulysses"),
-    Row("roll", lm(Roll), tokens, either="context, sequence"),
-    Row("cumulative sum", lm(Cumsum), tokens, either="context, sequence"),
-    Row("mean", lm(Mean), tokens, either="context, sequence"),
-    Row("largest", lm(Largest), tokens, either="context, sequence"),
-    Row("norm over positions", lm(Normed), tokens, either="context, sequence"),
-    Row("flip", lm(Flip), tokens, either="context, sequence"),
-    Row("first token", lm(FirstToken), tokens, either="context, sequence"),
-    Row("last token", lm(LastToken), tokens, either="context, sequence"),
-    Row("weights by position", lm(ByPosition), tokens, either="context, sequence"),
-    Row("number of positions", lm(ByLength), tokens, either="context, sequence"),
-    Row("convolution", lm(Convolution), tokens, either="context, sequence"),
-    Row("causal convolution", lm(CausalConvolution), tokens, either="context, sequence"),
-    Row("GRU", lm(Recurrent), tokens, either="context, sequence"),
-    Row("parameters by position", lm(Positions), tokens, either="context, sequence"),
-    Row("MLP-Mixer", lm(Mixer), tokens, either="sequence, context"),
-    Row("FNet", lm(Fourier), tokens, either="context, sequence"),
-    Row("state space", lm(Scan), tokens, either="tensor, sequence"),
+    # RWKV's.
+    mixed(
+        "token shift",
+        lambda x: x + 0.5 * F.pad(x, (0, 0, 1, -1)),
+        equal="tensor, pipeline",
+        either=f"{SPLIT}, gather, ulysses",
+    ),
+    mixed("roll", lambda x: x + 0.5 * x.roll(1, 1)),
+    mixed("cumulative sum", lambda x: x + x.cumsum(1) / LENGTH),
+    mixed("mean", lambda x: x + x.mean(1, keepdim=True)),
+    mixed("largest", lambda x: x + x.amax(1, keepdim=True)),
+    mixed("norm over positions", lambda x: (x - x.mean(1, keepdim=True)) / (1 + x.std(1, keepdim=True))),
+    mixed("flip", lambda x: x + 0.3 * x.flip(1)),
+    mixed("first token", lambda x: x + 0.5 * x[:, :1]),
+    mixed("last token", lambda x: x + 0.5 * x[:, -1:]),
+    mixed("weights by position", lambda x: x * (1 + torch.arange(x.shape[1], device=x.device)[:, None] / LENGTH)),
+    mixed("number of positions", lambda x: x * x.shape[1] / LENGTH),
+    Row("convolution", gpt(Convolution), tokens, either=SPLIT),
+    Row("causal convolution", gpt(CausalConvolution), tokens, either=SPLIT),
+    Row("GRU", gpt(Recurrent), tokens, either=SPLIT),
+    Row("parameters by position", gpt(Positions), tokens, either=SPLIT),
+    Row("MLP-Mixer", gpt(Mixer), tokens, either="sequence, context"),
+    Row("FNet", gpt(Fourier), tokens, either=SPLIT),
+    Row("state space", gpt(Scan), tokens, either="tensor, sequence"),
     Row("time first", TimeFirstModel, time_first, either="pipeline, context"),
-    Row("time first inside", TimeFirstInside, tokens, either="context, sequence"),
+    Row("time first inside", TimeFirstInside, tokens, either=SPLIT),
     Row("LSTM, time first", TimeFirstLstm, time_first, equal="ddp, zero3"),
-    Row("mean of the sequence", Pooled, tokens, either="context, sequence"),
-    Row("last position", LastPosition, tokens, either="context, sequence"),
-    Row("class token", ClassTokenModel, tokens, either="context, sequence"),
+    Row("mean of the sequence", Pooled, tokens, either=SPLIT),
+    Row("last position", LastPosition, tokens, either=SPLIT),
+    Row("class token", ClassTokenModel, tokens, either=SPLIT),
 ]

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.base import DIM, Block, Classifier, Gpt, LanguageModel, Layer, Mlp, Stack, tokens, vectors
+from tests.zoo.base import DIM, Block, Classifier, Mlp, mlp, stack, tokens, vectors
 from tests.zoo.cells import Row
 
 HIDDEN = 32
-
-
-class Softmax(Mlp):
-    def between(self, hidden: Tensor) -> Tensor:
-        return hidden.softmax(-1)
-
-
-class Rms(Mlp):
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.silu(hidden) * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class RmsModule(Mlp):
@@ -44,34 +35,12 @@ class LayerNormed(Mlp):
         return self.ffn_layernorm(F.gelu(hidden))
 
 
-class Normalized(Mlp):
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.normalize(F.relu(hidden), dim=-1)
-
-
 class TopK(Mlp):
     """k-sparse activations."""
 
     def between(self, hidden: Tensor) -> Tensor:
         top = hidden.topk(8, -1)
         return torch.zeros_like(hidden).scatter(-1, top.indices, F.relu(top.values))
-
-
-class Cosine(Mlp):
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.gelu(hidden / hidden.norm(dim=-1, keepdim=True).clamp_min(1e-6))
-
-
-class MeanGate(Mlp):
-    """Squeeze and excitation over the hidden width."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.gelu(hidden) * hidden.mean(-1, keepdim=True).sigmoid()
-
-
-class MaxScaled(Mlp):
-    def between(self, hidden: Tensor) -> Tensor:
-        return hidden / (1 + hidden.abs().amax(-1, keepdim=True))
 
 
 class SwiGlu(nn.Module):
@@ -114,18 +83,6 @@ class FoldedGlu(PackedGlu):
         return gate.sigmoid() * value.flip(-1)
 
 
-class Shuffled(Mlp):
-    """Channels of two groups are shuffled."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.gelu(hidden).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-
-class Cumulated(Mlp):
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.gelu(hidden).cumsum(-1) / HIDDEN
-
-
 class Prelu(Mlp):
     """A trained slope for each hidden channel."""
 
@@ -166,12 +123,8 @@ class ThreeLayers(nn.Module):
         return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
-class WithShortcut(nn.Module):
+class WithShortcut(Mlp):
     """The hidden layer's first channels leave around the second projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.fc1(x))
@@ -242,67 +195,60 @@ class LowRank(nn.Module):
         return self.up(self.down(x))
 
 
-class Grouped(Mlp):
-    """A group norm over hidden channels."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.gelu(F.group_norm(hidden.flatten(0, -2), 4).view_as(hidden))
-
-
-class Argmax(Mlp):
-    """Adds the index of the largest channel, which has no gradient."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        return F.gelu(hidden) * (1 + hidden.argmax(-1, keepdim=True) / HIDDEN)
-
-
-def lm(mlp: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
-    """A GPT with this feed-forward layer."""
-    return lambda: LanguageModel(lambda: Gpt(lambda: Layer(mlp=mlp)))
-
-
-def stack(block: Callable[[], nn.Module]) -> Callable[[], Classifier]:
-    """Equal blocks on vectors."""
-    return lambda: Classifier(lambda: Stack(block))
+def between(name: str, change: Callable[[Tensor], Tensor], equal: str) -> Row:
+    """A row whose feed-forward layer has ``change`` between its projections."""
+    return Row(name, mlp(partial(Mlp, between=change)), tokens, equal=equal)
 
 
 ROWS = [
     Row(
         "GELU",
-        lm(Mlp),
+        mlp(Mlp),
         tokens,
         equal="ddp, zero1, zero2, zero3, tensor, sequence, pipeline, interleaved, context, ulysses",
     ),
     Row("residual MLP on vectors", Classifier, vectors, equal="zero3, tensor"),
-    Row("softmax between", lm(Softmax), tokens, equal="tensor, sequence"),
-    Row("RMS norm between", lm(Rms), tokens, equal="tensor, pipeline x tensor"),
-    Row("RMSNorm module between", lm(RmsModule), tokens, equal="tensor, sequence"),
-    Row("LayerNorm between", lm(LayerNormed), tokens, equal="tensor, sequence"),
-    Row("normalize between", lm(Normalized), tokens, equal="tensor"),
-    Row("top-k between", lm(TopK), tokens, equal="tensor, zero2"),
-    Row("cosine between", lm(Cosine), tokens, equal="tensor"),
-    Row("gate by the mean", lm(MeanGate), tokens, equal="tensor, tensor x shard"),
-    Row("scaled by the largest", lm(MaxScaled), tokens, equal="tensor"),
-    Row("SwiGLU", lm(SwiGlu), tokens, equal="tensor, sequence"),
-    Row("packed GLU", lm(PackedGlu), tokens, equal="tensor, sequence"),
-    Row("interleaved GLU", lm(InterleavedGlu), tokens, equal="tensor"),
-    Row("folded GLU", lm(FoldedGlu), tokens, equal="tensor"),
-    Row("channel shuffle", lm(Shuffled), tokens, equal="tensor"),
-    Row("cumulative sum over channels", lm(Cumulated), tokens, equal="tensor"),
-    Row("PReLU by channel", lm(Prelu), tokens, equal="zero3, tensor"),
-    Row("a parameter by channel", lm(Snake), tokens, equal="zero3, tensor"),
-    Row("maxout", lm(Maxout), tokens, equal="tensor"),
-    Row("three projections", lm(ThreeLayers), tokens, equal="tensor, sequence"),
-    Row("shortcut of hidden channels", lm(WithShortcut), tokens, equal="tensor"),
-    Row("tied transpose", lm(TiedTranspose), tokens, equal="zero3, tensor"),
-    Row("functional", lm(Functional), tokens, equal="tensor, sequence"),
-    Row("bias used twice", lm(BiasTwice), tokens, equal="tensor, sequence"),
-    Row("Sequential", lm(Sequence), tokens, equal="tensor, sequence"),
-    Row("names that tell nothing", lm(MadeNames), tokens, equal="tensor, pipeline x tensor"),
-    Row("names that tell the opposite", lm(SwappedNames), tokens, equal="tensor"),
-    Row("low rank", lm(LowRank), tokens, equal="zero3, tensor"),
-    Row("group norm between", lm(Grouped), tokens, equal="tensor"),
-    Row("argmax between", lm(Argmax), tokens, equal="tensor"),
-    Row("softmax between, on vectors", stack(Softmax), vectors, equal="tensor, pipeline"),
+    between("softmax between", lambda hidden: hidden.softmax(-1), "tensor, sequence"),
+    between(
+        "RMS norm between",
+        lambda x: F.silu(x) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+        "tensor, pipeline x tensor",
+    ),
+    Row("RMSNorm module between", mlp(RmsModule), tokens, equal="tensor, sequence"),
+    Row("LayerNorm between", mlp(LayerNormed), tokens, equal="tensor, sequence"),
+    between("normalize between", lambda hidden: F.normalize(F.relu(hidden), dim=-1), "tensor"),
+    Row("top-k between", mlp(TopK), tokens, equal="tensor, zero2"),
+    between("cosine between", lambda x: F.gelu(x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6)), "tensor"),
+    # Squeeze and excitation over the hidden width.
+    between("gate by the mean", lambda x: F.gelu(x) * x.mean(-1, keepdim=True).sigmoid(), "tensor, tensor x shard"),
+    between("scaled by the largest", lambda x: x / (1 + x.abs().amax(-1, keepdim=True)), "tensor"),
+    Row("SwiGLU", mlp(SwiGlu), tokens, equal="tensor, sequence"),
+    Row("packed GLU", mlp(PackedGlu), tokens, equal="tensor, sequence"),
+    Row("interleaved GLU", mlp(InterleavedGlu), tokens, equal="tensor"),
+    Row("folded GLU", mlp(FoldedGlu), tokens, equal="tensor"),
+    # Channels of two groups.
+    between("channel shuffle", lambda x: F.gelu(x).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), "tensor"),
+    between("cumulative sum over channels", lambda hidden: F.gelu(hidden).cumsum(-1) / HIDDEN, "tensor"),
+    Row("PReLU by channel", mlp(Prelu), tokens, equal="zero3, tensor"),
+    Row("a parameter by channel", mlp(Snake), tokens, equal="zero3, tensor"),
+    Row("maxout", mlp(Maxout), tokens, equal="tensor"),
+    Row("three projections", mlp(ThreeLayers), tokens, equal="tensor, sequence"),
+    Row("shortcut of hidden channels", mlp(WithShortcut), tokens, equal="tensor"),
+    Row("tied transpose", mlp(TiedTranspose), tokens, equal="zero3, tensor"),
+    Row("functional", mlp(Functional), tokens, equal="tensor, sequence"),
+    Row("bias used twice", mlp(BiasTwice), tokens, equal="tensor, sequence"),
+    Row("Sequential", mlp(Sequence), tokens, equal="tensor, sequence"),
+    Row("names that tell nothing", mlp(MadeNames), tokens, equal="tensor, pipeline x tensor"),
+    Row("names that tell the opposite", mlp(SwappedNames), tokens, equal="tensor"),
+    Row("low rank", mlp(LowRank), tokens, equal="zero3, tensor"),
+    between("group norm between", lambda x: F.gelu(F.group_norm(x.flatten(0, -2), 4).view_as(x)), "tensor"),
+    # An index has no gradient.
+    between("argmax between", lambda x: F.gelu(x) * (1 + x.argmax(-1, keepdim=True) / HIDDEN), "tensor"),
+    Row(
+        "softmax between, on vectors",
+        stack(partial(Mlp, between=lambda hidden: hidden.softmax(-1))),
+        vectors,
+        equal="tensor, pipeline",
+    ),
     Row("odd width", stack(lambda: Block(hidden=33)), vectors, equal="zero3", either="tensor"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,8 +25,10 @@ from tests.zoo.base import (
     adamw,
     images,
     loader,
+    net,
     noisy,
     sequences,
+    stack,
     tokens,
     vectors,
 )
@@ -447,12 +450,12 @@ ROWS = [
     Row("GPT, clipping by value", LanguageModel, tokens, trainer=clipped_by_value, equal="zero3, pipeline"),
     Row("masked language model", MaskedLanguage, tokens, equal="zero3, pipeline"),
     Row("encoder and decoder", EncoderDecoder, tokens, equal="zero3", either="pipeline"),
-    Row("CNN", lambda: Classifier(cnn), images, equal="ddp, zero3"),
-    Row("ResNet", lambda: Classifier(ResNet), pairs, equal="zero3, pipeline"),
-    Row("ViT", lambda: Classifier(Vit), images, equal="zero3, pipeline"),
-    Row("U-Net", lambda: Classifier(UNet), images, equal="ddp, zero3"),
-    Row("LSTM", lambda: Classifier(Recurrent), sequences, equal="ddp, zero3"),
-    Row("GRU", lambda: Classifier(lambda: Recurrent(nn.GRU)), sequences, equal="ddp, zero3"),
+    Row("CNN", net(cnn), images, equal="ddp, zero3"),
+    Row("ResNet", net(ResNet), pairs, equal="zero3, pipeline"),
+    Row("ViT", net(Vit), images, equal="zero3, pipeline"),
+    Row("U-Net", net(UNet), images, equal="ddp, zero3"),
+    Row("LSTM", net(Recurrent), sequences, equal="ddp, zero3"),
+    Row("GRU", net(partial(Recurrent, nn.GRU)), sequences, equal="ddp, zero3"),
     Row("autoencoder", Autoencoder, vectors, equal="ddp, zero3"),
     Row("VAE", Vae, noisy, equal="ddp, zero3"),
     Row("GAN", Gan, noisy, equal="ddp", either="zero3"),
@@ -463,13 +466,13 @@ ROWS = [
     Row("distillation", Distilled, vectors, equal="zero3", either="pipeline"),
     Row("diffusion", Diffusion, noisy, equal="zero3, pipeline"),
     Row("normalizing flow", Flows, vectors, equal="zero3", either="pipeline"),
-    Row("graph", lambda: Classifier(lambda: Stack(Graph)), sequences, equal="zero3, pipeline"),
+    Row("graph", stack(Graph), sequences, equal="zero3, pipeline"),
     Row("recommender", Recommender, tokens, equal="ddp, zero3"),
     Row("NeRF", Nerf, vectors, equal="zero3", either="tensor"),
     Row("CTC", Ctc, sequences, equal="tensor, pipeline"),
-    Row("experts in stacks", lambda: Classifier(lambda: Stack(Experts)), vectors, equal="zero3", either="pipeline"),
-    Row("a list of experts", lambda: Classifier(lambda: Stack(ExpertList)), vectors, either="pipeline, tensor"),
+    Row("experts in stacks", stack(Experts), vectors, equal="zero3", either="pipeline"),
+    Row("a list of experts", stack(ExpertList), vectors, either="pipeline, tensor"),
     Row("REINFORCE", Policy, vectors, equal="zero3, pipeline"),
     Row("two tasks", Tasks, vectors, equal="pipeline", either="zero3"),
-    Row("hypernetwork", lambda: Classifier(Hyper), vectors, equal="ddp, zero3"),
+    Row("hypernetwork", net(Hyper), vectors, equal="ddp, zero3"),
 ]

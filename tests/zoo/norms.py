@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
-from tests.zoo.base import CLASSES, DIM, Block, Classifier, Gpt, LanguageModel, Layer, Stack, tokens, vectors
+from tests.zoo.base import CLASSES, DIM, Block, Classifier, Layer, Stack, gpt, net, stack, tokens, vectors
 from tests.zoo.cells import Row
 
 
@@ -55,35 +56,13 @@ class RenormBlock(Block):
         return super().forward(x - self.running)
 
 
-class SpectralBlock(Block):
-    def __init__(self) -> None:
+class Parametrized(Block):
+    """``change`` of some of its layers."""
+
+    def __init__(self, change: Callable[[nn.Module], Any], *layers: str) -> None:
         super().__init__()
-        spectral_norm(self.fc1)
-
-
-class OldSpectralBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.spectral_norm(self.fc1)
-
-
-class WeightNormBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        weight_norm(self.fc1)
-        weight_norm(self.fc2)
-
-
-class OldWeightNormBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.weight_norm(self.fc1)
-
-
-class OrthogonalBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        orthogonal(self.fc1)
+        for layer in layers:
+            change(getattr(self, layer))
 
 
 class WeightStandardized(nn.Linear):
@@ -99,11 +78,11 @@ class StandardizedBlock(Block):
 
 
 class ScaledBlock(Block):
-    """timm's layer scale."""
+    """A trained scale of what a block adds: timm's layer scale, or one number that is zero at first (ReZero)."""
 
-    def __init__(self) -> None:
+    def __init__(self, gamma: Tensor) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((DIM,), 0.1))
+        self.gamma = nn.Parameter(gamma.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gamma * self.fc2(F.gelu(self.fc1(self.norm(x))))
@@ -170,17 +149,6 @@ class UnitBlock(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = F.normalize(x + self.rate * (F.normalize(self.attn(x), dim=-1) - x), dim=-1)
         return F.normalize(x + self.rate * (F.normalize(self.mlp(x), dim=-1) - x), dim=-1)
-
-
-class ReZero(Block):
-    """One trained number for each block, zero at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.alpha * self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
 class CountsCalls(Classifier):
@@ -290,35 +258,47 @@ class ByStep(Classifier):
         return loss
 
 
-def stack(block: Callable[[], nn.Module]) -> Callable[[], Classifier]:
-    """Equal blocks on vectors."""
-    return lambda: Classifier(lambda: Stack(block))
-
-
-def lm(block: Callable[[], nn.Module]) -> Callable[[], LanguageModel]:
-    """A GPT of these blocks."""
-    return lambda: LanguageModel(lambda: Gpt(block))
-
-
 ROWS = [
     Row("BatchNorm in blocks", stack(BatchNormBlock), vectors, either="tensor, pipeline, interleaved"),
     Row("BatchNorm in evaluation", FrozenStatistics, vectors, equal="tensor, pipeline"),
     Row("BatchNorm before the blocks", StemNorm, vectors, either="tensor, pipeline"),
-    Row("BatchNorm after the blocks", lambda: Classifier(HeadNorm), vectors, either="tensor, pipeline"),
+    Row("BatchNorm after the blocks", net(HeadNorm), vectors, either="tensor, pipeline"),
     Row("running mean by hand", stack(RenormBlock), vectors, either="tensor, pipeline"),
-    Row("spectral norm", stack(SpectralBlock), vectors, either="tensor, pipeline"),
-    Row("spectral norm, old", stack(OldSpectralBlock), vectors, either="tensor, pipeline"),
-    Row("weight norm", stack(WeightNormBlock), vectors, equal="pipeline", either="tensor"),
-    Row("weight norm, old", stack(OldWeightNormBlock), vectors, equal="pipeline", either="tensor"),
-    Row("orthogonal weights", stack(OrthogonalBlock), vectors, either="tensor, pipeline"),
+    Row("spectral norm", stack(partial(Parametrized, spectral_norm, "fc1")), vectors, either="tensor, pipeline"),
+    Row(
+        "spectral norm, old",
+        stack(partial(Parametrized, nn.utils.spectral_norm, "fc1")),
+        vectors,
+        either="tensor, pipeline",
+    ),
+    Row(
+        "weight norm",
+        stack(partial(Parametrized, weight_norm, "fc1", "fc2")),
+        vectors,
+        equal="pipeline",
+        either="tensor",
+    ),
+    Row(
+        "weight norm, old",
+        stack(partial(Parametrized, nn.utils.weight_norm, "fc1")),
+        vectors,
+        equal="pipeline",
+        either="tensor",
+    ),
+    Row("orthogonal weights", stack(partial(Parametrized, orthogonal, "fc1")), vectors, either="tensor, pipeline"),
     Row("standardized weights", stack(StandardizedBlock), vectors, equal="tensor, pipeline"),
-    Row("layer scale in a block", stack(ScaledBlock), vectors, equal="tensor, pipeline"),
-    Row("layer scale modules", lm(ScaledLayer), tokens, equal="tensor, pipeline"),
-    Row("norm after", lm(PostNorm), tokens, equal="tensor, pipeline"),
-    Row("norms around", lm(Sandwich), tokens, equal="tensor, pipeline"),
-    Row("attention beside MLP", lm(Parallel), tokens, equal="tensor, pipeline"),
-    Row("states on a sphere", lm(UnitBlock), tokens, equal="tensor, pipeline"),
-    Row("ReZero", stack(ReZero), vectors, equal="tensor, pipeline"),
+    Row(
+        "layer scale in a block",
+        stack(partial(ScaledBlock, torch.full((DIM,), 0.1))),
+        vectors,
+        equal="tensor, pipeline",
+    ),
+    Row("layer scale modules", gpt(ScaledLayer), tokens, equal="tensor, pipeline"),
+    Row("norm after", gpt(PostNorm), tokens, equal="tensor, pipeline"),
+    Row("norms around", gpt(Sandwich), tokens, equal="tensor, pipeline"),
+    Row("attention beside MLP", gpt(Parallel), tokens, equal="tensor, pipeline"),
+    Row("states on a sphere", gpt(UnitBlock), tokens, equal="tensor, pipeline"),
+    Row("ReZero", stack(partial(ScaledBlock, torch.zeros(()))), vectors, equal="tensor, pipeline"),
     Row("counts steps", CountsCalls, vectors, equal="tensor", either="pipeline"),
     Row("counts steps in Python", CountsInPython, vectors, equal="tensor", either="pipeline"),
     Row("blocks count calls", stack(CountsInForward), vectors, equal="tensor", either="pipeline"),

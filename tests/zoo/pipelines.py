@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from tests.zoo.base import (
     LanguageModel,
     Layer,
     Stack,
+    net,
+    text,
     tokens,
     vectors,
 )
@@ -402,11 +405,6 @@ class ReadsOtherBlock(Stack):
         return super().run(x) * (1 + self.blocks[0].norm.weight)
 
 
-def net(network: Any) -> Any:
-    """A classifier around it."""
-    return lambda: Classifier(network)
-
-
 ROWS = [
     Row("blocks twice", net(Twice), vectors, equal="ddp, zero3, tensor", either="pipeline, interleaved"),
     Row("each block twice", net(EachTwice), vectors, equal="zero3", either="pipeline"),
@@ -422,22 +420,22 @@ ROWS = [
     Row("a root parameter around the blocks", net(RootAround), vectors, equal="zero3", either="pipeline"),
     Row("the head registered first", net(HeadFirst), vectors, equal="pipeline, interleaved"),
     Row("a condition between blocks", net(Conditional), vectors, equal="zero3", either="pipeline"),
-    Row("a trained condition for blocks", net(lambda: Dit(True)), vectors, equal="tensor", either="pipeline"),
-    Row("a frozen condition for blocks", net(lambda: Dit(False)), vectors, equal="tensor", either="pipeline"),
+    Row("a trained condition for blocks", net(partial(Dit, True)), vectors, equal="tensor", either="pipeline"),
+    Row("a frozen condition for blocks", net(partial(Dit, False)), vectors, equal="tensor", either="pipeline"),
     Row("Sequential", net(InSequence), vectors, equal="zero3, pipeline"),
     Row("numbered attributes", net(Numbered), vectors, equal="zero3", either="pipeline"),
     Row("two lists of blocks", net(TwoLists), vectors, equal="zero3", either="pipeline"),
     Row("two kinds of blocks", net(Alternating), vectors, equal="zero3", either="pipeline"),
     Row("two classes of the same shapes", net(Lookalikes), vectors, equal="zero3, pipeline"),
     Row("one block differs by an attribute", net(ThirdDiffers), vectors, equal="pipeline", either="tensor"),
-    Row("tied by a function", lambda: LanguageModel(TiedByFunction), tokens, either="zero3, pipeline"),
-    Row("tied", lambda: LanguageModel(lambda: Gpt(tied=True)), tokens, equal="zero3, pipeline"),
+    Row("tied by a function", text(TiedByFunction), tokens, either="zero3, pipeline"),
+    Row("tied", text(partial(Gpt, tied=True)), tokens, equal="zero3, pipeline"),
     Row("blocks if the data say so", net(ByData), vectors, equal="zero3, pipeline"),
     Row("unused second half", net(EarlyReturn), vectors, either="ddp, pipeline"),
     Row("changes in place", net(InPlace), vectors, equal="zero3, pipeline"),
     Row("a half of the activations", net(Sliced), vectors, equal="zero3", either="pipeline"),
     Row("two streams", net(TwoStreams), vectors, equal="zero3, pipeline"),
-    Row("masks as arguments", lambda: LanguageModel(Masked), tokens, equal="pipeline", either="context"),
+    Row("masks as arguments", text(Masked), tokens, equal="pipeline", either="context"),
     Row("two losses at the end", TwoHeads, tokens, equal="zero3, pipeline"),
     Row("two passes a step", Calls, vectors, equal="zero3", either="pipeline"),
     Row("a pass without gradients", CallsUnderNoGrad, vectors, equal="zero3", either="pipeline"),

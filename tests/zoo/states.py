@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from tests.zoo.base import DIM, Block, Classifier, Gpt, LanguageModel, Mlp, Stack, tokens, vectors
+from tests.zoo.base import DIM, Block, Classifier, Gpt, LanguageModel, Mlp, Stack, stack, tokens, vectors
 from tests.zoo.cells import Row
 
 
@@ -324,7 +324,7 @@ ROWS = [
     Row("only biases", OnlyBiases, vectors, equal="zero3, pipeline"),
     Row("the optimizer has the head alone", HeadInOptimizer, vectors, equal="pipeline", either="zero3, tensor"),
     Row("LoRA by hand", LoraModel, vectors, equal="tensor, pipeline"),
-    Row("adapters", lambda: Classifier(lambda: Stack(Adapter)), vectors, equal="zero3, tensor, pipeline"),
+    Row("adapters", stack(Adapter), vectors, equal="zero3, tensor, pipeline"),
     Row("renames in state_dict", RenamesWeights, vectors, equal="zero2", either="zero3, tensor, pipeline"),
     Row("rows rescaled as read", RescalesRows, tokens, either="zero2, tensor, pipeline"),
     Row("prompts", PromptedModel, tokens, equal="zero3", either="pipeline"),

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from tests.zoo.base import CLASSES, DIM, Classifier, Stack, total, vectors
+from tests.zoo.base import CLASSES, DIM, Classifier, Stack, net, stack, total, vectors
 from tests.zoo.cells import Row
 
 
@@ -474,10 +474,10 @@ ROWS = [
     Row("L1 of all", L1, vectors, either="zero3, tensor"),
     Row("L1 of blocks", L1OfBlocks, vectors, either="zero3, tensor, pipeline"),
     Row("L2 of a kept list", Kept, vectors, equal="ddp", either="zero2, zero3, tensor, pipeline"),
-    Row("a transposed weight", lambda: Classifier(lambda: Stack(TransposedWeight)), vectors, either=SPLITS),
-    Row("a weight without elements", lambda: Classifier(NoElements), vectors, either=SPLITS),
-    Row("tied by data", lambda: Classifier(TiedByData), vectors, either=f"ddp, {SPLITS}"),
-    Row("views of one storage", lambda: Classifier(TwoViews), vectors, equal=SPLITS),
+    Row("a transposed weight", stack(TransposedWeight), vectors, either=SPLITS),
+    Row("a weight without elements", net(NoElements), vectors, either=SPLITS),
+    Row("tied by data", net(TiedByData), vectors, either=f"ddp, {SPLITS}"),
+    Row("views of one storage", net(TwoViews), vectors, equal=SPLITS),
     Row("L2 of the head", L2OfHead, vectors, either="zero3, tensor"),
     Row("norms of weights", NormPenalty, vectors, either="zero3, tensor, pipeline"),
     Row("orthogonality", Orthogonal, vectors, either="zero3, tensor"),
