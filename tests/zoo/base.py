@@ -49,6 +49,11 @@ def vectors(batch: int) -> DataLoader:
     return loader(batch, torch.randn(SAMPLES, DIM, generator=_random()), _labels(SAMPLES))
 
 
+def validated(batch: int) -> tuple[DataLoader, DataLoader]:
+    """``vectors`` to train on and to validate on."""
+    return vectors(batch), vectors(batch)
+
+
 def images(batch: int) -> DataLoader:
     """``(x: (B, 3, 8, 8), y: (B,))``."""
     return loader(batch, torch.randn(SAMPLES, 3, 8, 8, generator=_random()), _labels(SAMPLES))
@@ -226,6 +231,28 @@ class Classifier(pl.LightningModule):
         return self.make_optimizer(self)
 
 
+class Penalised(Classifier):
+    """A term of the loss that is computed from weights: ``term(module, x)``."""
+
+    def __init__(self, term: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.term = term
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.term(self, batch[0])
+
+
+def step_by_hand(module: pl.LightningModule, loss: Tensor) -> None:
+    """Step all optimizers of a module with manual optimization."""
+    found: Any = module.optimizers()
+    optimizers = found if isinstance(found, list) else [found]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    module.manual_backward(loss)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 class LanguageModel(Classifier):
     """Next-token prediction on ``tokens``."""
 
@@ -239,6 +266,11 @@ class LanguageModel(Classifier):
 def net(network: Callable[[], nn.Module]) -> Callable[[], Classifier]:
     """A classifier around a network."""
     return partial(Classifier, network)
+
+
+def stepped(optimizer: Callable[[nn.Module], Any]) -> Callable[[], Classifier]:
+    """A stack with these optimizers."""
+    return partial(Classifier, optimizer=optimizer)
 
 
 def stack(block: Callable[[], nn.Module]) -> Callable[[], Classifier]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
-from tests.zoo.base import CLASSES, Classifier, vectors
+from tests.zoo.base import CLASSES, Classifier, validated, vectors
 from tests.zoo.cells import Row
 
 
@@ -120,9 +122,9 @@ class TorchCollective(Classifier):
 class Metrics(Classifier):
     """torchmetrics objects, logged as objects."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], dict[str, torchmetrics.Metric]] | None = None) -> None:
         super().__init__()
-        self.metrics = nn.ModuleDict(self.make())
+        self.metrics = nn.ModuleDict((make or self.make)())
 
     def make(self) -> dict[str, torchmetrics.Metric]:
         return {"accuracy": MulticlassAccuracy(CLASSES)}
@@ -235,11 +237,6 @@ class Own(torchmetrics.Metric):
         return self.correct + 0.01 * self.total
 
 
-class OwnMetric(Metrics):
-    def make(self) -> dict[str, torchmetrics.Metric]:
-        return {"own": Own()}
-
-
 class Validates(Metrics):
     """Metrics of a validation."""
 
@@ -280,11 +277,6 @@ class CenteredByAll(Classifier):
         return loss
 
 
-def validated(batch: int) -> tuple[Any, Any]:
-    """Training and validation data."""
-    return vectors(batch), vectors(batch)
-
-
 def uneven(batch: int) -> tuple[Any, Any]:
     """Validation data of 21 samples."""
     loader: Any = vectors(batch)
@@ -292,14 +284,20 @@ def uneven(batch: int) -> tuple[Any, Any]:
     return loader, torch.utils.data.DataLoader(data, batch_size=batch)
 
 
-def after_steps() -> dict[str, Any]:
-    """Validates after the last step."""
-    return {"val_check_interval": 3, "check_val_every_n_epoch": None}
+# Validates after the last step.
+AFTER_STEPS = partial(dict, val_check_interval=3, check_val_every_n_epoch=None)
+# One epoch, to its end.
+EPOCH = partial(dict, max_epochs=1, max_steps=-1)
 
 
-def epoch() -> dict[str, Any]:
-    """One epoch, to its end."""
-    return {"max_epochs": 1, "max_steps": -1}
+def _metric(name: str, make: Callable[[], Classifier], *synced: str, **options: Any) -> Row:
+    """A row of metrics that are logged at the end of the epoch."""
+    return Row(name, make, vectors, trainer=EPOCH, synced=synced, **{"either": "tensor, pipeline", **options})
+
+
+def _validated(name: str, make: Callable[[], Classifier], *synced: str, equal: str) -> Row:
+    """A row of values that are logged in a validation."""
+    return Row(name, make, validated, trainer=AFTER_STEPS, synced=synced, equal=equal)
 
 
 ROWS = [
@@ -311,7 +309,7 @@ ROWS = [
         "all_gather of uneven data",
         GathersAfterEpoch,
         uneven,
-        trainer=after_steps,
+        trainer=AFTER_STEPS,
         either="tensor, pipeline, ddp",
         late=True,
     ),
@@ -319,7 +317,7 @@ ROWS = [
         "sync_dist",
         LogsSynced,
         vectors,
-        trainer=epoch,
+        trainer=EPOCH,
         equal="tensor",
         either="pipeline",
         synced=("loss_synced", "loss_epoch", "sum_synced", "max_synced"),
@@ -327,52 +325,15 @@ ROWS = [
     Row("barriers", Barrier, vectors, equal="ddp, tensor", either="pipeline"),
     Row("strategy.reduce", ReducesByHand, vectors, equal="tensor", either="pipeline", synced=("mean",)),
     Row("torch.distributed", TorchCollective, vectors, equal="ddp", either="tensor, pipeline", synced=("mean",)),
-    Row("accuracy", Metrics, vectors, trainer=epoch, either="tensor, pipeline", synced=("accuracy",)),
-    Row(
-        "F1, AUROC, calibration",
-        Several,
-        vectors,
-        trainer=epoch,
-        either="ddp, tensor, pipeline",
-        synced=("f1", "auroc"),
-    ),
-    Row("mean and maximum", Means, vectors, trainer=epoch, either="tensor, pipeline", synced=("mean", "largest")),
-    Row("sum", Sums, vectors, trainer=epoch, equal="ddp", either="tensor, pipeline", synced=("sum",)),
-    Row("confusion matrix", Confusion, vectors, trainer=epoch, either="tensor, pipeline", synced=("total", "diagonal")),
-    Row(
-        "all values",
-        Concatenated,
-        vectors,
-        trainer=epoch,
-        equal="ddp",
-        either="tensor, pipeline",
-        synced=("total", "sum"),
-    ),
-    Row("a collection", Collected, vectors, trainer=epoch, either="tensor, pipeline", synced=("train_a", "train_b")),
-    Row(
-        "a metric of one's own",
-        OwnMetric,
-        vectors,
-        trainer=epoch,
-        equal="ddp",
-        either="tensor, pipeline",
-        synced=("own",),
-    ),
-    Row(
-        "metrics of a validation",
-        Validates,
-        validated,
-        trainer=after_steps,
-        equal="tensor, pipeline",
-        synced=("accuracy", "own", "val_loss"),
-    ),
-    Row(
-        "accuracy by hand",
-        AccuracyByHand,
-        validated,
-        trainer=after_steps,
-        equal="ddp, tensor, pipeline",
-        synced=("val_acc",),
-    ),
+    _metric("accuracy", Metrics, "accuracy"),
+    _metric("F1, AUROC, calibration", Several, "f1", "auroc", either="ddp, tensor, pipeline"),
+    _metric("mean and maximum", Means, "mean", "largest"),
+    _metric("sum", Sums, "sum", equal="ddp"),
+    _metric("confusion matrix", Confusion, "total", "diagonal"),
+    _metric("all values", Concatenated, "total", "sum", equal="ddp"),
+    _metric("a collection", Collected, "train_a", "train_b"),
+    _metric("a metric of one's own", partial(Metrics, lambda: {"own": Own()}), "own", equal="ddp"),
+    _validated("metrics of a validation", Validates, "accuracy", "own", "val_loss", equal="tensor, pipeline"),
+    _validated("accuracy by hand", AccuracyByHand, "val_acc", equal="ddp, tensor, pipeline"),
     Row("a center of all outputs", CenteredByAll, vectors, equal="tensor", either="pipeline"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.base import CLASSES, DIM, Classifier, Computes, images, texts, vectors
+from tests.zoo.base import CLASSES, DIM, Classifier, Computes, images, stepped, texts, vectors
 from tests.zoo.cells import Row
 from tests.zoo.families import build
 
@@ -31,6 +32,9 @@ def adapted(kind: str, **options: Any) -> Callable[[], Adapted]:
         return model
 
     return lambda: Adapted(network)
+
+
+lora = partial(adapted, "LoraConfig", r=4, init_lora_weights=False)
 
 
 class AutoEncoder(pl.LightningModule):
@@ -109,13 +113,11 @@ class Measured(Classifier):
         return {name: metric.compute() for name, metric in self.metrics.items()}
 
 
-class Scheduled(Classifier):
-    """A schedule of the learning rate in steps, and clipped gradients."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+def scheduled(module: nn.Module) -> Any:
+    """A schedule of the learning rate in steps."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Transferred(Classifier):
@@ -134,20 +136,10 @@ class Transferred(Classifier):
 
 ALL = "zero3, tensor, pipeline"
 ROWS = [
-    Row("LoRA", adapted("LoraConfig", r=4, init_lora_weights=False), texts, equal=f"ddp, zero2, {ALL}, tensor x shard"),
-    Row(
-        "LoRA, all layers",
-        adapted("LoraConfig", r=4, target_modules="all-linear", init_lora_weights=False),
-        texts,
-        equal=ALL,
-    ),
-    Row(
-        "LoRA, head saved",
-        adapted("LoraConfig", r=4, modules_to_save=["lm_head"], init_lora_weights=False),
-        texts,
-        equal=ALL,
-    ),
-    Row("DoRA", adapted("LoraConfig", r=4, use_dora=True, init_lora_weights=False), texts, equal=ALL),
+    Row("LoRA", lora(), texts, equal=f"ddp, zero2, {ALL}, tensor x shard"),
+    Row("LoRA, all layers", lora(target_modules="all-linear"), texts, equal=ALL),
+    Row("LoRA, head saved", lora(modules_to_save=["lm_head"]), texts, equal=ALL),
+    Row("DoRA", lora(use_dora=True), texts, equal=ALL),
     Row("IA3", adapted("IA3Config", init_ia3_weights=False), texts, equal="zero3, pipeline", either="tensor"),
     Row("VeRA", adapted("VeraConfig", r=4, init_weights=False), texts, equal=ALL),
     Row("LoHa", adapted("LoHaConfig", r=2, target_modules=["q_proj", "v_proj"], init_weights=False), texts, equal=ALL),
@@ -171,11 +163,13 @@ ROWS = [
     ),
     Row(
         "schedule and clipping",
-        Scheduled,
+        stepped(scheduled),
         vectors,
         equal=f"ddp, zero2, {ALL}",
         trainer=lambda: {"gradient_clip_val": 0.5},
     ),
-    Row("accumulation", Scheduled, vectors, equal=f"ddp, {ALL}", trainer=lambda: {"accumulate_grad_batches": 2}),
+    Row(
+        "accumulation", stepped(scheduled), vectors, equal=f"ddp, {ALL}", trainer=lambda: {"accumulate_grad_batches": 2}
+    ),
     Row("transfer learning", Transferred, vectors, equal=f"ddp, {ALL}"),
 ]

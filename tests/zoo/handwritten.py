@@ -12,43 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MaxMetric
 
-from tests.zoo.base import CLASSES, DIM, Block, Classifier, LanguageModel, tokens, total, vectors
+from tests.zoo.base import DIM, Classifier, LanguageModel, Penalised, tokens, total, validated, vectors
 from tests.zoo.cells import Row
 
 DATA = "ddp, zero1, zero2, zero3"
 ALL = f"{DATA}, tensor, tensor x shard"
 
 
-class Net(nn.Module):
-    """Blocks between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(DIM, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
-
-
-class Penalised(Classifier):
-    """A term of the loss that is computed from weights: ``term(module, x)``."""
-
-    network = Net
+class Keeps(Penalised):
+    """A penalised module that has kept its parameters, and old values of them."""
 
     def __init__(self, term: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.term = term
+        super().__init__(term)
         self.kept = dict(self.net.named_parameters())
         self.old = {name: 0.9 * p.detach().clone() for name, p in self.kept.items()}
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + self.term(self, batch[0])
 
 
 def elastic(module: Any, _: Tensor) -> Tensor:
@@ -58,10 +35,8 @@ def elastic(module: Any, _: Tensor) -> Tensor:
 
 def on_data(module: Any, x: Tensor) -> Tensor:
     first, second = module.net.blocks[:2]
-    hidden: Tensor = (
-        F.linear(x, first.fc1.weight, first.fc1.bias).square().mean() + (x @ second.fc2.weight).square().mean()
-    )
-    return 0.1 * hidden
+    hidden = F.linear(x, first.fc1.weight, first.fc1.bias).square().mean()
+    return 0.1 * (hidden + (x @ second.fc2.weight).square().mean())
 
 
 def by_index(module: Any, _: Tensor) -> Tensor:
@@ -75,18 +50,12 @@ def in_pairs(module: Any, _: Tensor) -> Tensor:
     return (one - other).square().mean() + 0.1 * (F.normalize(one, dim=1) @ F.normalize(other, dim=1).T).square().mean()
 
 
-def spectral(module: Any, _: Tensor) -> Tensor:
-    return 0.1 * total(torch.linalg.matrix_norm(block.fc1.weight, 2) for block in module.net.blocks)
-
-
 def later(module: Any, x: Tensor) -> Tensor | float:
     return elastic(module, x) if module.global_step else 0.0
 
 
 class Manual(Classifier):
     """Manual optimization, with ``change(module, parameters)`` of gradients before a step."""
-
-    network = Net
 
     def __init__(self, change: Callable[[Any, list[nn.Parameter]], Any] = lambda *_: None) -> None:
         super().__init__()
@@ -129,9 +98,8 @@ class Assigned(Manual):
     """Gradients by ``torch.autograd.grad``."""
 
     def differentiate(self, loss: Tensor) -> None:
-        for p, gradient in zip(
-            parameters := list(self.parameters()), torch.autograd.grad(loss, parameters), strict=True
-        ):
+        parameters = list(self.parameters())
+        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             p.grad = gradient
 
 
@@ -146,22 +114,12 @@ def scale_head(module: Any, _: Any) -> None:
             p.grad.data.mul_(0.1)
 
 
-def clip(_: Any, parameters: list[nn.Parameter]) -> None:
-    nn.utils.clip_grad_norm_(parameters, 0.05)
-
-
-def clip_by_value(_: Any, parameters: list[nn.Parameter]) -> None:
-    nn.utils.clip_grad_value_(parameters, 0.01)
-
-
 def clip_by_method(module: Any, _: Any) -> None:
     module.clip_gradients(module.optimizers(), gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
 class Hooked(Classifier):
     """``change(module)`` after each step."""
-
-    network = Net
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -179,8 +137,6 @@ class Hooked(Classifier):
 class Adaptive(Classifier):
     """Gradients clipped by the norms of weights, which are read first."""
 
-    network = Net
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
             size = p.detach().norm().clamp(min=1e-3)
@@ -190,8 +146,6 @@ class Adaptive(Classifier):
 
 class AddsGroup(Classifier):
     """The head joins the optimizer after two steps."""
-
-    network = Net
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.global_step == 2:
@@ -235,14 +189,6 @@ def shrink_in_place(module: Any) -> None:
     module.net.blocks[1].fc1.weight -= 0.01
 
 
-def restart(module: Any) -> None:
-    module.trainer.optimizers[0].state = defaultdict(dict)
-
-
-def reset(module: Any) -> None:
-    module.trainer.optimizers[0].state.clear()
-
-
 def measure(module: Any) -> None:
     module.best(torch.tensor(1.0))
     module.log("best", module.best.compute())
@@ -250,8 +196,6 @@ def measure(module: Any) -> None:
 
 class MomentumByData(Classifier):
     """A target network that the optimizer has, too, and the step overwrites."""
-
-    network = Net
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,19 +241,13 @@ class LogsOnOneRank(Classifier):
 class NormInValidation(Classifier):
     """Weights read in validation."""
 
-    network = Net
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("norm", torch.stack([p.norm() for p in self.parameters()]).norm())
 
 
-def validated() -> dict[str, Any]:
-    return {"val_check_interval": 1, "check_val_every_n_epoch": None, "limit_val_batches": 1}
-
-
 def _penalised(name: str, term: Callable[[Any, Tensor], Any], **options: Any) -> Row:
     options = {"equal": "zero1, zero3, tensor, tensor x shard", **options}
-    return Row(name, partial(Penalised, term), vectors, **options)
+    return Row(name, partial(Keeps, term), vectors, **options)
 
 
 def _manual(name: str, change: Callable[[Any, list[nn.Parameter]], Any], **options: Any) -> Row:
@@ -325,15 +263,17 @@ ROWS = [
     _penalised("weights on data", on_data),
     _penalised("rows and columns of weights", by_index),
     _penalised("pairs of weights", in_pairs),
-    _penalised("spectral norms", spectral),
+    _penalised(
+        "spectral norms", lambda m, _: 0.1 * total(torch.linalg.matrix_norm(b.fc1.weight, 2) for b in m.net.blocks)
+    ),
     _penalised("a penalty from the second step on", later),
     _penalised("penalty, accumulation", elastic, trainer=lambda: {"accumulate_grad_batches": 2}),
     _penalised("penalty, clipping", elastic, trainer=lambda: {"gradient_clip_val": 0.1}),
     _penalised("penalty, offloaded", elastic, equal="zero3", options={"zero3": {"offload": "parameters"}}),
     _penalised("penalty, recomputation", elastic, options={"zero3": {"activation_checkpointing": "full"}}),
     _manual("a buffer that a manual step counts", lambda *_: None),
-    _manual("clipped by hand", clip),
-    _manual("clipped by value by hand", clip_by_value),
+    _manual("clipped by hand", lambda _, parameters: nn.utils.clip_grad_norm_(parameters, 0.05)),
+    _manual("clipped by value by hand", lambda _, parameters: nn.utils.clip_grad_value_(parameters, 0.01)),
     _manual("clipped by the module's method", clip_by_method),
     _manual("gradients scaled by hand", scale_all),
     _manual("gradients of the head scaled", scale_head),
@@ -346,8 +286,8 @@ ROWS = [
     _hooked("weights replaced by data", shrink),
     _hooked("kept weights clamped", clamp_kept, equal=ALL),
     _hooked("weights multiplied in place", shrink_in_place),
-    _hooked("a new state of the optimizer", restart),
-    _hooked("a cleared state of the optimizer", reset),
+    _hooked("a new state of the optimizer", lambda m: setattr(m.trainer.optimizers[0], "state", defaultdict(dict))),
+    _hooked("a cleared state of the optimizer", lambda m: m.trainer.optimizers[0].state.clear()),
     _hooked("a metric called in a hook", measure),
     Row("a trained target by data", MomentumByData, vectors, equal="ddp, zero1, zero2, tensor", either="zero3"),
     Row("rates by shape", RatesByShape, tokens, equal=f"{ALL}, sequence, pipeline, pipeline x tensor"),
@@ -356,9 +296,9 @@ ROWS = [
     Row(
         "norm of weights in validation",
         NormInValidation,
-        lambda batch: (vectors(batch), vectors(batch)),
+        validated,
         equal="zero1, zero3, tensor, tensor x shard",
-        trainer=validated,
+        trainer=lambda: {"val_check_interval": 1, "check_val_every_n_epoch": None, "limit_val_batches": 1},
         synced=("norm",),
     ),
 ]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.base import Attention, Gpt, LanguageModel, Layer, Mlp, tokens, total
+from tests.zoo.base import Attention, Gpt, LanguageModel, Layer, Mlp, step_by_hand, tokens, total
 from tests.zoo.cells import Row
 
 SPLITS = "tensor, sequence, context, ulysses, pipeline"
@@ -69,10 +69,7 @@ class ManualLater(LanguageModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            step_by_hand(self, loss)
         return loss
 
 

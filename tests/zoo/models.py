@@ -16,6 +16,7 @@ from tests.zoo.base import (
     LENGTH,
     VOCABULARY,
     Attention,
+    Blocks,
     Classifier,
     Gpt,
     LanguageModel,
@@ -54,20 +55,17 @@ class Residual(nn.Module):
         return x + self.conv2(F.relu(self.norm2(x)))
 
 
-class ResNet(nn.Module):
+class ResNet(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.blocks = nn.Conv2d(3, 8, 3, padding=1), nn.ModuleList(Residual() for _ in range(4))
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean((2, 3)))
+        return self.head(self.run(self.stem(x)).mean((2, 3)))
 
 
-class Vit(nn.Module):
+class Vit(Blocks):
     """Patches, a class token, bidirectional attention."""
 
     def __init__(self) -> None:
@@ -80,9 +78,7 @@ class Vit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).mT
         x = torch.cat((self.cls.expand(len(x), -1, -1), x), 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+        return self.head(self.norm(self.run(x))[:, 0])
 
 
 class UNet(nn.Module):
@@ -396,13 +392,9 @@ class Tasks(Classifier):
 
     def loss(self, batch: Any) -> Tensor:
         hidden = self.net.run(self.net.stem(batch[0]))
-        losses = torch.stack(
-            (
-                F.cross_entropy(self.net.head(hidden), batch[1]),
-                F.mse_loss(self.second(hidden).squeeze(-1), batch[0].mean(-1)),
-            )
-        )
-        return (losses * (-self.weights).exp() + self.weights).sum()
+        first = F.cross_entropy(self.net.head(hidden), batch[1])
+        second = F.mse_loss(self.second(hidden).squeeze(-1), batch[0].mean(-1))
+        return (torch.stack((first, second)) * (-self.weights).exp() + self.weights).sum()
 
 
 class Hyper(nn.Module):
@@ -415,21 +407,6 @@ class Hyper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.maker(x).view(-1, DIM, DIM) / DIM
         return self.head(torch.einsum("bij,bj->bi", weight, x).tanh())
-
-
-def accumulated() -> dict[str, Any]:
-    """Two micro-batches a step."""
-    return {"accumulate_grad_batches": 2, "max_steps": 2}
-
-
-def clipped() -> dict[str, Any]:
-    """A limit for the norm of gradients."""
-    return {"gradient_clip_val": 0.1}
-
-
-def clipped_by_value() -> dict[str, Any]:
-    """A limit for each gradient."""
-    return {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 
 def pairs(batch: int) -> Any:
@@ -445,9 +422,21 @@ ROWS = [
         equal="ddp, zero2, zero3, tensor, pipeline, zero1, sequence, interleaved, context, gather",
     ),
     Row("GPT, AdamW", lambda: LanguageModel(optimizer=adamw), tokens, equal="zero3, pipeline"),
-    Row("GPT, accumulation", LanguageModel, tokens, trainer=accumulated, equal="zero3, pipeline"),
-    Row("GPT, clipping", LanguageModel, tokens, trainer=clipped, equal="zero3, pipeline"),
-    Row("GPT, clipping by value", LanguageModel, tokens, trainer=clipped_by_value, equal="zero3, pipeline"),
+    Row(
+        "GPT, accumulation",
+        LanguageModel,
+        tokens,
+        trainer=lambda: {"accumulate_grad_batches": 2, "max_steps": 2},
+        equal="zero3, pipeline",
+    ),
+    Row("GPT, clipping", LanguageModel, tokens, trainer=lambda: {"gradient_clip_val": 0.1}, equal="zero3, pipeline"),
+    Row(
+        "GPT, clipping by value",
+        LanguageModel,
+        tokens,
+        trainer=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        equal="zero3, pipeline",
+    ),
     Row("masked language model", MaskedLanguage, tokens, equal="zero3, pipeline"),
     Row("encoder and decoder", EncoderDecoder, tokens, equal="zero3", either="pipeline"),
     Row("CNN", net(cnn), images, equal="ddp, zero3"),

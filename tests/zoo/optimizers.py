@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.zoo.base import CLASSES, DIM, VOCABULARY, Classifier, tokens, vectors
+from tests.zoo.base import CLASSES, DIM, VOCABULARY, Classifier, sgd, step_by_hand, stepped, tokens, vectors
 from tests.zoo.cells import Row
 
 
@@ -23,15 +24,14 @@ class Custom(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.change(p, p.grad, self.state[p], group["lr"])
+            self.change_all([p for p in group["params"] if p.grad is not None], group)
         return loss
+
+    def change_all(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        for p in parameters:
+            self.change(p, p.grad, self.state[p], group["lr"])
 
     def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
         p.add_(grad, alpha=-lr)
@@ -109,16 +109,10 @@ class NewtonSchulz(Custom):
 class GlobalNorm(Custom):
     """Scales all updates by the norm of all gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = closure() if closure is not None else None
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([g.norm() for g in grads]).norm()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad / (1 + norm), alpha=-group["lr"])
-        return loss
+    def change_all(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.add_(p.grad / (1 + norm), alpha=-group["lr"])
 
 
 class Sam(Custom):
@@ -202,32 +196,21 @@ class MuonAndAdam(Classifier):
         return [muon(self), torch.optim.AdamW(rest, lr=1e-2, eps=1e-4)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
+        step_by_hand(self, super().training_step(batch, batch_idx))
 
 
-class Scheduled(Classifier):
+def warmed_up(module: nn.Module) -> Any:
     """A schedule by steps with a warm-up."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 3)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 3)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class OneCycle(Classifier):
+def one_cycle(module: nn.Module) -> Any:
     """A schedule that moves momentum, too."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 class SparseEmbedding(pl.LightningModule):
@@ -253,13 +236,7 @@ class TwoSparse(SparseEmbedding):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
+        step_by_hand(self, super().training_step(batch, batch_idx))
 
     def configure_optimizers(self) -> Any:
         table = torch.optim.SparseAdam(self.table.parameters(), lr=0.01, eps=1e-4)
@@ -309,12 +286,7 @@ class Halves(Classifier):
 
 def own(kind: Callable[..., Optimizer], **options: Any) -> Callable[[], Classifier]:
     """A stack stepped by this optimizer."""
-    return lambda: Classifier(optimizer=lambda module: kind(module.parameters(), **options))
-
-
-def lbfgs(module: nn.Module) -> Optimizer:
-    """L-BFGS calls its closure several times a step."""
-    return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2, history_size=3)
+    return stepped(lambda module: kind(module.parameters(), **options))
 
 
 # torch's Muon iterates in bfloat16, which magnifies rounding: 1.4e-4 under ddp as well, and on one process gradients
@@ -325,9 +297,9 @@ IN_BF16 = 3e-4
 class MadeEarly(Classifier):
     """The optimizer is made in ``__init__``."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[nn.Module], Optimizer] = sgd) -> None:
         super().__init__()
-        self.early = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        self.early = make(self)
 
     def configure_optimizers(self) -> Optimizer:
         return self.early
@@ -347,14 +319,6 @@ class GroupsById(Classifier):
         return torch.optim.SGD([{"params": of_head, "lr": 0.1}, {"params": others, "lr": 0.01}])
 
 
-class MadeEarlyWithState(MadeEarly):
-    """This optimizer has a state at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early = torch.optim.Adagrad(self.parameters(), lr=0.05)
-
-
 class Prodigal(Custom):
     """Estimates its rate from all gradients, like Prodigy; the estimate shows in its group."""
 
@@ -363,21 +327,17 @@ class Prodigal(Custom):
         for group in self.param_groups:
             group.update(d=1e-2, numerator=0.0)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            size = 0.0
-            for p in group["params"]:
-                state = self.state[p]
-                first = state.setdefault("first", p.clone())
-                summed = state.setdefault("summed", torch.zeros_like(p)).add_(p.grad, alpha=group["d"])
-                group["numerator"] += group["d"] * float((p.grad * (first - p)).sum())
-                size += float(summed.abs().sum())
-            group["d"] = max(group["d"], 2 * group["numerator"] / max(size, 1e-12))
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["d"])
-        return loss
+    def change_all(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        size = 0.0
+        for p in parameters:
+            state = self.state[p]
+            first = state.setdefault("first", p.clone())
+            summed = state.setdefault("summed", torch.zeros_like(p)).add_(p.grad, alpha=group["d"])
+            group["numerator"] += group["d"] * float((p.grad * (first - p)).sum())
+            size += float(summed.abs().sum())
+        group["d"] = max(group["d"], 2 * group["numerator"] / max(size, 1e-12))
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["d"])
 
 
 class Counting(Custom):
@@ -388,13 +348,10 @@ class Counting(Custom):
         for group in self.param_groups:
             group["k"] = 0
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] += 1
-        return super().step(closure)
-
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
-        p.add_(grad, alpha=-lr / self.param_groups[0]["k"])
+    def change_all(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        group["k"] += 1
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] / group["k"])
 
 
 ROWS = [
@@ -417,7 +374,7 @@ ROWS = [
     Row("ASGD", own(torch.optim.ASGD, lr=0.05), vectors, equal="zero2, zero3"),
     Row("Rprop", own(torch.optim.Rprop, lr=0.01), vectors, equal="zero2, zero3"),
     Row("Adafactor", own(torch.optim.Adafactor, lr=0.05), vectors, equal="zero2, tensor"),
-    Row("Muon", lambda: Classifier(optimizer=muon), vectors, equal="zero2, tensor", tolerance=IN_BF16),
+    Row("Muon", stepped(muon), vectors, equal="zero2, tensor", tolerance=IN_BF16),
     Row("Muon and AdamW", MuonAndAdam, vectors, equal="zero2, zero3", tolerance=IN_BF16),
     Row("Muon by hand", own(NewtonSchulz), vectors, equal="zero2, tensor"),
     Row("LARS", own(Lars), vectors, equal="zero2, tensor"),
@@ -435,17 +392,22 @@ ROWS = [
     Row("Lion", own(Lion), vectors, equal="zero2, tensor"),
     Row("updates by place", own(Noisy), vectors, equal="zero2, tensor"),
     Row("element-wise, unknown", own(Custom), vectors, equal="zero2, tensor"),
-    Row("L-BFGS", lambda: Classifier(optimizer=lbfgs), vectors, either="zero2, tensor"),
-    Row("groups by shape", lambda: Classifier(optimizer=groups), vectors, equal="zero2, tensor"),
-    Row("groups by place", lambda: Classifier(optimizer=by_place), vectors, equal="tensor, pipeline"),
-    Row("warm-up by steps", Scheduled, vectors, equal="zero2, tensor"),
-    Row("one cycle", OneCycle, vectors, equal="zero2, tensor"),
+    Row("L-BFGS", own(torch.optim.LBFGS, lr=0.1, max_iter=2, history_size=3), vectors, either="zero2, tensor"),
+    Row("groups by shape", stepped(groups), vectors, equal="zero2, tensor"),
+    Row("groups by place", stepped(by_place), vectors, equal="tensor, pipeline"),
+    Row("warm-up by steps", stepped(warmed_up), vectors, equal="zero2, tensor"),
+    Row("one cycle", stepped(one_cycle), vectors, equal="zero2, tensor"),
     Row("optimizers in turn", Halves, vectors, either="ddp, zero2"),
     Row("sparse gradients", SparseEmbedding, tokens, either="zero2, zero3"),
     Row("SparseAdam for a table", TwoSparse, tokens, either="zero2, zero3"),
     Row("complex parameters", Complex, vectors, either="zero2, zero3"),
     Row("made in __init__", MadeEarly, vectors, equal="ddp, zero2, zero3, tensor, pipeline, tensor x shard"),
-    Row("made in __init__, with a state", MadeEarlyWithState, vectors, either="ddp, zero2, zero3, tensor, pipeline"),
+    Row(
+        "made in __init__, with a state",
+        partial(MadeEarly, lambda module: torch.optim.Adagrad(module.parameters(), lr=0.05)),
+        vectors,
+        either="ddp, zero2, zero3, tensor, pipeline",
+    ),
     Row("groups by id", GroupsById, vectors, either="ddp, zero1, zero2, zero3, tensor, pipeline"),
 ]
 ROWS = [row.also_on("servers") for row in ROWS]

@@ -72,7 +72,17 @@ WINDOWS = {
     "img_size": 8, "patch_size": 2, "window_size": 2, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4),
     "drop_path_rate": 0.0,
 }  # fmt: skip
+RESMLP = {"mlp_ratio": 4, "block_layer": "mlp_mixer.ResBlock", "norm_layer": "mlp_mixer.Affine"}
+GMLP = {"mlp_ratio": 4, "block_layer": "mlp_mixer.SpatialGatingBlock", "mlp_layer": "mlp_mixer.GatedMlp"}
 STAGES = {"depths": (1, 1, 1, 1)}
+CONVNEXT = {**STAGES, "dims": (8, 8, 16, 16)}
+PYRAMID = {**STAGES, "embed_dims": (8, 8, 16, 16), "num_heads": (1, 2, 2, 4)}
+HIERA = {"img_size": (32, 32), "embed_dim": 8, "num_heads": 1, "stages": (1, 1, 1, 1)}
+SEQUENCER = {
+    "img_size": 8, "patch_sizes": (4, 1, 1, 1), "layers": (1,) * 4, "embed_dims": (8,) * 4, "hidden_sizes": (4,) * 4,
+}  # fmt: skip
+NEST = {"embed_dims": (8,) * 3, "num_heads": (2,) * 3, "depths": (1,) * 3, "drop_path_rate": 0.0}
+RESNET = {"layers": (1, 1, 1, 1), "channels": (4, 4, 8, 8)}
 ALL = "zero3, tensor, pipeline"
 # A rank's own statistics of a batch are those of one process only where each rank sees all of it.
 WHOLE = "tensor"
@@ -85,76 +95,21 @@ ROWS = [
     Row("cait", of("cait.Cait", **VIT), images, either=ALL),
     Row("swin", of("swin_transformer.SwinTransformer", **WINDOWS), images, either=ALL),
     Row("swin v2", of("swin_transformer_v2.SwinTransformerV2", **WINDOWS), images, either=ALL),
-    Row("convnext", of("convnext.ConvNeXt", **STAGES, dims=(8, 8, 16, 16)), larger, either=ALL),
-    Row(
-        "convnext v2",
-        of("convnext.ConvNeXt", **STAGES, dims=(8, 8, 16, 16), use_grn=True, ls_init_value=None),
-        larger,
-        either=ALL,
-    ),
-    Row(
-        "pvt",
-        of("pvt_v2.PyramidVisionTransformerV2", **STAGES, embed_dims=(8, 8, 16, 16), num_heads=(1, 2, 2, 4)),
-        larger,
-        either=ALL,
-    ),
-    Row(
-        "twins",
-        of("twins.Twins", img_size=32, **STAGES, embed_dims=(8, 8, 16, 16), num_heads=(1, 2, 2, 4)),
-        larger,
-        either=ALL,
-    ),
+    Row("convnext", of("convnext.ConvNeXt", **CONVNEXT), larger, either=ALL),
+    Row("convnext v2", of("convnext.ConvNeXt", **CONVNEXT, use_grn=True, ls_init_value=None), larger, either=ALL),
+    Row("pvt", of("pvt_v2.PyramidVisionTransformerV2", **PYRAMID), larger, either=ALL),
+    Row("twins", of("twins.Twins", img_size=32, **PYRAMID), larger, either=ALL),
     Row("mixer", of("mlp_mixer.MlpMixer", **MIXER), images, either=ALL),
-    Row(
-        "resmlp",
-        of("mlp_mixer.MlpMixer", **MIXER, mlp_ratio=4, block_layer="mlp_mixer.ResBlock", norm_layer="mlp_mixer.Affine"),
-        images,
-        either=ALL,
-    ),
-    Row(
-        "gmlp",
-        of(
-            "mlp_mixer.MlpMixer",
-            **MIXER,
-            mlp_ratio=4,
-            block_layer="mlp_mixer.SpatialGatingBlock",
-            mlp_layer="mlp_mixer.GatedMlp",
-        ),
-        images,
-        either=ALL,
-    ),
+    Row("resmlp", of("mlp_mixer.MlpMixer", **MIXER, **RESMLP), images, either=ALL),
+    Row("gmlp", of("mlp_mixer.MlpMixer", **MIXER, **GMLP), images, either=ALL),
     Row("metaformer", of("metaformer.MetaFormer", depths=(2, 2), dims=(8, 16)), images, either=ALL),
     Row("focalnet", of("focalnet.FocalNet", **STAGES, embed_dim=8, drop_path_rate=0.0), larger, either=ALL),
-    Row(
-        "hiera", of("hiera.Hiera", img_size=(32, 32), embed_dim=8, num_heads=1, stages=(1, 1, 1, 1)), larger, either=ALL
-    ),
+    Row("hiera", of("hiera.Hiera", **HIERA), larger, either=ALL),
     Row("edgenext", of("edgenext.EdgeNeXt", **STAGES, dims=(8, 8, 16, 16)), larger, either=ALL),
-    Row(
-        "sequencer",
-        of(
-            "sequencer.Sequencer2d",
-            img_size=8,
-            patch_sizes=(4, 1, 1, 1),
-            layers=(1, 1, 1, 1),
-            embed_dims=(8,) * 4,
-            hidden_sizes=(4,) * 4,
-        ),
-        images,
-        either=ALL,
-        tolerance=3e-4,  # of its first bias the gradient is next to nothing
-    ),
-    Row(
-        "nest",
-        of("nest.Nest", img_size=32, embed_dims=(8,) * 3, num_heads=(2,) * 3, depths=(1,) * 3, drop_path_rate=0.0),
-        larger,
-        either=ALL,
-    ),
+    # Of its first bias the gradient is next to nothing.
+    Row("sequencer", of("sequencer.Sequencer2d", **SEQUENCER), images, either=ALL, tolerance=3e-4),
+    Row("nest", of("nest.Nest", img_size=32, **NEST), larger, either=ALL),
     Row("xcit", of("xcit.Xcit", img_size=32, patch_size=16, embed_dim=16, depth=2, num_heads=4), larger, either=WHOLE),
     Row("convmixer", of("convmixer.ConvMixer", dim=16, depth=2, kernel_size=3, patch_size=2), images, either=WHOLE),
-    Row(
-        "resnet",
-        of("resnet.ResNet", block="resnet.Bottleneck", layers=(1, 1, 1, 1), channels=(4, 4, 8, 8)),
-        larger,
-        either=WHOLE,
-    ),
+    Row("resnet", of("resnet.ResNet", block="resnet.Bottleneck", **RESNET), larger, either=WHOLE),
 ]

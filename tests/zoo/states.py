@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,16 +121,20 @@ class Validating(Classifier):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
-class FrozenHalf(Classifier):
+class Trained(Classifier):
+    """The optimizer has the parameters that are not frozen."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
+
+
+class FrozenHalf(Trained):
     """The stem and the first half are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net.stem.requires_grad_(False)
         self.net.blocks[:2].requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
 
 class Probe(FrozenHalf):
@@ -185,15 +190,12 @@ class LoraBlock(Block):
         self.fc1, self.fc2 = Lora(self.fc1), Lora(self.fc2)  # type: ignore[assignment]
 
 
-class LoraModel(Classifier):
-    network = staticmethod(lambda: Stack(LoraBlock))
+class LoraModel(Trained):
+    network = partial(Stack, LoraBlock)
 
     def __init__(self) -> None:
         super().__init__()
         self.net.stem.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
 
 class Adapter(Block):
@@ -262,29 +264,9 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(getattr(pl_module.net, self.part), optimizer, lr=0.01)
 
 
-class Finetuned(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
-
-
 def finetuning(part: str) -> Any:
     """Two epochs, the second one with all parameters."""
     return lambda: {"callbacks": [Finetuning(part)], "max_epochs": 2, "max_steps": -1}
-
-
-def averaging() -> dict[str, Any]:
-    """Lightning's average of weights."""
-    return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1)], "max_epochs": 2, "max_steps": -1}
-
-
-def ema() -> dict[str, Any]:
-    """Lightning's exponential average."""
-    return {"callbacks": [EMAWeightAveraging(decay=0.5)]}
-
-
-def saving() -> dict[str, Any]:
-    """Saves at the end."""
-    return {"callbacks": [ModelCheckpoint(every_n_train_steps=3)], "enable_checkpointing": True}
 
 
 def reading() -> dict[str, Any]:
@@ -309,7 +291,14 @@ ROWS = [
     Row("parameters after fit", Classifier, vectors, observe=parameters, either="tensor, pipeline"),
     Row("forward after fit", Classifier, vectors, observe=predictions, either="zero3, tensor, pipeline", late=True),
     Row("validate after fit", Validating, vectors, observe=predicted, equal="zero3, pipeline"),
-    Row("on_save_checkpoint", KeepsOnSave, vectors, trainer=saving, observe=kept, either="zero3, tensor, pipeline"),
+    Row(
+        "on_save_checkpoint",
+        KeepsOnSave,
+        vectors,
+        trainer=lambda: {"callbacks": [ModelCheckpoint(every_n_train_steps=3)], "enable_checkpointing": True},
+        observe=kept,
+        either="zero3, tensor, pipeline",
+    ),
     Row("state_dict at the end", KeepsStateAtEnd, vectors, observe=kept, either="tensor, pipeline"),
     Row("copies of weights", KeepsWeights, vectors, observe=kept, either="zero3, tensor, pipeline"),
     Row("load_state_dict as fit starts", LoadsBefore, vectors, equal="zero1, zero3, tensor, pipeline"),
@@ -328,9 +317,25 @@ ROWS = [
     Row("renames in state_dict", RenamesWeights, vectors, equal="zero2", either="zero3, tensor, pipeline"),
     Row("rows rescaled as read", RescalesRows, tokens, either="zero2, tensor, pipeline"),
     Row("prompts", PromptedModel, tokens, equal="zero3", either="pipeline"),
-    Row("BaseFinetuning, stem", Finetuned, vectors, trainer=finetuning("stem"), either="zero1, zero2, pipeline"),
-    Row("BaseFinetuning, blocks", Finetuned, vectors, trainer=finetuning("blocks"), either="zero2, pipeline"),
-    Row("SWA", Classifier, vectors, trainer=averaging, either="zero3, tensor, pipeline"),
-    Row("EMA", Classifier, vectors, trainer=ema, either="zero3, pipeline"),
+    Row("BaseFinetuning, stem", Trained, vectors, trainer=finetuning("stem"), either="zero1, zero2, pipeline"),
+    Row("BaseFinetuning, blocks", Trained, vectors, trainer=finetuning("blocks"), either="zero2, pipeline"),
+    Row(
+        "SWA",
+        Classifier,
+        vectors,
+        trainer=lambda: {
+            "callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1)],
+            "max_epochs": 2,
+            "max_steps": -1,
+        },
+        either="zero3, tensor, pipeline",
+    ),
+    Row(
+        "EMA",
+        Classifier,
+        vectors,
+        trainer=lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]},
+        either="zero3, pipeline",
+    ),
 ]
 ROWS = [row.also_on("servers") for row in ROWS]

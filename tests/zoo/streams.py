@@ -212,11 +212,6 @@ def padded(batch: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=batch, collate_fn=together)
 
 
-def dictionaries(batch: int) -> DataLoader[Any]:
-    """Nested dictionaries."""
-    return collated(lambda x, y: {"inputs": {"x": x}, "y": y})(batch)  # type: ignore[no-any-return]
-
-
 class TwoLoaders(Classifier):
     """Labelled and unlabelled data side by side."""
 
@@ -252,8 +247,6 @@ class AlphaMix(Classifier):
         return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y.flip(0))
 
 
-with_words = collated(lambda x, y: (x, y, ["ab" * int(label) for label in y]))
-lists = collated(lambda x, y: (list(x), y.tolist()))
 WEIGHTS = torch.linspace(0.5, 2.0, CLASSES)
 ROWS = [
     Row(
@@ -268,7 +261,9 @@ ROWS = [
     Row("a stream split by environment", Classifier, stream(SplitByEnvironment), either="ddp, pipeline"),
     Row("a stream split by worker", Classifier, stream(SplitByWorker), equal="pipeline", either="ddp"),
     Row("a stream of batches", Classifier, batches, equal="pipeline", either="ddp"),
-    Row("nested dictionaries", OfDictionary, dictionaries, equal="ddp, pipeline"),
+    Row(
+        "nested dictionaries", OfDictionary, collated(lambda x, y: {"inputs": {"x": x}, "y": y}), equal="ddp, pipeline"
+    ),
     Row("named tuples", OfAttributes, collated(Pair), equal="ddp, pipeline"),
     Row("data classes", OfAttributes, collated(Record), equal="ddp", either="pipeline"),
     Row("class weights", Weighted, collated(lambda x, y: (x, y, WEIGHTS)), equal="ddp", either="pipeline"),

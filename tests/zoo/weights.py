@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,39 +13,42 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from tests.zoo.base import CLASSES, DIM, Classifier, Stack, net, stack, total, vectors
+from tests.zoo.base import CLASSES, DIM, Classifier, Penalised, Stack, net, stack, total, vectors
 from tests.zoo.cells import Row
-
-
-class Penalised(Classifier):
-    """A penalty on parameters; variants override it."""
-
-    def penalty(self) -> Tensor:
-        return 1e-2 * total(p.square().sum() for p in self.parameters())
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + self.penalty()
-
-
-class L1(Penalised):
-    def penalty(self) -> Tensor:
-        return 1e-3 * total(p.abs().sum() for p in self.parameters())
-
-
-class L1OfBlocks(Penalised):
-    def penalty(self) -> Tensor:
-        return 1e-3 * total(p.abs().sum() for p in self.net.blocks.parameters())
 
 
 class Kept(Penalised):
     """A penalty on a list of weights made in ``__init__``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda module, _: l2(module.kept))
         self.kept = [p for p in self.net.parameters() if p.ndim > 1]
 
-    def penalty(self) -> Tensor:
-        return 1e-2 * total(p.square().sum() for p in self.kept)
+
+def l1(parameters: Iterable[Tensor]) -> Tensor:
+    return 1e-3 * total(p.abs().sum() for p in parameters)
+
+
+def l2(parameters: Iterable[Tensor]) -> Tensor:
+    return 1e-2 * total(p.square().sum() for p in parameters)
+
+
+def orthogonality(module: Any, _: Tensor) -> Tensor:
+    weights = [block.fc1.weight for block in module.net.blocks]
+    return 1e-2 * total((w.mT @ w - torch.eye(w.shape[1], device=w.device)).square().mean() for w in weights)
+
+
+def smoothness(module: Any, _: Tensor) -> Tensor:
+    """Neighbouring blocks' weights are to be alike."""
+    return 1e-2 * total((a.fc1.weight - b.fc1.weight).square().sum() for a, b in pairwise(module.net.blocks))
+
+
+def norms(module: Any, _: Tensor) -> Tensor:
+    return 1e-2 * total(p.norm() for name, p in module.named_parameters() if name.endswith("weight"))
+
+
+def singular_values(module: Any, _: Tensor) -> Tensor:
+    return 1e-2 * total(torch.linalg.svdvals(block.fc2.weight)[0] for block in module.net.blocks)
 
 
 class TransposedWeight(nn.Module):
@@ -93,57 +98,17 @@ class TwoViews(Stack):
         return self.head(self.run(self.stem(x) @ self.first) @ self.second)
 
 
-class L2OfHead(Penalised):
-    def penalty(self) -> Tensor:
-        return 1e-2 * self.net.head.weight.square().sum()
-
-
-class NormPenalty(Penalised):
-    def penalty(self) -> Tensor:
-        return 1e-2 * total(p.norm() for n, p in self.named_parameters() if n.endswith("weight"))
-
-
-class Orthogonal(Penalised):
-    def penalty(self) -> Tensor:
-        def distance(w: Tensor) -> Tensor:
-            return (w.mT @ w - torch.eye(w.shape[1], device=w.device)).square().mean()
-
-        return 1e-2 * total(distance(block.fc1.weight) for block in self.net.blocks)
-
-
-class Spectral(Penalised):
-    def penalty(self) -> Tensor:
-        return 1e-2 * total(torch.linalg.svdvals(block.fc2.weight)[0] for block in self.net.blocks)
-
-
-class Smooth(Penalised):
-    """Neighbouring blocks' weights are to be alike."""
-
-    def penalty(self) -> Tensor:
-        blocks = list(self.net.blocks)
-        return 1e-2 * total((a.fc1.weight - b.fc1.weight).square().sum() for a, b in pairwise(blocks))
-
-
 class Ewc(Penalised):
     """Elastic weight consolidation: a distance to old weights, kept as buffers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda module, _: l2(module.changes()))
         for name, p in list(self.net.named_parameters()):
             self.register_buffer("old_" + name.replace(".", "_"), p.detach().clone() + 0.1)
 
-    def penalty(self) -> Tensor:
+    def changes(self) -> list[Tensor]:
         old = dict(self.named_buffers())
-        pairs = ((p, old["old_" + n.replace(".", "_")]) for n, p in self.net.named_parameters())
-        return 1e-2 * total((p - o).square().sum() for p, o in pairs)
-
-
-class PenaltyByFunction(Penalised):
-    """The penalty stands in a submodule that gets the weights as arguments."""
-
-    def penalty(self) -> Tensor:
-        flat = torch.cat([p.flatten() for p in self.net.parameters()])
-        return 1e-2 * flat.square().mean()
+        return [p - old["old_" + name.replace(".", "_")] for name, p in self.net.named_parameters()]
 
 
 class ClipsByHand(Classifier):
@@ -290,29 +255,29 @@ class MomentumEncoder(Classifier):
         for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
             slow.mul_(0.5).add_(fast, alpha=0.5)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.update()
+    def distilled(self, batch: Any) -> Tensor:
         with torch.no_grad():
             target = self.teacher(batch[0]).softmax(-1)
         loss = self.loss(batch) + F.cross_entropy(self(batch[0]), target)
         self.log("loss", loss)
         return loss
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.update()
+        return self.distilled(batch)
+
 
 class MomentumAfter(MomentumEncoder):
     """The same, updated in ``on_train_batch_end``."""
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        MomentumEncoder.update(self)
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        update, self.update = self.update, lambda: None  # type: ignore[method-assign]
-        loss = super().training_step(batch, batch_idx)
-        self.update = update  # type: ignore[method-assign]
-        return loss
+        return self.distilled(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.update()
 
 
-class MomentumInHook(MomentumEncoder):
+class MomentumInHook(MomentumAfter):
     """A target for one pass of the network, updated where parameters are whole."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -320,9 +285,6 @@ class MomentumInHook(MomentumEncoder):
             target = self.teacher(batch[0])
         logits = self(batch[0])
         return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, target)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.update()
 
 
 class MomentumByData(MomentumEncoder):
@@ -463,28 +425,34 @@ class GradientPenalty(Classifier):
         return F.cross_entropy(out, batch[1]) + 0.01 * grad.square().sum(-1).mean()
 
 
-def pruning() -> dict[str, Any]:
-    """Lightning's callback."""
-    return {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]}
+def penalised(name: str, term: Callable[[Any, Tensor], Tensor], **options: Any) -> Row:
+    return Row(name, partial(Penalised, term), vectors, **{"either": "zero3, tensor", **options})
 
 
 SPLITS = "zero1, zero2, zero3, tensor, pipeline"
 ROWS = [
-    Row("L2 of all", Penalised, vectors, equal="ddp, zero1, zero2", either="zero3, tensor, pipeline, pipeline x shard"),
-    Row("L1 of all", L1, vectors, either="zero3, tensor"),
-    Row("L1 of blocks", L1OfBlocks, vectors, either="zero3, tensor, pipeline"),
+    penalised(
+        "L2 of all",
+        lambda m, _: l2(m.parameters()),
+        equal="ddp, zero1, zero2",
+        either="zero3, tensor, pipeline, pipeline x shard",
+    ),
+    penalised("L1 of all", lambda m, _: l1(m.parameters())),
+    penalised("L1 of blocks", lambda m, _: l1(m.net.blocks.parameters()), either="zero3, tensor, pipeline"),
     Row("L2 of a kept list", Kept, vectors, equal="ddp", either="zero2, zero3, tensor, pipeline"),
     Row("a transposed weight", stack(TransposedWeight), vectors, either=SPLITS),
     Row("a weight without elements", net(NoElements), vectors, either=SPLITS),
     Row("tied by data", net(TiedByData), vectors, either=f"ddp, {SPLITS}"),
     Row("views of one storage", net(TwoViews), vectors, equal=SPLITS),
-    Row("L2 of the head", L2OfHead, vectors, either="zero3, tensor"),
-    Row("norms of weights", NormPenalty, vectors, either="zero3, tensor, pipeline"),
-    Row("orthogonality", Orthogonal, vectors, either="zero3, tensor"),
-    Row("largest singular values", Spectral, vectors, either="zero3, tensor, pipeline"),
-    Row("neighbours alike", Smooth, vectors, either="zero3, tensor"),
+    penalised("L2 of the head", lambda m, _: l2([m.net.head.weight])),
+    penalised("norms of weights", norms, either="zero3, tensor, pipeline"),
+    penalised("orthogonality", orthogonality),
+    penalised("largest singular values", singular_values, either="zero3, tensor, pipeline"),
+    penalised("neighbours alike", smoothness),
     Row("distance to old weights", Ewc, vectors, either="zero3, tensor, pipeline"),
-    Row("penalty of all, flat", PenaltyByFunction, vectors, either="zero3, tensor"),
+    penalised(
+        "penalty of all, flat", lambda m, _: 1e-2 * torch.cat([p.flatten() for p in m.net.parameters()]).square().mean()
+    ),
     Row("clips by hand", ClipsByHand, vectors, either="zero3, tensor, pipeline"),
     Row("clips blocks", ClipsBlocks, vectors, either="zero3, tensor"),
     Row("clips by value", ClipsByValue, vectors, either="zero3, tensor, pipeline"),
@@ -518,7 +486,14 @@ ROWS = [
     Row("sets weights at the start of training", ShrinksInStart, vectors, either="zero3, pipeline"),
     Row("the shape of a weight", ReadsShape, vectors, either="zero3, tensor, pipeline"),
     Row("torch's pruning", Pruned, vectors, either="zero3, tensor"),
-    Row("ModelPruning", Classifier, vectors, trainer=pruning, steps=8, either="ddp, zero2, zero3, tensor, pipeline"),
+    Row(
+        "ModelPruning",
+        Classifier,
+        vectors,
+        trainer=lambda: {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]},
+        steps=8,
+        either="ddp, zero2, zero3, tensor, pipeline",
+    ),
     Row("proximal steps", ProximalStep, vectors, either="zero3, tensor"),
     Row("noise on gradients", GradientNoise, vectors, either="zero2, zero3, tensor"),
     Row("gradient penalty", GradientPenalty, vectors, either="zero3, pipeline"),
