@@ -6,7 +6,7 @@ after it, by name, as whole tensors on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, default_collate
@@ -74,45 +75,54 @@ def whole(tensor: Tensor) -> Tensor:
 
 @cache
 def bare_loop(case: Case) -> Record:
-    """Train in a bare loop, one batch per optimizer step; cached, so callers must not change the record."""
-    module, data, record = make_module(case.module), Tokens(case.samples), Record()
-    optimizer: Any = module.configure_optimizers()
-    for step in range(case.steps):
-        batches_per_epoch = -(-case.samples // case.global_batch_size)
-        first = step % batches_per_epoch * case.global_batch_size
-        last = min(first + case.global_batch_size, case.samples)
+    """Return the record of a bare loop; cached, so callers must not change it."""
+    module, data = make_module(case.module), Tokens(case.samples)
+    return train_bare(module, data, case.global_batch_size, case.steps, **CLIPPING[case.clipping])
+
+
+def global_batches(data: Any, size: int, steps: int) -> Iterator[Any]:
+    """Yield the batch of each step of an unshuffled run; the last one of an epoch may be smaller."""
+    for step in range(steps):
+        first = step % -(-len(data) // size) * size
+        yield default_collate([data[i] for i in range(first, min(first + size, len(data)))])
+
+
+def train_bare(
+    module: pl.LightningModule,
+    data: Any,
+    batch_size: int,
+    steps: int,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str = "norm",
+) -> Record:
+    """Train in a bare loop, one batch per optimizer step."""
+    record, made = Record(), module.configure_optimizers()
+    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[assignment, method-assign]
+    optimizer: Any = made["optimizer"] if isinstance(made, dict) else made
+    for step, batch in enumerate(global_batches(data, batch_size, steps)):
         optimizer.zero_grad()
-        loss = module.training_step(default_collate([data[i] for i in range(first, last)]), step)
+        output: Any = module.training_step(batch, step)
+        loss = output["loss"] if isinstance(output, dict) else output
         loss.backward()
         record.losses.append(loss.item())
-        record.gradients = named_gradients(module.named_parameters())
-        _clip(module, case)
+        record.gradients = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+        if gradient_clip_val is not None and gradient_clip_algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(module.parameters(), gradient_clip_val)
+        elif gradient_clip_val is not None:
+            torch.nn.utils.clip_grad_value_(module.parameters(), gradient_clip_val)
         optimizer.step()
+        if isinstance(made, dict):
+            made["lr_scheduler"]["scheduler"].step()
     record.parameters = {name: whole(p) for name, p in module.named_parameters()}
     return record
-
-
-def named_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return whole gradients by the name of their parameter."""
-    return {name: whole(p.grad) for name, p in parameters if p.grad is not None}
-
-
-def _clip(module: pl.LightningModule, case: Case) -> None:
-    limit = CLIPPING[case.clipping].get("gradient_clip_val")
-    if case.clipping.startswith("norm"):
-        torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
-    elif case.clipping == "value":
-        torch.nn.utils.clip_grad_value_(module.parameters(), limit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Under a strategy
 
 
-class Recorder(pl.Callback):
-    """Fills a :class:`Record` from a callback."""
-
-    looks_at_parameters = False  # where Trainers ask: between a step and the next forward
+class Losses(pl.Callback):
+    """Records the loss of each optimizer step, averaged over ranks."""
 
     def __init__(self) -> None:
         self.record = Record()
@@ -125,15 +135,24 @@ class Recorder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._parts.append(outputs["loss"].detach().float())
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+            self._parts.append(outputs["loss"].detach().float())
         if trainer.global_step > self._steps:
             self._steps = trainer.global_step
+            if not self._parts:
+                return
             loss = torch.stack(self._parts).sum()
             if dist.is_initialized():
                 dist.all_reduce(loss)
                 loss /= dist.get_world_size()
             self.record.losses.append(loss.item())
             self._parts.clear()
+
+
+class Recorder(Losses):
+    """Fills a :class:`Record` from a callback."""
+
+    looks_at_parameters = False  # where Trainers ask: between a step and the next forward
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -187,13 +206,45 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def make_trainer(strategy: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> Any:
-    """Return a ``trainwright.Trainer`` on the default process group that writes nothing and has no certificate."""
+def make_trainer(
+    strategy: str, options: dict[str, Any] | None = None, kind: type[pl.Trainer] | None = None, **trainer_options: Any
+) -> Any:
+    """Return a Trainer on the default process group that writes nothing and has no certificate.
+
+    Args:
+        strategy, options: name and options of the strategy.
+        kind: class of the Trainer; ``None`` is ours.
+        trainer_options: its options.
+    """
     from trainwright.strategies.contract.registry import make_strategy
     from trainwright.trainer.trainer import Trainer
 
     built = make_strategy(strategy, **{"certificate": "off", **(options or {})})
-    return Trainer(strategy=built, devices=world_size(), **{**QUIET, **trainer_options})
+    return (kind or Trainer)(strategy=built, devices=world_size(), **{**QUIET, **trainer_options})
+
+
+class Saver(Checkpoint):
+    """Saves once: in the first hook ``batch``, ``validation`` or ``epoch`` after so many optimizer steps."""
+
+    def __init__(self, path: str, hook: str, after: int) -> None:
+        self.path, self.hook, self.after, self.has_saved = path, hook, after, False
+
+    def _save_in(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
+        if hook == self.hook and trainer.global_step >= self.after and not (self.has_saved or trainer.sanity_checking):
+            self.has_saved = True
+            self.save(trainer, module)
+
+    def save(self, trainer: pl.Trainer, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        self._save_in("batch", trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._save_in("validation", trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._save_in("epoch", trainer, pl_module)
 
 
 def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Record:
@@ -216,19 +267,17 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
 
 def train_with_lightning(case: Case, strategy: str, options: dict[str, Any]) -> Record:
     """Train as :func:`train` does, with Lightning's own Trainer and a loader that selects the samples of a rank."""
-    from trainwright.strategies.contract.registry import make_strategy
-
     recorder = Recorder()
-    trainer = pl.Trainer(
-        strategy=make_strategy(strategy, **{"certificate": "off", **options}),
-        devices=world_size(),
+    trainer = make_trainer(
+        strategy,
+        options,
+        pl.Trainer,
         accumulate_grad_batches=case.accumulation,
         use_distributed_sampler=False,
         max_steps=case.steps,
         max_epochs=-1,
         callbacks=[recorder],
         **CLIPPING[case.clipping],
-        **QUIET,
     )
     micro_batch_size = case.global_batch_size // (world_size() * case.accumulation)
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from tests.parity.harness import Record, Recorder, differences, make_trainer, world_size
+from tests.parity.harness import Record, Recorder, differences, make_trainer, train_bare, world_size
 from tests.parity.layout_modules import LENGTH, VOCABULARY, make_module
 
 
@@ -39,6 +41,7 @@ class LayoutCase:
         strategy: its name.
         global_batch_size, accumulation: samples per optimizer step, micro-batches per data rank that make them up.
         steps, samples, length: optimizer steps, samples of the data set and their positions.
+        shuffle: whether samples are shuffled.
         clip: largest norm of gradients; ``None`` is off.
         optimizer: name in :data:`~tests.parity.optimizers.OPTIMIZERS`.
         trainer: further options of the Trainer.
@@ -52,6 +55,7 @@ class LayoutCase:
     steps: int = 2
     samples: int = 24
     length: int = LENGTH + 1
+    shuffle: bool = False
     clip: float | None = None
     optimizer: str = "sgd"
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -74,35 +78,57 @@ class WholeRecorder(Recorder):
         self.record.parameters = dict(trainer.strategy.whole_parameters())
 
 
-def run(case: LayoutCase) -> Record:
-    """Train ``case`` on the ranks of the default process group."""
-    recorder = WholeRecorder()
-    options = {**case.trainer, **({"gradient_clip_val": case.clip} if case.clip else {})}
-    data_ranks = _data_ranks(case)
-    micro = case.global_batch_size // (data_ranks * case.accumulation)
+def run(
+    case: LayoutCase,
+    save: tuple[str, int] | None = None,
+    resume: str | None = None,
+    spoil: bool = False,
+    with_lightning: bool = False,
+) -> Record:
+    """Train ``case`` on the ranks of the default process group.
+
+    Args:
+        case: the run.
+        save: folder of checkpoints ``step=N.ckpt``, and the steps between two; ``None`` saves none.
+        resume: path of a checkpoint.
+        spoil: whether to change all weights first, on which a resumed run must not depend.
+        with_lightning: whether to use Lightning's own Trainer, under one data rank.
+    """
+    recorder, batch_size = WholeRecorder(), case.global_batch_size // (data_ranks(case) * case.accumulation)
+    callbacks: list[Any] = [recorder]
+    if save is not None:
+        callbacks.append(ModelCheckpoint(save[0], "{step}", every_n_train_steps=save[1], save_top_k=-1))
+    options: dict[str, Any] = {"global_batch_size": case.global_batch_size}
+    if with_lightning:
+        options = {"accumulate_grad_batches": case.accumulation, "use_distributed_sampler": False}
     trainer = make_trainer(
         case.strategy,
         dict(case.options),
-        global_batch_size=case.global_batch_size,
+        pl.Trainer if with_lightning else None,
         max_steps=case.steps,
         max_epochs=-1,
-        callbacks=[recorder],
-        **options,
+        callbacks=callbacks,
+        enable_checkpointing=save is not None,
+        gradient_clip_val=case.clip,
+        **{**options, **case.trainer},
     )
-    trainer.fit(
-        make_module(case.network, case.optimizer), DataLoader(Texts(case.samples, case.length), batch_size=micro)
-    )
+    module = make_module(case.network, case.optimizer)
+    if spoil:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.1)
+    loader = DataLoader(Texts(case.samples, case.length), batch_size=batch_size, shuffle=case.shuffle)
+    trainer.fit(module, loader, ckpt_path=resume)
     return recorder.record
 
 
-def _data_ranks(case: LayoutCase) -> int:
+def data_ranks(case: LayoutCase) -> int:
+    """Return the number of data ranks of a case on the ranks of the default process group."""
     from trainwright.core.layout import Layout
     from trainwright.strategies.contract.registry import make_strategy
 
-    if case.strategy == "single":
-        return 1
-    if case.strategy == "ddp":
-        return world_size()
+    if case.strategy in ("single", "ddp"):
+        return world_size() if case.strategy == "ddp" else 1
     layout: Layout = make_strategy(case.strategy, **case.options)._open_layout
     return layout.resolve(world_size()).data_ranks
 
@@ -121,28 +147,9 @@ def reference(case: LayoutCase) -> Record:
 
 @cache
 def _bare_loop(
-    network: str, optimizer_name: str, global_batch_size: int, steps: int, samples: int, length: int, clip: float | None
+    network: str, optimizer: str, global_batch_size: int, steps: int, samples: int, length: int, clip: float | None
 ) -> Record:
-    module, data, record = make_module(network, optimizer_name), Texts(samples, length), Record()
-    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[assignment,method-assign]
-    made: Any = module.configure_optimizers()
-    optimizer = made["optimizer"] if isinstance(made, dict) else made
-    for step in range(steps):
-        first = step % -(-samples // global_batch_size) * global_batch_size
-        batch = default_collate([data[i] for i in range(first, min(first + global_batch_size, samples))])
-        optimizer.zero_grad()
-        output: Any = module.training_step(batch, step)
-        loss = output["loss"] if isinstance(output, dict) else output
-        loss.backward()
-        record.losses.append(loss.item())
-        record.gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-        if clip:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-        if isinstance(made, dict):
-            made["lr_scheduler"]["scheduler"].step()
-    record.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
-    return record
+    return train_bare(make_module(network, optimizer), Texts(samples, length), global_batch_size, steps, clip)
 
 
 def assert_layouts(ranks: Any, world_size: int, cases: list[LayoutCase], timeout: float = 120) -> None:
@@ -155,6 +162,3 @@ def assert_layouts(ranks: Any, world_size: int, cases: list[LayoutCase], timeout
         for difference in differences(record, reference(case))
     ]
     assert not found, "\n".join(found[:40])
-
-
-__all__ = ["LayoutCase", "Texts", "assert_layouts", "reference", "run", "run_all"]

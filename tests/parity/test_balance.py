@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from tests.parity.harness import QUIET, Record, differences, make_trainer
 from tests.parity.layout_modules import LENGTH, make_module
 from tests.parity.layouts import LayoutCase as Case
 from tests.parity.layouts import Texts, WholeRecorder
+from tests.parity.test_cursor import OwnBatches
+from tests.parity.test_streams import Stream
 from tests.trainer.memory_harness import Hold, Model, make_loader
 from tests.trainer.memory_harness import fit as fit_held
 from tests.trainer.test_rollback import Judge
@@ -342,27 +343,15 @@ def test_going_back_to_before_shares_changed(ranks: Any) -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset):
-    """Texts one after the other."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        texts = Texts(24)
-        return (texts[index] for index in range(24))
-
-
 def loaders() -> dict[str, Any]:
     texts = Texts(24)
     return {
         "one sample": DataLoader(texts, batch_size=1),
         "own batches": DataLoader(texts, batch_sampler=OwnBatches(SequentialSampler(texts), 4, False)),
-        "stream": DataLoader(Stream(), batch_size=4),
-        "dealt stream": DataLoader(DealtStream(Stream()), batch_size=4),
+        "stream": DataLoader(Stream(samples=24), batch_size=4),
+        "dealt stream": DataLoader(DealtStream(Stream(samples=24)), batch_size=4),
         "two loaders": [DataLoader(texts, batch_size=4), DataLoader(texts, batch_size=4)],
     }
-
-
-class OwnBatches(BatchSampler):
-    """One that is not cut here."""
 
 
 def said_of_loaders() -> dict[str, str]:

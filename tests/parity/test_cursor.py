@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.parity.harness import make_trainer, world_size
+from tests.parity.harness import Saver, make_trainer, world_size
 from trainwright import DealtStream, ShardedStream
 from trainwright.trainer.data.reading import dealer_of
 from trainwright.trainer.data.streams.sources import IndexedShards
@@ -125,17 +125,15 @@ class Leg:
 
 def build(leg: Leg, kind: str = "map", samples: int = SAMPLES, shuffle: bool = True, data: type = Numbers) -> Any:
     options: dict[str, Any] = {"num_workers": leg.workers, "persistent_workers": leg.workers > 0}
-    if kind == "map":
-        return DataLoader(data(samples), batch_size=leg.micro, shuffle=shuffle, **options)
-    if kind == "stateful map":
-        return StatefulDataLoader(data(samples), batch_size=leg.micro, shuffle=shuffle, **options)
+    if kind in ("map", "stateful map"):
+        loader = DataLoader if kind == "map" else StatefulDataLoader
+        return loader(data(samples), batch_size=leg.micro, shuffle=shuffle, **options)
     if kind == "batches":
         numbers = data(samples)
         return DataLoader(numbers, batch_sampler=OwnBatches(RandomSampler(numbers), leg.micro, False), **options)
-    if kind == "stream":
-        return DataLoader(DealtStream(Lines(samples)), batch_size=leg.micro, **options)
-    if kind == "skipping stream":
-        return DataLoader(DealtStream(SkippingLines(samples)), batch_size=leg.micro, **options)
+    if kind in ("stream", "skipping stream"):
+        lines = Lines if kind == "stream" else SkippingLines
+        return DataLoader(DealtStream(lines(samples)), batch_size=leg.micro, **options)
     if kind == "stateful stream":
         return StatefulDataLoader(Shard(samples), batch_size=leg.micro, **options)
     if kind == "stateful data":
@@ -201,39 +199,18 @@ class SharedShard(Shard):
 RANK, RANKS = 0, 1
 
 
-class Saver(pl.Callback):
-    """Saves when the run has made ``stop`` steps, at the end of a batch or of a validation."""
-
-    def __init__(self, path: str, stop: int, at: str) -> None:
-        self.path = path
-        self.stop = stop
-        self.at = at
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        if trainer.global_step == self.stop and not trainer.sanity_checking:
-            trainer.save_checkpoint(self.path)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.at == "batch":
-            self._save(trainer)
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.at == "validation":
-            self._save(trainer)
-
-
 def run(leg: Leg, resume: str | None, save: str | None, loaders: Any = None, callbacks: tuple[Any, ...] = ()) -> Reader:
     global RANK, RANKS
     RANK, RANKS = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     module = Reader()
-    saver = [Saver(save, leg.stop, leg.save)] if save and leg.save != "after" else []
-    options: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH, "data_seed": 5, **leg.options}
+    saver = [Saver(save, leg.save, leg.stop)] if save and leg.stop and leg.save != "after" else []
+    options: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH, "data_seed": 5, "enable_checkpointing": bool(saver)}
     trainer = make_trainer(
         "ddp" if world_size() > 1 else "single",
         max_steps=-1 if leg.stop is None else leg.stop,
         max_epochs=leg.epochs,
         callbacks=[*saver, *callbacks],
-        **options,
+        **{**options, **leg.options},
     )
     validation = DataLoader(Numbers(4), batch_size=2) if leg.save == "validation" else None
     trainer.fit(module, build(leg, **leg.loaders) if loaders is None else loaders, validation, ckpt_path=resume)
@@ -253,6 +230,11 @@ def on_rank(leg: Leg, resume: str | None, save: str | None) -> dict[str, Any]:
     module = run(leg, resume, save)
     names = ("read", "steps", "noise", "hooks", "batch_indices", "found")
     return {name: dict(v) if isinstance(v := getattr(module, name), dict) else v for name in names}
+
+
+def legs_of(*legs: Leg, **shared: Any) -> list[Leg]:
+    """Return legs with shared attributes."""
+    return [replace(leg, **shared) for leg in legs]
 
 
 def run_legs(ranks: Callable[..., list[Any]], folder: Path, legs: list[Leg]) -> list[list[dict[str, Any]]]:
@@ -291,7 +273,7 @@ MOVES = [Leg(2, 3, stop=2), Leg(3, 2, stop=6), Leg(1, 4)]
 @pytest.mark.parametrize("partition", ["interleave", "range", "hash"])
 @pytest.mark.parametrize("save", ["after", "batch"])
 def test_each_sample_is_read_once_by_changing_ranks(ranks, tmp_path, partition, save):
-    legs = [Leg(leg.ranks, leg.micro, leg.stop, save=save, options={"data_partition": partition}) for leg in MOVES]
+    legs = legs_of(*MOVES, save=save, options={"data_partition": partition})
     found = run_legs(ranks, tmp_path, legs)
     assert counts(found) == once()
     steps = [records[0]["found"]["step"] for records in found]
@@ -311,12 +293,7 @@ def test_each_sample_is_read_once_by_changing_ranks(ranks, tmp_path, partition, 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["map", "stateful map", "batches"])
 def test_each_sample_is_read_once_by_changing_workers(ranks, tmp_path, kind):
-    loaders = {"kind": kind}
-    legs = [
-        Leg(2, 3, stop=2, workers=2, loaders=loaders),
-        Leg(1, 6, stop=5, workers=0, loaders=loaders),
-        Leg(2, 2, workers=1, loaders=loaders),
-    ]
+    legs = legs_of(Leg(2, 3, stop=2, workers=2), Leg(1, 6, stop=5), Leg(2, 2, workers=1), loaders={"kind": kind})
     assert counts(run_legs(ranks, tmp_path, legs)) == once()
 
 
@@ -349,20 +326,16 @@ def test_a_save_within_a_step_reads_its_samples_again(ranks, tmp_path):
 
 
 def test_seeded_samples_are_the_same_everywhere(ranks, tmp_path):
-    options = {"seed_samples": True}
-    loaders = {"data": Noisy}
-    [[whole]] = run_legs(ranks, tmp_path, [Leg(options=options, loaders=loaders)])
-    legs = [
-        Leg(2, 3, stop=2, workers=1, options=options, loaders=loaders),
-        Leg(1, 4, workers=2, options=options, loaders=loaders),
-    ]
+    shared: dict[str, Any] = {"options": {"seed_samples": True}, "loaders": {"data": Noisy}}
+    [[whole]] = run_legs(ranks, tmp_path, [Leg(**shared)])
+    legs = legs_of(Leg(2, 3, stop=2, workers=1), Leg(1, 4, workers=2), **shared)
     noise: dict[Any, float] = {}
     for records in run_legs(ranks, tmp_path, legs):
         for record in records:
             noise.update(record["noise"])
     assert noise == whole["noise"]
     assert len(set(noise.values())) == 2 * SAMPLES, "another noise for each sample and epoch"
-    [[plain]] = run_legs(ranks, tmp_path, [Leg(loaders=loaders)])
+    [[plain]] = run_legs(ranks, tmp_path, [Leg(loaders={"data": Noisy})])
     assert plain["noise"] != whole["noise"]
 
 
@@ -374,14 +347,9 @@ def test_seeded_samples_are_the_same_everywhere(ranks, tmp_path):
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_several_loaders_resume_together(ranks, tmp_path, mode):
     # 48 and 24 samples, so no batch is padding.
-    loaders = {"kind": mode, "samples": 48}
-    legs = [
-        Leg(2, 3, stop=3, loaders=loaders),
-        Leg(1, 4, stop=5, workers=1, loaders=loaders),
-        Leg(3, 2, loaders=loaders),
-    ]
-    if mode == "min_size":
-        legs = [Leg(leg.ranks, leg.micro, stop, loaders=loaders) for leg, stop in zip(legs, (1, 3, None), strict=True)]
+    first, second = (1, 3) if mode == "min_size" else (3, 5)
+    legs = [Leg(2, 3, stop=first), Leg(1, 4, stop=second, workers=int(mode != "min_size")), Leg(3, 2)]
+    legs = legs_of(*legs, loaders={"kind": mode, "samples": 48})
     found = run_legs(ranks, tmp_path, legs)
     long, short = counts(found, "a"), counts(found, "b")
     if mode == "min_size":
@@ -411,12 +379,8 @@ def test_loaders_that_cannot_be_combined_are_refused():
 @pytest.mark.parametrize("kind", ["stream", "skipping stream"])
 def test_a_stream_resumes_under_any_ranks_and_workers(ranks, tmp_path, kind):
     loaders = {"kind": kind}
-    legs = [
-        Leg(2, 3, stop=2, workers=2, loaders=loaders),
-        Leg(3, 2, stop=6, workers=0, loaders=loaders),
-        Leg(1, 4, workers=1, loaders=loaders),
-    ]
-    found = run_legs(ranks, tmp_path, legs)
+    legs = [Leg(2, 3, stop=2, workers=2), Leg(3, 2, stop=6), Leg(1, 4, workers=1)]
+    found = run_legs(ranks, tmp_path, legs_of(*legs, loaders=loaders))
     assert counts(found) == once()
     # The last step of an epoch has seven samples; its gradient is their mean all the same.
     [[whole]] = run_legs(ranks, tmp_path, [Leg(loaders=loaders)])
@@ -448,8 +412,7 @@ def share_states(path: str) -> list[int]:
 
 def test_states_of_other_ranks_or_workers_are_refused(ranks, tmp_path):
     loaders = {"kind": "stateful stream", "samples": 48}
-    legs = [Leg(2, 3, stop=2, loaders=loaders), Leg(2, 3, epochs=1, loaders=loaders)]
-    run_legs(ranks, tmp_path, legs)
+    run_legs(ranks, tmp_path, legs_of(Leg(2, 3, stop=2), Leg(2, 3, epochs=1), loaders=loaders))
     path = str(tmp_path / "leg0.ckpt")
     [message] = ranks(refuse_states, 1, path, 6, 0, init_group=False)
     assert "saved with 2 data ranks, now 1" in message

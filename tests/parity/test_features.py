@@ -26,6 +26,7 @@ from tests.parity.harness import (
     Record,
     data_parallel_names,
     differences,
+    global_batches,
     make_loader,
     make_trainer,
     train,
@@ -40,13 +41,6 @@ GLOBAL_BATCH = 12
 
 def ranks_for(strategy: str, wanted: int = 2) -> int:
     return 1 if strategy == "single" else wanted
-
-
-def global_batches(steps: int, samples: int = 48) -> list[dict[str, Tensor]]:
-    """Return the batch of each step of an unshuffled run."""
-    data = Tokens(samples)
-    starts = [step * GLOBAL_BATCH % samples for step in range(steps)]
-    return [default_collate([data[i] for i in range(s, min(s + GLOBAL_BATCH, samples))]) for s in starts]
 
 
 def loader() -> DataLoader:
@@ -92,23 +86,10 @@ def test_the_module_is_not_touched(ranks, strategy):
 class CallsItself(LanguageModel):
     """Calls itself outside of a step, as modules do to show a sample."""
 
-    def show(self) -> None:
+    def show(self, *args: Any) -> None:
         self.shown = self(Tokens(2).tokens[:, :-1]).argmax(-1)
 
-    def on_train_start(self) -> None:
-        self.show()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.show()
-
-    def on_train_epoch_end(self) -> None:
-        self.show()
-
-    def on_validation_epoch_end(self) -> None:
-        self.show()
-
-    def on_train_end(self) -> None:
-        self.show()
+    on_train_start = on_train_batch_end = on_train_epoch_end = on_validation_epoch_end = on_train_end = show
 
 
 def fit_and_call(strategy: str) -> list[int]:
@@ -210,7 +191,7 @@ def bare_adversaries(clip: bool) -> dict[str, Tensor]:
     torch.manual_seed(5)
     module = Adversaries(False, clip)
     optimizers, schedulers = module.configure_optimizers()
-    for batch in global_batches(8):
+    for batch in global_batches(Tokens(48), GLOBAL_BATCH, 8):
         for index, (optimizer, part) in enumerate(zip(optimizers, (module.generator, module.judge), strict=True)):
             optimizer.zero_grad()
             module.losses(batch)[index].backward()
@@ -259,7 +240,7 @@ def fit_manual_accumulation(strategy: str) -> dict[str, Tensor]:
 def test_manual_accumulation(ranks, strategy):
     module = make_module("plain-sgd")
     optimizer: Any = module.configure_optimizers()
-    for step, batch in enumerate(global_batches(8)):
+    for step, batch in enumerate(global_batches(Tokens(48), GLOBAL_BATCH, 8)):
         (module.training_step(batch, 0) / 2).backward()
         if step % 2:
             optimizer.step()
@@ -332,7 +313,7 @@ def bare_average() -> dict[str, Tensor]:
     module = make_module("decoder-sgd")
     optimizer: Any = module.configure_optimizers()
     average = torch.optim.swa_utils.AveragedModel(module, avg_fn=get_ema_avg_fn(decay=0.8))
-    for batch in global_batches(8):
+    for batch in global_batches(Tokens(48), GLOBAL_BATCH, 8):
         optimizer.zero_grad()
         module.training_step(batch, 0).backward()
         optimizer.step()

@@ -6,6 +6,7 @@ which averaged weights are tested here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import Record, make_trainer, world_size
+from tests.parity.harness import Record, make_trainer
 from tests.parity.layout_modules import make_module
-from tests.parity.layouts import LayoutCase, Texts, WholeRecorder
+from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, data_ranks, run
 from trainwright.checkpoint.read.run_state import RunState, materialised
-from trainwright.core.layout import Layout
 
 SAVED_AT, STEPS = 2, 4
 
@@ -32,42 +32,14 @@ CASES = {
 }
 
 
-def fit(case: LayoutCase, folder: Path | None, resumed: Path | None, seed: int, strategy: str = "hybrid") -> Any:
-    recorder = WholeRecorder()
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
-    options = dict(case.options) if strategy == "hybrid" else {}
-    data_ranks = Layout(**{"shard": -1, **_axes(options)}).resolve(world_size()).data_ranks
-    trainer = make_trainer(
-        strategy,
-        options,
-        global_batch_size=case.global_batch_size,
-        max_steps=STEPS,
-        max_epochs=-1,
-        callbacks=[recorder, saver] if folder else [recorder],
-        enable_checkpointing=folder is not None,
-        plugins=[TorchCheckpointIO()],
-    )
-    module = make_module(case.network, "adamw")
-    if seed:  # what is resumed must not depend on what it was built with
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.add_(0.1)
-    loader = DataLoader(Texts(case.samples, case.length), batch_size=case.global_batch_size // data_ranks)
-    trainer.fit(module, loader, ckpt_path=resumed)
-    return recorder.record
-
-
-def _axes(options: dict[str, Any]) -> dict[str, int]:
-    return {name: size for name, size in options.items() if name in Layout().sizes or name == "expert"}
+def fit(case: LayoutCase, **options: Any) -> Record:
+    trainer = {"plugins": [TorchCheckpointIO()]}
+    return run(replace(case, optimizer="adamw", steps=STEPS, trainer=trainer), **options)
 
 
 def save_and_resume(case: LayoutCase, folder: str) -> tuple[Record, Record]:
-    whole = fit(case, Path(folder), None, seed=0)
-    return whole, fit(case, None, Path(folder) / f"step={SAVED_AT}.ckpt", seed=1)
-
-
-def resume_on_one_process(case: LayoutCase, folder: str) -> Record:
-    return fit(case, None, Path(folder) / f"step={SAVED_AT}.ckpt", seed=1, strategy="single")
+    whole = fit(case, save=(folder, SAVED_AT))
+    return whole, fit(case, resume=f"{folder}/step={SAVED_AT}.ckpt", spoil=True)
 
 
 @pytest.mark.sample(1)
@@ -89,21 +61,21 @@ def test_checkpoints_hold_the_whole_state(ranks, tmp_path, name):
     states = checkpoint["optimizer_states"][0]["state"]
     assert [states[index]["exp_avg"].shape for index in range(len(shapes))] == shapes
 
-    (alone,) = ranks(resume_on_one_process, 1, case, str(tmp_path), init_group=False)
+    saved, single = str(tmp_path / f"step={SAVED_AT}.ckpt"), replace(case, strategy="single", options={})
+    (alone,) = ranks(fit, 1, single, resume=saved, spoil=True, init_group=False)
     # AdamW makes a whole step of what rounding leaves of a gradient of zero, so parameters are compared above only.
     assert alone.losses == pytest.approx(results[0][0].losses[SAVED_AT:], rel=1e-5)
 
 
-def average(case: LayoutCase, folder: str, strategy: str = "hybrid") -> Any:
+def average(case: LayoutCase, folder: str) -> Any:
     """Train, save and resume with averaged weights; return each run's record and validation loss."""
     trainers = []
     for resumed in (None, Path(folder) / f"step={SAVED_AT}.ckpt"):
         saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
         recorder = WholeRecorder()
-        options = dict(case.options) if strategy == "hybrid" else {}
         trainer = make_trainer(
-            strategy,
-            options,
+            case.strategy,
+            dict(case.options),
             max_steps=STEPS,
             max_epochs=-1,
             val_check_interval=1,
@@ -111,9 +83,8 @@ def average(case: LayoutCase, folder: str, strategy: str = "hybrid") -> Any:
             callbacks=[EMAWeightAveraging(decay=0.5), recorder, *([] if resumed else [saver])],
             enable_checkpointing=resumed is None,
         )
-        data_ranks = Layout(**{"shard": -1, **_axes(options)}).resolve(world_size()).data_ranks
-        loader = DataLoader(Texts(32, case.length), batch_size=8 // data_ranks)
-        held_out = DataLoader(Texts(8, case.length), batch_size=4 // data_ranks)
+        loader = DataLoader(Texts(32, case.length), batch_size=8 // data_ranks(case))
+        held_out = DataLoader(Texts(8, case.length), batch_size=4 // data_ranks(case))
         trainer.fit(make_module(case.network), loader, held_out, ckpt_path=resumed)
         trainers.append((recorder.record, trainer.callback_metrics["val_loss"].item()))
     return trainers
@@ -123,7 +94,7 @@ def average(case: LayoutCase, folder: str, strategy: str = "hybrid") -> Any:
 def averaged_alone(pool, tmp_path_factory) -> tuple[Any, Path]:
     """Return the result of one process, and where it saved."""
     folder = tmp_path_factory.mktemp("one")
-    return pool.run(average, 1, LayoutCase("gpt2-small"), str(folder), "single", init_group=False)[0], folder
+    return pool.run(average, 1, LayoutCase("gpt2-small", strategy="single"), str(folder), init_group=False)[0], folder
 
 
 @pytest.mark.thorough

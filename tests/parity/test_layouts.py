@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import QUIET, Record, differences, make_trainer
+from tests.parity.harness import Record, differences, make_trainer
 from tests.parity.layout_modules import make_module
-from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, run
+from tests.parity.layouts import LayoutCase, Texts, assert_layouts, run
 from tests.parity.layouts import reference as bare_loop
 from trainwright.strategies.pipeline.schedules import CHOICES
 
@@ -164,10 +164,13 @@ class Seen(pl.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
+def strategy_of(options: dict[str, Any] | None) -> str:
+    return "single" if options is None else "hybrid"
+
+
 def train_odd(options: dict[str, Any] | None) -> tuple[list[Any], list[dict[str, float]], list[float]]:
     seen = Seen()
-    strategy = {"strategy": "hybrid", "options": options} if options is not None else {"strategy": "single"}
-    trainer = make_trainer(**strategy, max_steps=3, max_epochs=-1, callbacks=[seen])
+    trainer = make_trainer(strategy_of(options), options, max_steps=3, max_epochs=-1, callbacks=[seen])
     trainer.fit(make_module("odd"), DataLoader(Texts(24), batch_size=8))
     return seen.outputs, seen.logged, seen.rates
 
@@ -186,8 +189,8 @@ def test_outputs_and_logged_values_reach_every_stage(ranks):
 
 
 def evaluate(network: str, options: dict[str, Any] | None) -> tuple[dict[str, float], dict[str, float], list[Any]]:
-    strategy = {"strategy": "hybrid", "options": options} if options is not None else {"strategy": "single"}
-    trainer = make_trainer(**strategy, max_steps=2, max_epochs=-1, val_check_interval=2, check_val_every_n_epoch=None)
+    within = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    trainer = make_trainer(strategy_of(options), options, max_steps=2, max_epochs=-1, **within)
     module = make_module(network)
     length = 9 if network in ("gpt", "tempered") else 8  # ours takes the last position for a label only
     loader = DataLoader(Texts(16, length), batch_size=4)
@@ -220,9 +223,8 @@ def test_validation_and_prediction(ranks, reference, network, world_size, option
 
 
 def predict(options: dict[str, Any] | None) -> list[list[int]]:
-    strategy = {"strategy": "single"} if options is None else {"strategy": "hybrid", "options": options}
-    predicted = make_trainer(**strategy).predict(make_module("llama"), DataLoader(Texts(6, 8), batch_size=2))
-    return torch.cat(predicted).tolist()
+    trainer = make_trainer(strategy_of(options), options)
+    return torch.cat(trainer.predict(make_module("llama"), DataLoader(Texts(6, 8), batch_size=2))).tolist()
 
 
 @pytest.mark.sample(1)
@@ -232,26 +234,7 @@ def test_samples_that_ranks_share_are_predicted_once(ranks, reference, options):
     assert ranks(predict, 4, options) == [alone] * 4
 
 
-def train_with_lightning(case: LayoutCase) -> Any:
-    from trainwright.strategies.compose.hybrid import HybridStrategy
-
-    recorder = WholeRecorder()
-    trainer = pl.Trainer(
-        strategy=HybridStrategy(**case.options, certificate="off"),
-        devices=torch.distributed.get_world_size(),
-        use_distributed_sampler=False,
-        accumulate_grad_batches=case.accumulation,
-        max_steps=case.steps,
-        max_epochs=-1,
-        callbacks=[recorder],
-        **QUIET,
-    )
-    micro = case.global_batch_size // case.accumulation
-    trainer.fit(make_module(case.network), DataLoader(Texts(case.samples, case.length), batch_size=micro))
-    return recorder.record
-
-
 def test_a_layout_works_in_lightnings_own_trainer(ranks):
     case = LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=2)
-    for record in ranks(train_with_lightning, 4, case):
+    for record in ranks(run, 4, case, with_lightning=True):
         assert not differences(record, bare_loop(case))

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateFinder, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -40,25 +40,11 @@ class Tuned(LanguageModel):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-class Fine(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.blocks)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=1e-2)
-
-
-CALLBACKS: dict[str, Any] = {
-    "rate": lambda: LearningRateFinder(num_training_steps=20, min_lr=1e-4, max_lr=0.5),
-    "fine": Fine,
-    "backbone": lambda: BackboneFinetuning(1, verbose=False),
-}
-
-
-def tune(strategy: str, options: dict[str, Any], name: str) -> tuple[float, list[float]]:
-    module, callback = Tuned(), CALLBACKS[name]()
-    trainer = make_trainer(strategy, options, max_epochs=10 if name == "rate" else 2, callbacks=[callback])
+def tune(strategy: str, options: dict[str, Any], finds_rate: bool) -> tuple[float, list[float]]:
+    module, callback = Tuned(), BackboneFinetuning(1, verbose=False)
+    if finds_rate:
+        callback = LearningRateFinder(num_training_steps=20, min_lr=1e-4, max_lr=0.5)
+    trainer = make_trainer(strategy, options, max_epochs=10 if finds_rate else 2, callbacks=[callback])
     trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.ranks.num_data_ranks))
     return module.lr, [weight.norm().item() for _, weight in trainer.strategy.whole_parameters()]
 
@@ -67,19 +53,17 @@ def tune(strategy: str, options: dict[str, Any], name: str) -> tuple[float, list
 @pytest.mark.parametrize(
     ("strategy", "options", "world_size"), [("zero2", {}, 2), ("hybrid", {"pipeline": 2, "shard": 2}, 4)]
 )
-@pytest.mark.parametrize("name", ["fine", "backbone"])
-def test_finetuning(
-    ranks: Any, reference: Any, name: str, strategy: str, options: dict[str, Any], world_size: int
-) -> None:
-    _, expected = reference(tune, "single", {}, name, init_group=False)
-    for _, weights in ranks(tune, world_size, strategy, options, name, timeout=60):
+def test_finetuning(ranks: Any, reference: Any, strategy: str, options: dict[str, Any], world_size: int) -> None:
+    """:class:`BaseFinetuning` itself is in tests/zoo/states.py."""
+    _, expected = reference(tune, "single", {}, False, init_group=False)
+    for _, weights in ranks(tune, world_size, strategy, options, False, timeout=60):
         assert weights == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "tensor"])
 def test_the_learning_rate_finder(ranks: Any, strategy: str) -> None:
-    found = ranks(tune, 2, strategy, {}, "rate")
+    found = ranks(tune, 2, strategy, {}, True)
     assert found[0][0] == found[1][0] != 1e-3
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
 

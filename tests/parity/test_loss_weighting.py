@@ -14,7 +14,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tests.callbacks.modules import Written
-from tests.parity.harness import QUIET, TOLERANCE, Record, Recorder, differences, make_trainer, whole, world_size
+from tests.parity.harness import (
+    QUIET,
+    TOLERANCE,
+    Record,
+    Recorder,
+    differences,
+    make_trainer,
+    train_bare,
+    whole,
+    world_size,
+)
 from tests.parity.modules import LENGTH, VOCABULARY, Decoder
 from trainwright import Trainer
 from trainwright.callbacks.progress.global_loss import GlobalLoss
@@ -84,26 +94,9 @@ def count_labels(batch: dict[str, Tensor]) -> Tensor:
     return (batch["labels"] != -100).sum()
 
 
-def one_process(
-    variant: str = "plain", clip: float | None = None, samples: int = SAMPLES, steps: int = STEPS
-) -> Record:
+def one_process(variant: str = "plain", clip: float | None = None) -> Record:
     """A bare loop that sees each global batch at once."""
-    module, data, record = MaskedModel(variant), Labelled(samples), Record()
-    optimizer: Any = module.configure_optimizers()
-    for step in range(steps):
-        first = step % -(-samples // GLOBAL_BATCH) * GLOBAL_BATCH
-        optimizer.zero_grad()
-        batch = default_collate([data[i] for i in range(first, min(first + GLOBAL_BATCH, samples))])
-        output = module.training_step(batch, step)
-        loss = output["loss"] if isinstance(output, dict) else output
-        loss.backward()
-        record.losses.append(loss.item())
-        record.gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-    record.parameters = {name: whole(p) for name, p in module.named_parameters()}
-    return record
+    return train_bare(MaskedModel(variant), Labelled(), GLOBAL_BATCH, STEPS, clip)
 
 
 class Gradients(Recorder):
@@ -229,9 +222,8 @@ def mean_of_means(accumulation: int) -> dict[str, Tensor]:
     for first in range(0, 36, GLOBAL_BATCH):
         optimizer.zero_grad()
         for start in range(first, first + GLOBAL_BATCH, size):
-            (
-                module.training_step(default_collate([data[i] for i in range(start, start + size)]), 0) / accumulation
-            ).backward()
+            loss = module.training_step(default_collate([data[i] for i in range(start, start + size)]), 0)
+            (loss / accumulation).backward()
         optimizer.step()
     return {name: whole(p) for name, p in module.named_parameters()}
 

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import Record, differences, make_trainer, world_size
+from tests.parity.harness import differences, make_trainer
 from tests.parity.layout_modules import make_module
-from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference, run_all
+from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference, run, run_all
 from tests.strategies.contract.traffic import recorded
-from trainwright.core.layout import Layout
 
 Ranks = Callable[..., list[Any]]
 
@@ -215,35 +214,21 @@ def test_elements_sent(ranks: Ranks, strategy: str, exchanges: int) -> None:
         assert all(total / 8 <= each <= total / 2 + largest for each in sent)
 
 
-def _fit(strategy: str, options: dict[str, Any], optimizer: str, folder: str, resumed: bool) -> Record:
-    layout = Layout(**{"shard": -1, **{k: v for k, v in options.items() if k in Layout().sizes}}).resolve(world_size())
-    recorder, data_ranks = WholeRecorder(), 1 if strategy == "single" else layout.data_ranks
-    trainer = make_trainer(
-        strategy, options, global_batch_size=8, max_steps=4 if resumed else 2, max_epochs=-1, callbacks=[recorder]
-    )
-    trainer.fit(
-        make_module("gpt-small", optimizer),
-        DataLoader(Texts(32, 9), batch_size=8 // data_ranks),
-        ckpt_path=folder if resumed else None,
-    )
-    if not resumed:
-        trainer.save_checkpoint(folder)
-    return recorder.record
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor"])
 def test_resumed_under_other_layouts(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     """States held whole by owners, and states not shaped like their parameter, move between layouts."""
-    case = LayoutCase("gpt-small", optimizer=optimizer, steps=4, samples=32)
-    expected = reference(case)
+    single = LayoutCase("gpt-small", strategy="single", optimizer=optimizer, steps=4, samples=32)
+    zero2, zero3 = (replace(single, strategy=name) for name in ("zero2", "zero3"))
+    tensor = replace(single, strategy="tensor", options={"tensor": 2, "shard": 1})
+    expected = reference(single)
     expected = replace(expected, losses=expected.losses[2:])
-    first, second = str(tmp_path / "zero2"), str(tmp_path / "tensor")
-    ranks(_fit, 2, "zero2", {}, optimizer, first, False)
-    ranks(_fit, 2, "tensor", {"tensor": 2, "shard": 1}, optimizer, second, False)
+    for case in (zero2, tensor):
+        ranks(run, 2, replace(case, steps=2), save=(str(tmp_path / case.strategy), 2))
+    first, second = (str(tmp_path / name / "step=2.ckpt") for name in ("zero2", "tensor"))
     found = [
-        *ranks(_fit, 2, "tensor", {"tensor": 2, "shard": 1}, optimizer, first, True),
-        *ranks(_fit, 1, "single", {}, optimizer, first, True, init_group=False),
-        *ranks(_fit, 2, "zero3", {}, optimizer, second, True),
+        *ranks(run, 2, tensor, resume=first),
+        *ranks(run, 1, single, resume=first, init_group=False),
+        *ranks(run, 2, zero3, resume=second),
     ]
     assert not [difference for record in found for difference in differences(record, expected)]

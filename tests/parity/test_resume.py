@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,34 +97,21 @@ def checkpoint_at(folder: Path, step: int) -> str:
     return str(folder / f"step={step}.ckpt")
 
 
-class Runs:
-    """Runs that several tests resume or compare with, each made once."""
-
-    def __init__(self, ranks: Any, folder: Path) -> None:
-        self._ranks = ranks
-        self._folder = folder
-        self._whole: dict[tuple[str, int], list[tuple[Record, dict[str, Any]]]] = {}
-        self._saved: dict[tuple[str, int], Path] = {}
-
-    def whole(self, strategy: str, ranks_used: int) -> list[tuple[Record, dict[str, Any]]]:
-        """Return the results of each rank of an uninterrupted run."""
-        key = strategy, ranks_used
-        if key not in self._whole:
-            self._whole[key] = self._ranks(run, ranks_used, strategy, STEPS, 1)
-        return self._whole[key]
-
-    def saved(self, strategy: str, ranks_used: int) -> Path:
-        """Return the folder of the checkpoints of every step up to the last of :data:`STOPS`."""
-        key = strategy, ranks_used
-        if key not in self._saved:
-            self._saved[key] = self._folder / "-".join(map(str, key))
-            self._ranks(run, ranks_used, strategy, STOPS[-1], 1, save_to=str(self._saved[key]))
-        return self._saved[key]
-
-
 @pytest.fixture(scope="module")
-def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(pool.run, tmp_path_factory.mktemp("runs"))
+def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Return runs that several tests resume or compare with, each made once.
+
+    ``whole(strategy, ranks)``: results of each rank of an uninterrupted run. ``saved(strategy, ranks)``: the folder of
+    the checkpoints of every step up to the last of :data:`STOPS`.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def saved(strategy: str, ranks_used: int) -> Path:
+        pool.run(run, ranks_used, strategy, STOPS[-1], 1, save_to=str(folder / f"{strategy}-{ranks_used}"))
+        return folder / f"{strategy}-{ranks_used}"
+
+    return SimpleNamespace(whole=cache(lambda strategy, number: pool.run(run, number, strategy, STEPS, 1)), saved=saved)
 
 
 # Within the first epoch, at its end, within the second: all on one process, and taking turns elsewhere, since what is

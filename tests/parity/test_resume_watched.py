@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from tests.parity.harness import make_trainer, world_size
+from tests.parity.harness import Saver, make_trainer, world_size
 from trainwright.trainer.loop import data_ranks
 from trainwright.trainer.loop.remembered_logs import redistribute
 
@@ -84,26 +84,14 @@ class Net(pl.LightningModule):
         }
 
 
-class Saver(Checkpoint):
-    """Saves once, in a hook, after so many micro-batches."""
+class CountingSaver(Saver):
+    """Knows how much of the records of the module was there when it saved."""
 
-    def __init__(self, path: str, hook: str, after: int) -> None:
-        self.path, self.hook, self.after, self.batches, self.rows, self.ends = path, hook, after, 0, 0, 0
+    rows = ends = 0
 
-    def _save_if(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
-        if (hook, self.batches) == (self.hook, self.after):
-            trainer.save_checkpoint(self.path)
-            self.rows, self.ends = len(module.rows), len(module.ends)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-        self.batches += 1
-        self._save_if("batch", trainer, pl_module)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._save_if("validation", trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._save_if("epoch", trainer, pl_module)
+    def save(self, trainer: pl.Trainer, module: Any) -> None:
+        super().save(trainer, module)
+        self.rows, self.ends = len(module.rows), len(module.ends)
 
 
 def fit(module: Net, callbacks: list[Any], resume: str | None = None, **options: Any) -> Net:
@@ -124,7 +112,7 @@ def assert_resumes(
 ) -> None:
     """A run that is resumed in another module computes, logs and schedules what the one that saved did."""
     torch.manual_seed(5)
-    saver = Saver(path, hook, after)
+    saver = CountingSaver(path, hook, after)
     whole = fit(Net(kind), [*watchers(), saver], **options)
     assert saver.rows
     torch.manual_seed(6)

@@ -56,14 +56,9 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def run_cases(cases: list[Case], strategy: str, options: dict[str, Any]) -> list[Record]:
+def run_cases(cases: list[Case], strategy: str, options: dict[str, Any], trained: Any) -> list[Record]:
     """On every rank: the records of all cases, one after the other."""
-    return [train(case, strategy, options) for case in cases]
-
-
-def run_cases_with_lightning(cases: list[Case], strategy: str, options: dict[str, Any]) -> list[Record]:
-    """As :func:`run_cases`, by Lightning's own Trainer."""
-    return [train_with_lightning(case, strategy, options) for case in cases]
+    return [trained(case, strategy, options) for case in cases]
 
 
 def assert_parity(
@@ -72,10 +67,10 @@ def assert_parity(
     strategy: str,
     world_size: int,
     options: dict[str, Any],
-    run: Any = run_cases,
+    trained: Any = train,
     cancelled: tuple[str, ...] = (),
 ) -> None:
-    results = ranks(run, world_size, cases, strategy, options, timeout=240)
+    results = ranks(run_cases, world_size, cases, strategy, options, trained, timeout=240)
     found = [
         f"rank {rank}, {case}: {difference}"
         for rank, records in enumerate(results)
@@ -165,7 +160,7 @@ def test_options_keep_parity(ranks, variant):
 def test_a_strategy_works_in_lightnings_own_trainer(ranks, strategy):
     world_size = 1 if strategy == "single" else 2
     cases = [Case("tied-sgd", clipping, accumulation) for clipping, accumulation in (("norm", 1), ("value", 3))]
-    assert_parity(ranks, cases, strategy, world_size, {}, run=run_cases_with_lightning)
+    assert_parity(ranks, cases, strategy, world_size, {}, trained=train_with_lightning)
 
 
 def test_the_comparison_notices():

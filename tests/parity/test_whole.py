@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, prune, vector_to_parameters
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import QUIET, Record, differences
+from tests.parity.harness import Record, differences, make_trainer
 from tests.parity.layout_modules import LanguageModel
 from tests.parity.layouts import Texts, WholeRecorder
 
@@ -88,28 +88,16 @@ def _reset(module: nn.Module) -> None:
         nn.init.orthogonal_(module.weight)
 
 
-def strategy_of(layout: str) -> Any:
-    from trainwright.strategies.contract.registry import make_strategy
-
-    return (
-        make_strategy("single")
-        if layout == "single"
-        else make_strategy("hybrid", certificate="off", **LAYOUTS[layout][1])
-    )
-
-
-def fit(layout: str, module: pl.LightningModule, **options: Any) -> tuple[Any, Record]:
-    from trainwright.trainer.trainer import Trainer
-
-    recorder, strategy = WholeRecorder(), strategy_of(layout)
-    world = 1 if layout == "single" else LAYOUTS[layout][0]
-    ranks = 1 if layout == "single" else strategy._open_layout.resolve(world).data_ranks
-    callbacks = [recorder, *options.pop("callbacks", [])]
-    trainer = Trainer(
-        strategy=strategy, devices=world, global_batch_size=8, max_epochs=1, callbacks=callbacks, **{**QUIET, **options}
-    )
-    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // ranks))
+def fit(layout: str, module: pl.LightningModule) -> tuple[Any, Record]:
+    recorder, (_, options) = WholeRecorder(), LAYOUTS.get(layout, (1, {}))
+    strategy = "hybrid" if layout in LAYOUTS else "single"
+    trainer = make_trainer(strategy, options, global_batch_size=8, max_epochs=1, callbacks=[recorder])
+    trainer.fit(module, loader(trainer))
     return trainer, recorder.record
+
+
+def loader(trainer: Any) -> DataLoader:
+    return DataLoader(Texts(16), batch_size=8 // trainer.strategy.ranks.num_data_ranks)
 
 
 def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str, Tensor]]:
@@ -120,7 +108,7 @@ def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str,
     trainer.save_checkpoint(path)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.ranks.num_data_ranks), ckpt_path=path)
+    trainer.fit(module, loader(trainer), ckpt_path=path)
     return record, module.seen, state
 
 
@@ -156,11 +144,16 @@ def test_module_is_freed_after_reading_it(ranks, layout):
 # In the step itself, and what is refused
 
 
-class Averages(LanguageModel):
+class Untied(LanguageModel):
+    def __init__(self, network: str = "gpt-untied") -> None:
+        super().__init__(network)
+
+
+class Averages(Untied):
     """Averages the weights of the network into another one within the step, as momentum encoders do."""
 
     def __init__(self) -> None:
-        super().__init__("gpt-untied")
+        super().__init__()
         self.other = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -170,69 +163,48 @@ class Averages(LanguageModel):
         return self.loss(batch)
 
 
-class Clamps(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__("gpt-untied")
-
+class Clamps(Untied):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.net.head.weight.data.clamp_(-0.03, 0.03)
         return self.loss(batch)
 
 
-class ScalesByHook(LanguageModel):
+class ScalesByHook(Untied):
     def __init__(self) -> None:
-        super().__init__("gpt-untied")
+        super().__init__()
         self.net.blocks[1].attention.query.weight.register_hook(lambda gradient: 3 * gradient)
         self.net.norm.weight.register_hook(lambda gradient: 0 * gradient)
 
 
-class Penalises(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__("gpt-untied")
-
+class Penalises(Untied):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + 1e-2 * sum(p.square().sum() for p in self.parameters())
 
 
 class PenalisesExperts(Penalises):
     def __init__(self) -> None:
-        LanguageModel.__init__(self, "mixtral")
+        super().__init__("mixtral")
 
 
-class Prunes(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__("gpt-untied")
-
+class Prunes(Untied):
     def on_train_batch_end(self, *args: Any) -> None:
         prune.l1_unstructured(self.net.blocks[0].attention.query, "weight", 0.5)
 
 
-class WritesOnOneRank(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__("gpt-untied")
-
+class WritesOnOneRank(Untied):
     def on_train_batch_end(self, *args: Any) -> None:
         with torch.no_grad():
             self.net.blocks[0].attention.query.weight.add_(torch.distributed.get_rank())
 
 
-class StepsInBackward(LanguageModel):
+class StepsInBackward(Untied):
     def __init__(self) -> None:
-        super().__init__("gpt-untied")
+        super().__init__()
         self.net.norm.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-EQUAL = [
-    ("zero3", Averages),
-    ("zero3", Clamps),
-    ("tensor", Clamps),
-    ("zero3", ScalesByHook),
-    ("zero1", Penalises),
-    ("zero3", Penalises),
-    ("tensor", Penalises),
-    ("tensor x shard", Penalises),
-    ("expert", PenalisesExperts),
-]
+# Others are in tests/zoo/weights.py.
+EQUAL = [("zero3", Averages), ("tensor", Clamps), ("expert", PenalisesExperts)]
 REFUSED = [
     ("pipeline", Penalises, "weight_decay"),
     ("pipeline x shard", Penalises, "weight_decay"),

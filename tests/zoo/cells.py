@@ -28,11 +28,9 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from tests.parity.harness import QUIET
+from tests.parity.harness import QUIET, Losses, Saver
 from tests.pool import Last, RankError, RankTimeout
 
 # Distance to the reference, relative to the norm of a tensor. Rounding makes 1e-6; the smallest error seen in a split
@@ -140,46 +138,36 @@ class Run:
     trace: str = ""
 
 
+def rows(theme: str) -> list[Row]:
+    """Return the rows of the file ``theme``."""
+    found: list[Row] = importlib.import_module(f"tests.zoo.{theme}").ROWS
+    return found
+
+
 def find(theme: str, name: str) -> Row:
-    """The row ``name`` of the file ``theme``."""
-    rows: list[Row] = importlib.import_module(f"tests.zoo.{theme}").ROWS
-    return next(row for row in rows if row.name == name)
+    """Return the row ``name`` of the file ``theme``."""
+    return next(row for row in rows(theme) if row.name == name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In a rank
 
 
-class _Watch(pl.Callback):
+class _Watch(Losses):
     """Keeps the losses and remembers the weights that training began with."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self._parts: list[Tensor] = []
-        self._steps = 0
+        super().__init__()
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        self._steps = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         # The parts that this rank steps: `pl_module` shows whole parameters here, each a collective.
         view = getattr(getattr(trainer.strategy, "_wholes", None), "_view", None)
         held = pl_module.parameters()
         if view is not None:
             held = (share.part for share in view._parts.shares.values() if share.is_held)
         self._before = [(part, _local(part).detach().clone()) for part in held]
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
-            self._parts.append(outputs["loss"].detach().float())
-        if trainer.global_step > self._steps:
-            self._steps = trainer.global_step
-            if self._parts:
-                loss = torch.stack(self._parts).sum()
-                if dist.is_initialized():
-                    dist.all_reduce(loss)
-                    loss /= dist.get_world_size()
-                self.losses.append(loss.item())
-                self._parts.clear()
 
     def changed(self) -> bool:
         """Return whether weights of this rank differ from those at the start."""
@@ -189,19 +177,6 @@ class _Watch(pl.Callback):
 def _local(tensor: Any) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.data
     return local
-
-
-class _SaveFirst(Checkpoint):
-    """Saves the first optimizer step."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._has_saved = False
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step and not self._has_saved:
-            self._has_saved = True
-            trainer.save_checkpoint(self._path)
 
 
 def train(
@@ -215,21 +190,15 @@ def train(
         saves: path of a checkpoint of the first step; empty: none.
         resumes: path of a checkpoint to resume.
     """
-    run = _run(theme, name, layout, certifies, saves, resumes)
-    # Where ranks are processes of a launcher, it ends those that wait for one that failed.
-    return Last(run) if run.error and layout is not None else run
-
-
-def _run(theme: str, name: str, layout: str | None, certifies: bool, saves: str, resumes: str | None) -> Run:
     warnings.simplefilter("ignore")
     row, watch, run = find(theme, name), _Watch(), Run()
     torch.manual_seed(3)
     module = row.make_module()
     try:
-        trainer, data = _prepared(row, layout, [watch, *([_SaveFirst(saves)] if saves else [])], certifies)
+        trainer, data = _prepared(row, layout, [watch, *([Saver(saves, "batch", 1)] if saves else [])], certifies)
         torch.manual_seed(5)
         trainer.fit(module, *(data if isinstance(data, tuple) else [data]), ckpt_path=resumes)
-        run.losses = watch.losses
+        run.losses = watch.record.losses
         run.logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         if row.observe:
             run.observed = {key: _numbers(value) for key, value in row.observe(trainer, module).items()}
@@ -240,22 +209,14 @@ def _run(theme: str, name: str, layout: str | None, certifies: bool, saves: str,
         run.error, run.ours = " ".join([run.error, *notes]), _raised_by_us(error) or bool(notes)
         with suppress(Exception):
             run.changed = watch.changed()
-    return run
+    # Where ranks are processes of a launcher, it ends those that wait for one that failed.
+    return Last(run) if run.error and layout is not None else run
 
 
 def _prepared(row: Row, layout: str | None, first: list[Any], certifies: bool) -> tuple[Any, Any]:
-    extra = row.trainer()
-    callbacks = [*first, *extra.pop("callbacks", [])]
-    options = {
-        **QUIET,
-        "max_steps": row.steps,
-        "max_epochs": -1,
-        "log_every_n_steps": 1,
-        **extra,
-        "callbacks": callbacks,
-    }
-    if any(isinstance(callback, _SaveFirst) for callback in first):
-        options["enable_checkpointing"] = True
+    options = {**QUIET, "max_steps": row.steps, "max_epochs": -1, "log_every_n_steps": 1, **row.trainer()}
+    options["callbacks"] = [*first, *options.get("callbacks", [])]
+    options["enable_checkpointing"] |= any(isinstance(callback, Saver) for callback in first)
     micro = row.batch // options.get("accumulate_grad_batches", 1)
     if layout is None:
         return pl.Trainer(devices=1, **options), row.make_data(micro)
@@ -308,30 +269,17 @@ def tried(
     Raises:
         AssertionError: if Lightning fails on one process.
     """
-    reference = cache(partial(alone, ranks, theme, row))
-    return {
-        layout: _outcome(ranks, theme, row, layout, reference, timeout, certifies)
-        for layout, certifies in layouts.items()
-    }
-
-
-def _outcome(
-    ranks: Callable[..., list[Any]],
-    theme: str,
-    row: Row,
-    layout: str,
-    reference: Callable[[], Run],
-    timeout: float,
-    certifies: bool,
-) -> str:
-    try:
-        runs = _runs(ranks, timeout, theme, row.name, layout, certifies)
-    except AssertionError as error:
-        return f"wrong: {error}"
-    failed = sorted((run for run in runs if run.error), key=lambda run: run.when)
-    if failed:
-        return _judged(failed[0], row.late)
-    return _compared(row, reference(), runs, layout)
+    reference, outcomes = cache(partial(alone, ranks, theme, row)), {}
+    for layout, certifies in layouts.items():
+        try:
+            runs = _runs(ranks, timeout, theme, row.name, layout, certifies)
+        except AssertionError as error:
+            outcomes[layout] = f"wrong: {error}"
+            continue
+        failed = [run for run in runs if run.error]
+        first = min(failed, key=lambda run: run.when, default=None)
+        outcomes[layout] = _compared(row, reference(), runs, layout) if first is None else _judged(first, row.late)
+    return outcomes
 
 
 def _runs(ranks: Callable[..., list[Any]], timeout: float, theme: str, name: str, layout: str, *args: Any) -> list[Run]:

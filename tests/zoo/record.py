@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.pool import RankPool
-from tests.zoo.cells import Row, tried
-from tests.zoo.table import RECORD, THEMES, count, recorded, rows
+from tests.zoo.cells import Row, rows, tried
+from tests.zoo.table import RECORD, THEMES, count, recorded
 
 TIMEOUT = 60.0
 # Of a refusal, words up to the first number or bracket are recorded: sizes, rounding, names and examples follow.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-
-from tests.zoo.cells import Row
 
 # File -> the heading of its modules.
 THEMES: dict[str, str] = {
@@ -35,12 +32,6 @@ RECORD = Path(__file__).with_name("outcomes.json")
 
 # Theme -> row -> layout -> outcome.
 Outcomes = Mapping[str, Mapping[str, Mapping[str, str]]]
-
-
-def rows(theme: str) -> list[Row]:
-    """Return the rows of a theme."""
-    found: list[Row] = importlib.import_module(f"tests.zoo.{theme}").ROWS
-    return found
 
 
 def recorded() -> Outcomes:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.zoo.__main__ import PAGE, page
-from tests.zoo.cells import LAYOUTS, SINGLE, find, resumed, tried
+from tests.zoo.cells import LAYOUTS, SINGLE, find, resumed, rows, tried
 from tests.zoo.record import shortened
-from tests.zoo.table import THEMES, count, recorded, rows
+from tests.zoo.table import THEMES, count, recorded
 
 # Seconds until a cell counts as hung: a hundred times what most take.
 TIMEOUT = 60.0
