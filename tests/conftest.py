@@ -61,24 +61,12 @@ ALONE = (
 )
 # Files that take longest: started last, one would keep one process busy after all others are done.
 FIRST = (
-    "zoo/test_zoo.py",
-    "faults/test_preemption.py",
-    "parity/test_strategies.py",
-    "parity/test_layouts.py",
-    "planning/test_search.py",
-    "launch/test_launch.py",
-    "parity/test_precision.py",
-    "parity/test_whole.py",
-    "faults/test_restart.py",
-    "command/test_auto.py",
-    "parity/test_run_state.py",
-    "benchmarks/test_resume.py",
-    "parity/test_resume.py",
-    "trainer/test_rollback.py",
-    "faults/test_clean_ends.py",
-    "launch/test_check_resume.py",
+    "zoo/test_zoo.py", "faults/test_preemption.py", "parity/test_strategies.py", "parity/test_layouts.py",
+    "planning/test_search.py", "launch/test_launch.py", "parity/test_precision.py", "parity/test_whole.py",
+    "faults/test_restart.py", "command/test_auto.py", "parity/test_run_state.py", "benchmarks/test_resume.py",
+    "parity/test_resume.py", "trainer/test_rollback.py", "faults/test_clean_ends.py", "launch/test_check_resume.py",
     "parity/test_hugging_face.py",
-)
+)  # fmt: skip
 _TESTS = Path(__file__).parent
 
 
@@ -239,14 +227,9 @@ def _no_group_left() -> Iterator[None]:
 def _no_process_left() -> Iterator[None]:
     before = all_processes()
     yield
-    known = frozenset(
-        pid
-        for pid in (
-            multiprocessing.forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
-            multiprocessing.resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
-        )
-        if pid is not None
-    )
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    tracker: Any = multiprocessing.resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    known = frozenset(pid for pid in (server._forkserver_pid, tracker._pid) if pid is not None)
     end_left_processes(os.getpid(), known)
     end_marked_processes(f"{MARK}={os.environ[MARK]}", known, before)
 

@@ -278,14 +278,7 @@ def end_left_processes(parent: int, known: frozenset[int] = frozenset()) -> None
     Raises:
         AssertionError: with the command of each.
     """
-    deadline = time.monotonic() + GRACE_SECONDS
-    while left := {child: _command(child) for child in _children(parent) - known}:
-        if time.monotonic() > deadline:
-            for child in left:
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            raise AssertionError(f"left {len(left)} process(es) running: {left}")
-        time.sleep(0.02)
+    _end(lambda: _children(parent) - known, "process(es) running")
 
 
 def end_marked_processes(mark: str, known: frozenset[int], before: frozenset[int] = frozenset()) -> None:
@@ -302,13 +295,17 @@ def end_marked_processes(mark: str, known: frozenset[int], before: frozenset[int
         AssertionError: with the command of each.
     """
     own = {os.getpid(), *known, *before, *(child for server in known for child in _children(server))}
+    _end(lambda: _marked(mark.encode(), all_processes() - own), "process(es) running that lost their parent")
+
+
+def _end(find: Callable[[], set[int]], said: str) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
-    while left := {process: _command(process) for process in _marked(mark.encode(), all_processes() - own)}:
+    while left := {process: _read(process, "cmdline").replace("\0", " ").strip() for process in find()}:
         if time.monotonic() > deadline:
             for process in left:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            raise AssertionError(f"left {len(left)} process(es) running that lost their parent: {left}")
+            raise AssertionError(f"left {len(left)} {said}: {left}")
         time.sleep(0.02)
 
 
@@ -323,28 +320,26 @@ def _marked(mark: bytes, processes: frozenset[int]) -> set[int]:
         with suppress(OSError):  # another user's, or one that ended meanwhile
             if mark in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
                 found.add(process)
-    return {process for process in found if _state(process) not in ("Z", "X", "")}
+    return _running(found)
 
 
 def _children(parent: int) -> set[int]:
-    """Return children that have not ended."""
     found: set[int] = set()
     for task in Path(f"/proc/{parent}/task").glob("*/children"):
         with suppress(OSError):  # a thread that ended meanwhile
             found.update(int(child) for child in task.read_text().split())
-    return {child for child in found if _state(child) not in ("Z", "X", "")}
+    return _running(found)
 
 
-def _state(process: int) -> str:
+def _running(processes: set[int]) -> set[int]:
+    """Return processes that have not ended."""
+    states = {process: _read(process, "stat").rpartition(")")[2].split()[:1] for process in processes}
+    return {process for process, state in states.items() if state not in (["Z"], ["X"], [])}
+
+
+def _read(process: int, file: str) -> str:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def _command(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ").strip()
+        return Path(f"/proc/{process}/{file}").read_text()
     except OSError:
         return ""
 
@@ -539,9 +534,8 @@ class RankPool:
                     )
                 )
             results, clean = self._collect(world_size, timeout)
-            if not clean:
-                return results
-            self._replace_burdened()
+            if clean:
+                self._replace_burdened()
             return results
         finally:
             if not clean:

@@ -112,12 +112,7 @@ def imports(module: str) -> frozenset[str]:
 def imported_by(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names if alias.name.split(".")[0] == "trainwright"}
-    if (
-        isinstance(node, ast.ImportFrom)
-        and node.level == 0
-        and node.module
-        and node.module.split(".")[0] == "trainwright"
-    ):
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trainwright":
         names = {f"{node.module}.{alias.name}" for alias in node.names}
         submodules = names & modules().keys()
         return submodules if len(submodules) == len(names) else submodules | {node.module}
@@ -129,12 +124,9 @@ def imported_by(node: ast.AST) -> set[str]:
 
 
 def test_every_folder_with_code_is_installed():
-    with_code = {
-        file.relative_to(ROOT).parts[0]
-        for file in ROOT.glob("*/**/*.py")
-        if file.relative_to(ROOT).parts[0] not in NOT_INSTALLED and not file.relative_to(ROOT).parts[0].startswith(".")
-    }
-    assert {link.name: link.readlink() for link in links()} == {room: Path("../..", room) for room in with_code}
+    with_code = {file.relative_to(ROOT).parts[0] for file in ROOT.glob("*/**/*.py")}
+    installed = {folder for folder in with_code - NOT_INSTALLED if not folder.startswith(".")}
+    assert {link.name: link.readlink() for link in links()} == {folder: Path("../..", folder) for folder in installed}
 
 
 def test_every_folder_with_code_is_a_package():

@@ -186,24 +186,18 @@ def test_a_hang_shows_where(own_pool):
     assert own_pool.run(draw, 2), "the pool is usable again"
 
 
-def test_a_killed_rank_is_reported(own_pool):
-    with pytest.raises(RankError, match="rank 0\nwas ended by SIGKILL"):
-        own_pool.run(kill_rank, 2, 0)
-
-
-def test_an_exit_is_an_error(own_pool):
-    with pytest.raises(RankError, match="SystemExit: 7"):
-        own_pool.run(exit_rank, 2, 1)
-
-
-def test_an_unpicklable_result_is_an_error(own_pool):
-    with pytest.raises(RankError, match="[Pp]ickle"):
-        own_pool.run(unpicklable, 1)
-
-
-def test_a_left_process_is_an_error(own_pool):
-    with pytest.raises(RankError, match="left .* process"):
-        own_pool.run(leave_a_child, 1)
+@pytest.mark.parametrize(
+    ("case", "arguments", "message"),
+    [
+        (kill_rank, (2, 0), "rank 0\nwas ended by SIGKILL"),
+        (exit_rank, (2, 1), "SystemExit: 7"),
+        (unpicklable, (1,), "[Pp]ickle"),
+        (leave_a_child, (1,), "left .* process"),
+    ],
+)
+def test_a_case_without_a_result_is_an_error(own_pool, case, arguments, message):
+    with pytest.raises(RankError, match=message):
+        own_pool.run(case, *arguments)
 
 
 def test_a_local_function_is_refused(own_pool):

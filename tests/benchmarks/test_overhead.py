@@ -1,30 +1,23 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.warm import warm_run
-
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.command import result_of
 
 
 def test_it_runs_and_ends_with_json(ranks: Any) -> None:
-    command = [sys.executable, "-m", "benchmarks.overhead", "--steps", "20", "--repeats", "1"]
-    ended = warm_run(command, cwd=ROOT, capture_output=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    last = json.loads(ended.stdout.splitlines()[-1])
+    last = result_of("-m", "benchmarks.overhead", "--steps", "20", "--repeats", "1")
     sides = {"bare loop", "Lightning Trainer", "Lightning Fabric", "trainwright.Trainer"}
     assert {row["side"] for row in last["rows"]} == sides
     assert {row["case"] for row in last["rows"]} == {"logs nothing", "logs once a step"}
     assert all(row["cpu_us_per_step"] > 0 and row["wall_us_per_step"] > 0 for row in last["rows"])
     assert all(row["cpu_us_over_bare"] == 0 for row in last["rows"] if row["side"] == "bare loop")
     assert len(last["goals"]) == 2
-    assert "GPU available" not in ended.stdout + ended.stderr
+    assert "GPU available" not in last["printed"]
 
 
 @pytest.mark.parametrize("name", ["overhead", "throughput", "startup", "memory"])

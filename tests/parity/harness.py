@@ -255,7 +255,6 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
         options,
         global_batch_size=case.global_batch_size,
         max_steps=case.steps,
-        max_epochs=-1,
         callbacks=[recorder],
         **CLIPPING[case.clipping],
         **trainer_options,
@@ -275,7 +274,6 @@ def train_with_lightning(case: Case, strategy: str, options: dict[str, Any]) -> 
         accumulate_grad_batches=case.accumulation,
         use_distributed_sampler=False,
         max_steps=case.steps,
-        max_epochs=-1,
         callbacks=[recorder],
         **CLIPPING[case.clipping],
     )

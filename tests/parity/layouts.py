@@ -106,7 +106,6 @@ def run(
         dict(case.options),
         pl.Trainer if with_lightning else None,
         max_steps=case.steps,
-        max_epochs=-1,
         callbacks=callbacks,
         enable_checkpointing=save is not None,
         gradient_clip_val=case.clip,

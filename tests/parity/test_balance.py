@@ -83,7 +83,6 @@ def run(case: Case, balance: Any, seconds: list[float], micro: int, workers: int
         recorder,
         global_batch_size=case.global_batch_size,
         max_steps=case.steps,
-        max_epochs=-1,
         balance=balance,
         **case.trainer,
     )

@@ -67,7 +67,7 @@ def fit_and_look(strategy: str) -> dict[str, Any]:
     names = [name for name, _ in module.named_parameters()]
     contents = {cls: dict(vars(cls)) for cls in (LanguageModel, modules.Decoder, modules.Block, modules.Attention)}
     before = source()
-    make_trainer(strategy, max_steps=2, max_epochs=-1, global_batch_size=GLOBAL_BATCH).fit(module, loader())
+    make_trainer(strategy, max_steps=2, global_batch_size=GLOBAL_BATCH).fit(module, loader())
     return {
         "source": source() == before,
         "class": type(module) is LanguageModel,

@@ -77,7 +77,6 @@ def average(case: LayoutCase, folder: str) -> Any:
             case.strategy,
             dict(case.options),
             max_steps=STEPS,
-            max_epochs=-1,
             val_check_interval=1,
             check_val_every_n_epoch=None,
             callbacks=[EMAWeightAveraging(decay=0.5), recorder, *([] if resumed else [saver])],

@@ -170,7 +170,7 @@ def strategy_of(options: dict[str, Any] | None) -> str:
 
 def train_odd(options: dict[str, Any] | None) -> tuple[list[Any], list[dict[str, float]], list[float]]:
     seen = Seen()
-    trainer = make_trainer(strategy_of(options), options, max_steps=3, max_epochs=-1, callbacks=[seen])
+    trainer = make_trainer(strategy_of(options), options, max_steps=3, callbacks=[seen])
     trainer.fit(make_module("odd"), DataLoader(Texts(24), batch_size=8))
     return seen.outputs, seen.logged, seen.rates
 
@@ -190,7 +190,7 @@ def test_outputs_and_logged_values_reach_every_stage(ranks):
 
 def evaluate(network: str, options: dict[str, Any] | None) -> tuple[dict[str, float], dict[str, float], list[Any]]:
     within = {"val_check_interval": 2, "check_val_every_n_epoch": None}
-    trainer = make_trainer(strategy_of(options), options, max_steps=2, max_epochs=-1, **within)
+    trainer = make_trainer(strategy_of(options), options, max_steps=2, **within)
     module = make_module(network)
     length = 9 if network in ("gpt", "tempered") else 8  # ours takes the last position for a label only
     loader = DataLoader(Texts(16, length), batch_size=4)

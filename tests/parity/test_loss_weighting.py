@@ -122,7 +122,6 @@ def train(
         **{
             "loss_weighting": "tokens",
             "max_steps": STEPS,
-            "max_epochs": -1,
             "callbacks": [recorder, GlobalLoss(2)],
             "logger": written,
             **trainer_options,

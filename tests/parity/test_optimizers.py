@@ -24,7 +24,7 @@ Ranks = Callable[..., list[Any]]
 ELEMENTWISE = ("rprop", "asgd", "adagrad")
 WHOLE = ("adafactor", "orthogonal", "lars", "lamb", "centralized")
 REFUSED = {
-    "lamb of all": "uses values of several parameters at once",
+    "norm of all": "uses values of several parameters at once",
     "noisy": "draws random numbers",
     "sam": "Sam called its closure 8 times in 4 trial steps",
     "lbfgs": "LBFGS called its closure",
@@ -84,7 +84,7 @@ def _refusals(names: list[str], strategy: str, options: dict[str, Any]) -> list[
     found = []
     for name in names:
         module = make_module("gpt-small", name)
-        trainer = make_trainer(strategy, options, max_steps=2, max_epochs=-1)
+        trainer = make_trainer(strategy, options, max_steps=2)
         before = {n: p.detach().clone() for n, p in module.named_parameters()}
         with pytest.raises(ValueError, match=r"Type strategy=ddp, or") as error:
             trainer.fit(module, DataLoader(Texts(8, 9), batch_size=4))
@@ -128,10 +128,10 @@ def _tables(kind: str, strategy: str) -> tuple[str, bool]:
     module = _Rows(kind)
     before = module.table.weight.detach().clone()
     with pytest.raises(ValueError, match=r"Type (strategy=ddp, or|sparse=False)") as error:
-        make_trainer(strategy, max_steps=1, max_epochs=-1).fit(module, DataLoader(Texts(8, 9), batch_size=2))
+        make_trainer(strategy, max_steps=1).fit(module, DataLoader(Texts(8, 9), batch_size=2))
     same = torch.equal(module.table.weight, before)
     for name in (name for name in ("ddp", "zero2") if f"strategy={name}" in str(error.value) and name != strategy):
-        make_trainer(name, max_steps=1, max_epochs=-1).fit(_Rows(kind), DataLoader(Texts(8, 9), batch_size=2))
+        make_trainer(name, max_steps=1).fit(_Rows(kind), DataLoader(Texts(8, 9), batch_size=2))
     return str(error.value), same
 
 
@@ -152,7 +152,7 @@ def test_gradients_that_cannot_be_split(ranks: Ranks, kind: str, strategy: str, 
 
 def test_one_rank_may_take_all(ranks: Ranks) -> None:
     """An optimizer that needs all parameters at once works where each rank has them all."""
-    assert_layouts(ranks, 1, [LayoutCase("gpt-small", strategy="zero2", optimizer="lamb of all")])
+    assert_layouts(ranks, 1, [LayoutCase("gpt-small", strategy="zero2", optimizer="norm of all")])
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _weighed(strategy: str, options: dict[str, Any]) -> tuple[int, int, int]:
     """Return bytes of optimizer state: of this rank, and on one process in all and of the largest parameter."""
     weigher, module = _Weigher(), make_module("gpt-small", "lamb")
     sizes = [8 * p.numel() for p in module.parameters()]
-    trainer = make_trainer(strategy, options, max_steps=2, max_epochs=-1, callbacks=[weigher])
+    trainer = make_trainer(strategy, options, max_steps=2, callbacks=[weigher])
     trainer.fit(module, DataLoader(Texts(16, 9), batch_size=4))
     return weigher.held, sum(sizes), max(sizes)
 
@@ -201,7 +201,7 @@ def _exchanges(strategy: str) -> tuple[list[int], int, int]:
     """Return elements: of each exchange, of all parameters, of the largest."""
     listener, module = _Listener(), make_module("gpt-small", "lamb")
     sizes = [p.numel() for p in module.parameters()]
-    trainer = make_trainer(strategy, max_steps=2, max_epochs=-1, callbacks=[listener])
+    trainer = make_trainer(strategy, max_steps=2, callbacks=[listener])
     trainer.fit(module, DataLoader(Texts(16, 9), batch_size=4))
     return listener.sent, sum(sizes), max(sizes)
 

@@ -53,7 +53,6 @@ def train_in(strategy: str, precision: str, accumulation: int) -> dict[str, Any]
         precision=precision,
         global_batch_size=GLOBAL_BATCH,
         max_steps=STEPS[precision],
-        max_epochs=-1,
         gradient_clip_val=1.0,
         callbacks=[recorder, dtypes],
     )
@@ -145,7 +144,6 @@ def explode(
         precision="16-mixed",
         global_batch_size=GLOBAL_BATCH,
         max_steps=6,
-        max_epochs=-1,
         gradient_clip_val=clip,
         callbacks=[scales],
     )
@@ -179,12 +177,7 @@ def test_all_ranks_skip_a_step_that_overflows_in_one_shard(ranks, reference, str
 def clip_nonfinite(strategy: str) -> str:
     torch.manual_seed(11)
     trainer = make_trainer(
-        strategy,
-        global_batch_size=GLOBAL_BATCH,
-        max_steps=6,
-        max_epochs=-1,
-        gradient_clip_val=0.5,
-        error_if_nonfinite=True,
+        strategy, global_batch_size=GLOBAL_BATCH, max_steps=6, gradient_clip_val=0.5, error_if_nonfinite=True
     )
     module = Exploding()
     module.factor = 1e38

@@ -72,7 +72,6 @@ def run(
         global_batch_size=GLOBAL_BATCH,
         data_seed=3,
         max_steps=steps,
-        max_epochs=-1,
         callbacks=callbacks,
         enable_checkpointing=save_to is not None,
         **options,

@@ -95,7 +95,7 @@ class CountingSaver(Saver):
 
 
 def fit(module: Net, callbacks: list[Any], resume: str | None = None, **options: Any) -> Net:
-    options = {"max_steps": 20, "max_epochs": -1, "data_seed": 3, **options}
+    options = {"max_steps": 20, "data_seed": 3, **options}
     trainer = make_trainer(
         "ddp" if world_size() > 1 else "single",
         callbacks=callbacks,

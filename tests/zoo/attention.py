@@ -19,8 +19,6 @@ HEADS, SIZE = 4, DIM // 4
 class Packed(nn.Module):
     """One projection for queries, keys and values: three parts, each of all heads."""
 
-    causal = True
-
     def __init__(self) -> None:
         super().__init__()
         self.num_heads = HEADS
@@ -31,8 +29,7 @@ class Packed(nn.Module):
         return self.qkv(x).reshape(b, t, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.parts(x)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        out = F.scaled_dot_product_attention(*self.parts(x), is_causal=True)
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
@@ -152,8 +149,7 @@ class NormBeforeOutput(Attention):
         self.inner_norm = nn.LayerNorm(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.attend(*(self.split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj)))
-        return self.o_proj(self.inner_norm(out.transpose(1, 2).flatten(2)))
+        return self.o_proj(self.inner_norm(self.heads(x).transpose(1, 2).flatten(2)))
 
 
 class Linear(Attention):
@@ -274,8 +270,7 @@ class GatedHeads(Attention):
         self.gate = nn.Linear(DIM, HEADS)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.attend(*(self.split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj)))
-        return self.o_proj((out * self.gate(x).mT.unsqueeze(-1).sigmoid()).transpose(1, 2).flatten(2))
+        return self.o_proj((self.heads(x) * self.gate(x).mT.unsqueeze(-1).sigmoid()).transpose(1, 2).flatten(2))
 
 
 class Latent(nn.Module):

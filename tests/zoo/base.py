@@ -109,9 +109,11 @@ class Attention(nn.Module):
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, x.shape[-1] // self.num_heads)).transpose(1, 2)
 
+    def heads(self, x: Tensor) -> Tensor:
+        return self.attend(*(self.split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj)))
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.o_proj(self.heads(x).transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)

@@ -214,7 +214,7 @@ def train(
 
 
 def _prepared(row: Row, layout: str | None, first: list[Any], certifies: bool) -> tuple[Any, Any]:
-    options = {**QUIET, "max_steps": row.steps, "max_epochs": -1, "log_every_n_steps": 1, **row.trainer()}
+    options = {**QUIET, "max_steps": row.steps, "log_every_n_steps": 1, **row.trainer()}
     options["callbacks"] = [*first, *options.get("callbacks", [])]
     options["enable_checkpointing"] |= any(isinstance(callback, Saver) for callback in first)
     micro = row.batch // options.get("accumulate_grad_batches", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,16 +50,14 @@ class RecomputesInside(Layer):
 class Recomputes(Gpt):
     """Every block is recomputed."""
 
-    reentrant = False
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
-
-
-class RecomputesReentrant(Recomputes):
-    reentrant = True
 
 
 class RecomputesSequential(nn.Sequential):
@@ -87,11 +86,6 @@ class _Swish(torch.autograd.Function):
         return gradient * gate * (1 + x * (1 - gate))
 
 
-class OwnActivation(Mlp):
-    def between(self, hidden: Tensor) -> Tensor:
-        return _Swish.apply(hidden)
-
-
 class _Product(torch.autograd.Function):
     """``x @ weight.T``."""
 
@@ -113,7 +107,7 @@ class OwnProduct(Mlp):
 
 
 class _Binary(torch.autograd.Function):
-    """The sign times the mean of the sizes, straight through."""
+    """The sign times the mean of the sizes of the whole weight, straight through, as in BitNet."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -124,41 +118,27 @@ class _Binary(torch.autograd.Function):
         return gradient
 
 
-class RoundedWeights(Mlp):
-    """Fake quantization: straight through by detach, the scale by the largest weight."""
+def rounded(weight: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
+    """Fake quantization: straight through by detach, with a scale for all or for each output."""
+    scale = weight.detach().abs().amax(dim, keepdim=True) / 7
+    return weight + ((weight / scale).round() * scale - weight).detach()
 
-    @staticmethod
-    def rounded(weight: Tensor) -> Tensor:
-        scale = weight.detach().abs().amax() / 7
-        return weight + ((weight / scale).round() * scale - weight).detach()
+
+class RoundedWeights(Mlp):
+    def __init__(self, change: Callable[[Tensor], Tensor] = rounded) -> None:
+        super().__init__()
+        self.rounded = change
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(F.linear(x, self.rounded(self.fc1.weight), self.fc1.bias))
         return F.linear(hidden, self.rounded(self.fc2.weight), self.fc2.bias)
 
 
-class BinaryWeights(RoundedWeights):
-    """BitNet's layers: the scale is of the whole weight."""
-
-    rounded = staticmethod(_Binary.apply)
-
-
-class RoundedRows(RoundedWeights):
-    """A scale for each output."""
-
-    @staticmethod
-    def rounded(weight: Tensor) -> Tensor:
-        scale = weight.detach().abs().amax(1, keepdim=True) / 7
-        return weight + ((weight / scale).round() * scale - weight).detach()
-
-
-class RoundedActivations(Mlp):
+def rounded_activations(hidden: Tensor) -> Tensor:
     """A scale for each position's activations."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        hidden = F.gelu(hidden)
-        scale = hidden.detach().abs().amax(-1, keepdim=True) / 7
-        return hidden + ((hidden / scale).round() * scale - hidden).detach()
+    hidden = F.gelu(hidden)
+    scale = hidden.detach().abs().amax(-1, keepdim=True) / 7
+    return hidden + ((hidden / scale).round() * scale - hidden).detach()
 
 
 class _Reverse(torch.autograd.Function):
@@ -197,27 +177,6 @@ class Scripted(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(_bias_gelu(self.fc1.bias, F.linear(x, self.fc1.weight)))
-
-
-class CompiledFunction(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused = torch.compile(lambda hidden: F.gelu(hidden) * 0.9, backend="eager")
-
-    def between(self, hidden: Tensor) -> Tensor:
-        return self.fused(hidden)
-
-
-class CompiledBlocks(Gpt):
-    """Every block is a compiled module."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: torch.compile(Layer(), backend="eager"))
-
-
-class CompiledNetwork(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__(lambda: torch.compile(Gpt(), backend="eager"))
 
 
 class CompiledInPlace(LanguageModel):
@@ -277,8 +236,8 @@ class Bags(nn.Module):
         return self.net(self.bag(ids))
 
 
-class BagModel(Classifier):
-    network = Bags
+class LastWord(Classifier):
+    """The class is the last word of a text."""
 
     def loss(self, batch: Tensor) -> Tensor:
         return F.cross_entropy(self(batch[:, :-1]), batch[:, -1] % CLASSES)
@@ -522,13 +481,6 @@ class Perceiver(nn.Module):
         return self.head(latents.mean(1))
 
 
-class PerceiverModel(Classifier):
-    network = Perceiver
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self(batch[:, :-1]), batch[:, -1] % CLASSES)
-
-
 class SomePositions(Layer):
     """Mixture of depths: the feed-forward layer computes the four positions with the highest score."""
 
@@ -612,25 +564,45 @@ MOST, DATA = "zero3, tensor, pipeline, context", "ddp, zero3, tensor, pipeline"
 ROWS = [
     Row("recomputes within blocks", gpt(RecomputesInside), tokens, equal="zero3, tensor, pipeline, context"),
     Row("recomputes blocks", text(Recomputes), tokens, either=MOST),
-    Row("recomputes, reentrant", text(RecomputesReentrant), tokens, either=DATA),
+    Row("recomputes, reentrant", text(partial(Recomputes, reentrant=True)), tokens, either=DATA),
     Row("recomputes in parts", net(RecomputesSequential), vectors, either="zero3, tensor, pipeline"),
-    Row("activation with its gradient", mlp(OwnActivation), tokens, either=MOST),
+    Row("activation with its gradient", mlp(partial(Mlp, between=_Swish.apply)), tokens, either=MOST),
     Row("product with its gradient", mlp(OwnProduct), tokens, either="zero3, tensor, sequence, pipeline"),
-    Row("binary weights", mlp(BinaryWeights), tokens, either="zero3, tensor, sequence, pipeline"),
+    Row(
+        "binary weights",
+        mlp(partial(RoundedWeights, _Binary.apply)),
+        tokens,
+        either="zero3, tensor, sequence, pipeline",
+    ),
     Row("rounded weights", mlp(RoundedWeights), tokens, either="zero3, tensor, sequence, pipeline"),
-    Row("rounded weights by row", mlp(RoundedRows), tokens, either="zero3, tensor, pipeline"),
-    Row("rounded activations", mlp(RoundedActivations), tokens, either="zero3, tensor, sequence, pipeline, context"),
+    Row(
+        "rounded weights by row",
+        mlp(partial(RoundedWeights, partial(rounded, dim=(1,)))),
+        tokens,
+        either="zero3, tensor, pipeline",
+    ),
+    Row(
+        "rounded activations",
+        mlp(partial(Mlp, between=rounded_activations)),
+        tokens,
+        either="zero3, tensor, sequence, pipeline, context",
+    ),
     Row("reversed gradients", Adversarial, vectors, either=DATA),
     Row("scripted function", mlp(Scripted), tokens, either="zero3, tensor, sequence, pipeline"),
-    Row("compiled function", mlp(CompiledFunction), tokens, either="zero3, tensor, pipeline"),
-    Row("compiled blocks", text(CompiledBlocks), tokens, either=f"ddp, {MOST}"),
-    Row("compiled network", CompiledNetwork, tokens, either=f"ddp, {MOST}"),
+    Row(
+        "compiled function",
+        mlp(lambda: Mlp(between=torch.compile(lambda hidden: F.gelu(hidden) * 0.9, backend="eager"))),
+        tokens,
+        either="zero3, tensor, pipeline",
+    ),
+    Row("compiled blocks", gpt(lambda: torch.compile(Layer(), backend="eager")), tokens, either=f"ddp, {MOST}"),
+    Row("compiled network", text(lambda: torch.compile(Gpt(), backend="eager")), tokens, either=f"ddp, {MOST}"),
     Row("compiled in place", CompiledInPlace, tokens, either=f"ddp, {MOST}"),
     Row("functional_call", FunctionalCall, vectors, either="ddp, zero1, zero3, tensor, pipeline"),
     Row("vmap", PerSample, vectors, either=DATA),
     Row("jvp", Tangent, vectors, either=DATA),
     Row("MAML", MetaLearning, vectors, either="tensor, pipeline"),
-    Row("EmbeddingBag", BagModel, tokens, either="zero3, tensor, pipeline"),
+    Row("EmbeddingBag", partial(LastWord, Bags), tokens, either="zero3, tensor, pipeline"),
     Row("lazy layers", net(Lazy), vectors, either="ddp, zero3, tensor"),
     Row("bilinear between", mlp(Pairs), tokens, either="tensor, pipeline"),
     Row("block-diagonal between", mlp(BlockDiagonal), tokens, either="zero3, tensor, pipeline"),
@@ -647,7 +619,7 @@ ROWS = [
     Row("codebook of averages", MovingCodebook, vectors, either="tensor, pipeline"),
     Row("hard choices", Gumbel, noisy, either=DATA),
     Row("sliding window", gpt(partial(Layer, Window)), tokens, either="tensor, pipeline, context, ulysses, gather"),
-    Row("Perceiver", PerceiverModel, tokens, either=MOST),
+    Row("Perceiver", partial(LastWord, Perceiver), tokens, either=MOST),
     Row("mixture of depths", gpt(SomePositions), tokens, either="zero3, tensor, sequence, pipeline, context"),
     Row("wrappers", text(lambda: Delegates(Gpt())), tokens, either=MOST),
     Row("wrapped blocks", gpt(lambda: Delegates(Layer())), tokens, either=MOST),
