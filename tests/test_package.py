@@ -119,8 +119,7 @@ def imported_by(node: ast.AST) -> set[str]:
     return set()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders, and what they import
+# ---- Folders, and what they import ----------------------------------------------------------------------------------
 
 
 def test_every_folder_with_code_is_installed():
@@ -204,8 +203,7 @@ def test_recipes_use_the_public_api_only():
     assert of_api == {"trainwright"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# No code outside of `strategies` depends on which strategy runs
+# ---- No code outside of `strategies` depends on which strategy runs -------------------------------------------------
 
 
 @cache
@@ -373,8 +371,7 @@ def test_the_public_api_is_complete():
         trainwright.Trainor  # noqa: B018
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration and texts
+# ---- Configuration and texts ----------------------------------------------------------------------------------------
 
 
 def targets(node: object) -> set[str]:

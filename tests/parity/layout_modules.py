@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.parity.modules import NextToken
 from tests.parity.optimizers import OPTIMIZERS
 from trainwright.recipes.gpt.model import GPT, GPTConfig
 
@@ -79,7 +80,7 @@ class Odd(nn.Module):
         return self.head(hidden), state["size"]
 
 
-class LanguageModel(pl.LightningModule):
+class LanguageModel(NextToken):
     """Next-token prediction around any of the networks."""
 
     def __init__(self, network: str, optimizer: str = "sgd") -> None:
@@ -91,20 +92,10 @@ class LanguageModel(pl.LightningModule):
         out = self.net(tokens)
         return out if isinstance(out, Tensor) else out[0]
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self(batch["tokens"][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch["tokens"]))
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch["tokens"][:, :-1]).argmax(-1)
 
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS[self.optimizer_name](self.parameters())
@@ -149,19 +140,13 @@ class HuggingFaceModel(LanguageModel):
 def _hugging_face(kind: str, layers: int = 4) -> nn.Module:
     import transformers
 
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
     wide = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
-    grouped = {**wide, "num_key_value_heads": 2}
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **grouped))
-    if kind == "qwen2":
-        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **grouped))
+    wide |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     if kind == "gpt2":
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(**sizes, n_embd=32, n_layer=layers, n_head=4, n_positions=16, **off)
-        return transformers.GPT2LMHeadModel(config)
-    config = transformers.MixtralConfig(**sizes, **grouped, num_local_experts=4, num_experts_per_tok=2)
-    return transformers.MixtralForCausalLM(config)
+        wide = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 16, **off}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCABULARY, use_cache=False, **wide)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

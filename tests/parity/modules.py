@@ -77,7 +77,23 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)) * self.temperature
 
 
-class LanguageModel(pl.LightningModule):
+class NextToken(pl.LightningModule):
+    """Losses and predictions of a language model of batches ``{"tokens": (batch, length)}``."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self(batch["tokens"][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch["tokens"]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["tokens"][:, :-1]).argmax(-1)
+
+
+class LanguageModel(NextToken):
     """Next-token prediction with the optimizer named: ``sgd`` with momentum shows a wrong scale, ``adamw`` hides it."""
 
     def __init__(self, optimizer: str = "sgd", tied: bool = False, frozen: bool = False) -> None:
@@ -91,20 +107,8 @@ class LanguageModel(pl.LightningModule):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.decoder(tokens)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self(batch["tokens"][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch["tokens"]))
-
-    test_step = validation_step
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch["tokens"][:, :-1]).argmax(-1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [p for p in self.parameters() if p.requires_grad]

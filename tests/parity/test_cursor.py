@@ -262,8 +262,7 @@ def once(samples: int = SAMPLES, epochs: int = 2) -> dict[int, Counter[int]]:
     return {epoch: Counter(range(samples)) for epoch in range(epochs)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Map-style data
+# ---- Map-style data -------------------------------------------------------------------------------------------------
 
 # Two ranks stop within the first epoch, three within the second, one ends it.
 MOVES = [Leg(2, 3, stop=2), Leg(3, 2, stop=6), Leg(1, 4)]
@@ -339,8 +338,7 @@ def test_seeded_samples_are_the_same_everywhere(ranks, tmp_path):
     assert plain["noise"] != whole["noise"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several loaders
+# ---- Several loaders ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sample(2)
@@ -372,8 +370,7 @@ def test_loaders_that_cannot_be_combined_are_refused():
         run(Leg(), None, None, loaders={"a": loaders["a"], "b": shards})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Streams and loaders that keep a state
+# ---- Streams and loaders that keep a state --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["stream", "skipping stream"])
@@ -429,8 +426,7 @@ def test_a_loader_may_redistribute_states(ranks, tmp_path):
     assert read == list(range(24, 48))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Changed data
+# ---- Changed data ---------------------------------------------------------------------------------------------------
 
 
 def saved(folder: Path, **options: Any) -> str:
@@ -519,8 +515,7 @@ def test_the_schedule_of_accumulation_counts(tmp_path):
     assert rest.found["step"] == 11 + 6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Options and refusals
+# ---- Options and refusals -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,7 @@ def loader_of(samples: int, batch_size: int, **options: Any) -> DataLoader:
     return DataLoader(Numbers(samples), batch_size=batch_size, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
+# ---- Training -------------------------------------------------------------------------------------------------------
 
 
 def read_in_training(
@@ -211,24 +210,11 @@ def test_a_global_batch_that_three_ranks_cannot_share_evenly(ranks, reference, s
         torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_an_uneven_global_batch_must_be_asked_for_and_needs_samples_to_deal(ranks):
-    (message,) = ranks(refuse_uneven, 1)
-    assert "global_batch_size=10 cannot be made" in message
-
-
 class Fours(BatchSampler):
     """A user's batch sampler."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([i, i + 1, i + 2, i + 3] for i in range(0, 24, 4))
-
-
-def refuse_uneven() -> str:
-    data = Numbers(24)
-    loader = DataLoader(data, batch_sampler=Fours(SequentialSampler(data), 4, drop_last=False))
-    with pytest.raises(ValueError, match="global_batch_size=10") as error:
-        make_trainer("ddp", global_batch_size=10, uneven_steps=True, max_epochs=1).fit(Reader(), loader)
-    return str(error.value)
 
 
 def read_with_sampler(kind: str) -> dict[tuple[int, int], list[list[int]]]:
@@ -281,31 +267,31 @@ def test_a_rank_that_runs_out_does_not_hang_the_others(ranks, strategy):
     assert [r["predicted"] for r in results] == [everything, everything]
 
 
-def fit_few_samples() -> str:
-    with pytest.raises(ValueError, match="fewer than") as error:
-        make_trainer("ddp", max_epochs=1).fit(Reader(), loader_of(3, 1))
+def refusal(samples: int, batch_size: int | None, **options: Any) -> str:
+    """Return why data cannot be shared; without a batch size, in batches of the user's own."""
+    data = Numbers(samples)
+    batches: Any = {"batch_size": batch_size}
+    if batch_size is None:
+        batches = {"batch_sampler": Fours(SequentialSampler(data), 4, drop_last=False)}
+    with pytest.raises(ValueError, match="global_batch_size=10|fewer than") as error:
+        make_trainer("ddp", max_epochs=1, **options).fit(Reader(), DataLoader(data, **batches))
     return str(error.value)
 
 
-def test_fewer_samples_than_ranks_is_refused(ranks):
-    message = ranks(fit_few_samples, 4)[0]
-    assert "3 sample(s), fewer than the 4 data ranks" in message
-    assert "devices=3" in message
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "options", "words"),
+    [
+        (1, (24, None), {"global_batch_size": 10, "uneven_steps": True}, "global_batch_size=10 cannot be made"),
+        (4, (3, 1), {}, "3 sample(s), fewer than the 4 data ranks"),
+        (4, (3, 1), {}, "devices=3"),
+        (2, (48, 4), {"global_batch_size": 10}, "Nearest possible: global_batch_size=8 or 16"),
+    ],
+)
+def test_samples_that_cannot_be_shared_are_refused(ranks, world_size, arguments, options, words):
+    assert words in ranks(refusal, world_size, *arguments, **options)[0]
 
 
-def refuse_global_batch() -> str:
-    with pytest.raises(ValueError, match="global_batch_size=10") as error:
-        make_trainer("ddp", global_batch_size=10, max_epochs=1).fit(Reader(), loader_of(48, 4))
-    return str(error.value)
-
-
-def test_an_impossible_global_batch_names_the_nearest(ranks):
-    message = ranks(refuse_global_batch, 2)[0]
-    assert "Nearest possible: global_batch_size=8 or 16" in message
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation and prediction
+# ---- Evaluation and prediction --------------------------------------------------------------------------------------
 
 
 # (samples, batch size)

@@ -55,8 +55,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
     assert differences(Record(parameters=found), Record(parameters=expected), tolerance) == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The module is not changed
+# ---- The module is not changed --------------------------------------------------------------------------------------
 
 
 def fit_and_look(strategy: str) -> dict[str, Any]:
@@ -133,8 +132,7 @@ def test_the_users_error_is_raised(ranks, strategy):
     assert set(messages) == {"ArithmeticError: the user's own mistake"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Manual optimization
+# ---- Manual optimization --------------------------------------------------------------------------------------------
 
 
 class Adversaries(pl.LightningModule):
@@ -249,8 +247,7 @@ def test_manual_accumulation(ranks, strategy):
         assert_close(found, parameters(module))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameter groups, closures, schedulers, averaging
+# ---- Parameter groups, closures, schedulers, averaging --------------------------------------------------------------
 
 
 class Scheduled(LanguageModel):
@@ -330,8 +327,7 @@ def test_moving_average_of_weights(ranks, strategy):
         assert_close(found, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lightning's callbacks
+# ---- Lightning's callbacks ------------------------------------------------------------------------------------------
 
 
 def fit_with_callbacks(strategy: str, folder: str) -> dict[str, Any]:
@@ -371,8 +367,7 @@ def test_callbacks_decide_the_same_everywhere(ranks, tmp_path):
         assert "lr-SGD" in (folder / "metrics.csv").read_text().splitlines()[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bit-equal to hand-written DDP
+# ---- Bit-equal to hand-written DDP ----------------------------------------------------------------------------------
 
 
 def by_hand(accumulation: int, clip: bool) -> Record:

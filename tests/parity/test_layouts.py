@@ -12,84 +12,80 @@ from torch.utils.data import DataLoader
 
 from tests.parity.harness import Record, differences, make_trainer
 from tests.parity.layout_modules import make_module
-from tests.parity.layouts import LayoutCase, Texts, assert_layouts, run
+from tests.parity.layouts import LayoutCase as Case
+from tests.parity.layouts import Texts, assert_layouts, run
 from tests.parity.layouts import reference as bare_loop
 from trainwright.strategies.pipeline.schedules import CHOICES
 
 EVEN = {"length": 8}  # a Hugging Face model reads all it is given; 8 positions divide by 4 and by 2 x 2
 
 TOKENS = {"loss_weighting": "tokens"}
+STAGES, TENSOR = {"pipeline": 2, "shard": 2}, {"tensor": 2, "shard": 2}
 
-TWO: dict[str, LayoutCase] = {
-    "tensor, gpt": LayoutCase("gpt-untied", {"tensor": 2}, clip=0.2),
-    "tensor, gpt tied": LayoutCase("gpt", {"tensor": 2, "sequence_parallel": True}),
-    "tensor, trained number": LayoutCase("tempered", {"tensor": 2, "loss_parallel": True}, clip=0.2),
-    "context, trained number": LayoutCase("tempered", {"context": 2, "shard": 1}),
-    "pipeline, trained number": LayoutCase("tempered", {"pipeline": 2, "plan": {"last": ["net.temperature"]}}),
-    "tensor, encoder": LayoutCase("encoder", {"tensor": 2}),
-    "tensor, llama, loss parallel": LayoutCase(
+TWO: dict[str, Case] = {
+    "tensor, gpt": Case("gpt-untied", {"tensor": 2}, clip=0.2),
+    "tensor, gpt tied": Case("gpt", {"tensor": 2, "sequence_parallel": True}),
+    "tensor, trained number": Case("tempered", {"tensor": 2, "loss_parallel": True}, clip=0.2),
+    "context, trained number": Case("tempered", {"context": 2, "shard": 1}),
+    "pipeline, trained number": Case("tempered", {"pipeline": 2, "plan": {"last": ["net.temperature"]}}),
+    "tensor, encoder": Case("encoder", {"tensor": 2}),
+    "tensor, llama, loss parallel": Case(
         "llama", {"tensor": 2, "sequence_parallel": True, "loss_parallel": True}, **EVEN
     ),
-    "tensor, gpt2": LayoutCase("gpt2-small", {"tensor": 2, "activation_checkpointing": "full"}, clip=0.2),
-    "tensor, mixtral": LayoutCase("mixtral", {"tensor": 2}),
-    "context, gpt, ring": LayoutCase("gpt-small", {"context": 2, "shard": 1}, clip=0.2),
-    "context, llama, ulysses": LayoutCase("llama", {"context": 2, "shard": 1, "attention": "ulysses"}, **EVEN),
-    "context, qwen2, gather": LayoutCase("qwen2", {"context": 2, "shard": 1, "attention": "gather"}, **EVEN),
-    "context, stage 1": LayoutCase("gpt-small", {"context": 2, "shard": 1, "stage": 1, "balance": False}),
-    "expert, mixtral": LayoutCase("mixtral", {"expert": 2}, clip=0.2),
-    "expert, stage 2": LayoutCase(
+    "tensor, gpt2": Case("gpt2-small", {"tensor": 2, "activation_checkpointing": "full"}, clip=0.2),
+    "tensor, mixtral": Case("mixtral", {"tensor": 2}),
+    "context, gpt, ring": Case("gpt-small", {"context": 2, "shard": 1}, clip=0.2),
+    "context, llama, ulysses": Case("llama", {"context": 2, "shard": 1, "attention": "ulysses"}, **EVEN),
+    "context, qwen2, gather": Case("qwen2", {"context": 2, "shard": 1, "attention": "gather"}, **EVEN),
+    "context, stage 1": Case("gpt-small", {"context": 2, "shard": 1, "stage": 1, "balance": False}),
+    "expert, mixtral": Case("mixtral", {"expert": 2}, clip=0.2),
+    "expert, stage 2": Case(
         "mixtral", {"expert": 2, "stage": 2, "activation_checkpointing": "full"}, accumulation=2, clip=0.3
     ),
-    "pipeline, odd module": LayoutCase("odd", {"pipeline": 2, "micro_batches": 4}, clip=0.2),
-    "pipeline, uneven blocks": LayoutCase("odd", {"pipeline": 2, "split": [1, 4]}),
-    "pipeline, encoder": LayoutCase("encoder", {"pipeline": 2}, accumulation=2),
-    "pipeline, llama": LayoutCase("llama", {"pipeline": 2, "activation_checkpointing": "full"}),
-    "pipeline, mixtral": LayoutCase("mixtral", {"pipeline": 2}),
-    "pipeline, uneven data": LayoutCase("gpt", {"pipeline": 2, "micro_batches": 4}, samples=21, steps=5),
-    "pipeline, by tokens": LayoutCase("masked", {"pipeline": 2, "micro_batches": 4}, accumulation=2, trainer=TOKENS),
-    "context, by tokens": LayoutCase("masked", {"context": 2, "shard": 1}, accumulation=2, trainer=TOKENS),
+    "pipeline, odd module": Case("odd", {"pipeline": 2, "micro_batches": 4}, clip=0.2),
+    "pipeline, uneven blocks": Case("odd", {"pipeline": 2, "split": [1, 4]}),
+    "pipeline, encoder": Case("encoder", {"pipeline": 2}, accumulation=2),
+    "pipeline, llama": Case("llama", {"pipeline": 2, "activation_checkpointing": "full"}),
+    "pipeline, mixtral": Case("mixtral", {"pipeline": 2}),
+    "pipeline, uneven data": Case("gpt", {"pipeline": 2, "micro_batches": 4}, samples=21, steps=5),
+    "pipeline, by tokens": Case("masked", {"pipeline": 2, "micro_batches": 4}, accumulation=2, trainer=TOKENS),
+    "context, by tokens": Case("masked", {"context": 2, "shard": 1}, accumulation=2, trainer=TOKENS),
     **{
-        f"pipeline, {schedule}": LayoutCase("gpt2", {"pipeline": 2, "schedule": schedule, "micro_batches": 4})
+        f"pipeline, {schedule}": Case("gpt2", {"pipeline": 2, "schedule": schedule, "micro_batches": 4})
         for schedule in CHOICES
     },
 }
 
-FOUR: dict[str, LayoutCase] = {
-    "tensor x shard": LayoutCase("llama", {"tensor": 2, "shard": 2, "sequence_parallel": True}, clip=0.2, **EVEN),
-    "tensor x shard, offload": LayoutCase(
-        "gpt2-small", {"tensor": 2, "shard": 2, "offload": "optimizer"}, accumulation=2
+FOUR: dict[str, Case] = {
+    "tensor x shard": Case("llama", {**TENSOR, "sequence_parallel": True}, clip=0.2, **EVEN),
+    "tensor x shard, offload": Case("gpt2-small", {**TENSOR, "offload": "optimizer"}, accumulation=2),
+    "tensor x shard, stage 1": Case("gpt2-small", {**TENSOR, "stage": 1}, accumulation=2),
+    "tensor x replicate": Case("gpt-untied", {"tensor": 2, "replicate": 2, "shard": 1}, clip=0.2),
+    "pipeline x shard": Case("gpt2-small", STAGES, accumulation=2, clip=0.2),
+    "pipeline x shard, stage 1, zero bubble": Case(
+        "gpt2", {**STAGES, "stage": 1, "schedule": "interleaved_zero_bubble"}, accumulation=2
     ),
-    "tensor x shard, stage 1": LayoutCase("gpt2-small", {"tensor": 2, "shard": 2, "stage": 1}, accumulation=2),
-    "tensor x replicate": LayoutCase("gpt-untied", {"tensor": 2, "replicate": 2, "shard": 1}, clip=0.2),
-    "pipeline x shard": LayoutCase("gpt2-small", {"pipeline": 2, "shard": 2}, accumulation=2, clip=0.2),
-    "pipeline x shard, stage 1, zero bubble": LayoutCase(
-        "gpt2", {"pipeline": 2, "shard": 2, "stage": 1, "schedule": "interleaved_zero_bubble"}, accumulation=2
+    "pipeline x shard, stage 2, unused parameters": Case(
+        "gpt2-small", {**STAGES, "stage": 2, "find_unused_parameters": True}, accumulation=2, clip=0.2
     ),
-    "pipeline x shard, stage 2, unused parameters": LayoutCase(
-        "gpt2-small", {"pipeline": 2, "shard": 2, "stage": 2, "find_unused_parameters": True}, accumulation=2, clip=0.2
-    ),
-    "pipeline x shard, zbv": LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, samples=20, steps=6),
-    "pipeline x shard, offload": LayoutCase(
-        "gpt-small", {"pipeline": 2, "shard": 2, "offload": "parameters"}, clip=0.2
-    ),
-    "pipeline x tensor": LayoutCase("llama", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, **EVEN),
-    "pipeline x tensor, encoder": LayoutCase("encoder", {"pipeline": 2, "tensor": 2}, clip=0.2),
-    "pipeline x context": LayoutCase("gpt", {"pipeline": 2, "context": 2, "shard": 1}, clip=0.2),
-    "pipeline x expert": LayoutCase("mixtral", {"pipeline": 2, "shard": 2, "expert": 2}, clip=0.2),
-    "pipeline x shard, by tokens": LayoutCase(
-        "masked", {"pipeline": 2, "shard": 2}, accumulation=2, clip=0.2, trainer=TOKENS
-    ),
-    "pipeline 4": LayoutCase("gpt", {"pipeline": 4}, clip=0.2),
-    "context x shard": LayoutCase("gpt-small", {"context": 2, "shard": 2}, accumulation=2, clip=0.2),
-    "context x tensor": LayoutCase("gpt-small", {"context": 2, "tensor": 2, "shard": 1, "sequence_parallel": True}),
-    "expert x shard": LayoutCase("mixtral", {"expert": 2, "shard": 4}),
-    "expert x tensor": LayoutCase("mixtral", {"expert": 2, "shard": 2, "tensor": 2}),
-    "expert x context": LayoutCase("mixtral", {"expert": 4, "shard": 2, "context": 2}, **EVEN),
+    "pipeline x shard, zbv": Case("gpt2", {**STAGES, "schedule": "zbv"}, samples=20, steps=6),
+    "pipeline x shard, offload": Case("gpt-small", {**STAGES, "offload": "parameters"}, clip=0.2),
+    "pipeline x tensor": Case("llama", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, **EVEN),
+    "pipeline x tensor, encoder": Case("encoder", {"pipeline": 2, "tensor": 2}, clip=0.2),
+    "pipeline x context": Case("gpt", {"pipeline": 2, "context": 2, "shard": 1}, clip=0.2),
+    "pipeline x expert": Case("mixtral", {**STAGES, "expert": 2}, clip=0.2),
+    "pipeline x shard, by tokens": Case("masked", STAGES, accumulation=2, clip=0.2, trainer=TOKENS),
+    "pipeline 4": Case("gpt", {"pipeline": 4}, clip=0.2),
+    "context x shard": Case("gpt-small", {"context": 2, "shard": 2}, accumulation=2, clip=0.2),
+    "context x tensor": Case("gpt-small", {"context": 2, "tensor": 2, "shard": 1, "sequence_parallel": True}),
+    "expert x shard": Case("mixtral", {"expert": 2, "shard": 4}),
+    "expert x tensor": Case("mixtral", {"expert": 2, "shard": 2, "tensor": 2}),
+    "expert x context": Case("mixtral", {"expert": 4, "shard": 2, "context": 2}, **EVEN),
 }
 
-EIGHT: dict[str, LayoutCase] = {
-    "pipeline x shard x tensor": LayoutCase("llama", {"pipeline": 2, "shard": 2, "tensor": 2}, clip=0.2),
-    "pipeline x replicate x context": LayoutCase("gpt", {"pipeline": 2, "replicate": 2, "context": 2, "shard": 1}),
+EIGHT: dict[str, Case] = {
+    "pipeline x shard x tensor": Case("llama", {**STAGES, "tensor": 2}, clip=0.2),
+    "pipeline x replicate x context": Case("gpt", {"pipeline": 2, "replicate": 2, "context": 2, "shard": 1}),
 }
 
 
@@ -110,11 +106,10 @@ def test_eight_ranks(ranks):
     assert_layouts(ranks, 8, list(EIGHT.values()), timeout=240)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precision
+# ---- Precision ------------------------------------------------------------------------------------------------------
 
 
-def run_at(precision: str, case: LayoutCase) -> Record:
+def run_at(precision: str, case: Case) -> Record:
     return run(replace(case, trainer={"precision": precision}))
 
 
@@ -125,8 +120,8 @@ def run_at(precision: str, case: LayoutCase) -> Record:
         (*layout, precision)
         for precisions, *layout in [
             (("bf16-mixed", "bf16-true"), "llama", 2, {"pipeline": 2, "shard": 1}),
-            (("bf16-true", "16-mixed"), "gpt-untied", 4, {"tensor": 2, "shard": 2, "sequence_parallel": True}),
-            (("bf16-mixed", "16-mixed"), "gpt-untied", 4, {"pipeline": 2, "shard": 2, "stage": 1}),
+            (("bf16-true", "16-mixed"), "gpt-untied", 4, {**TENSOR, "sequence_parallel": True}),
+            (("bf16-mixed", "16-mixed"), "gpt-untied", 4, {**STAGES, "stage": 1}),
             (("bf16-true", "16-mixed"), "gpt-untied", 2, {"context": 2, "shard": 1}),
         ]
         for precision in precisions
@@ -134,7 +129,7 @@ def run_at(precision: str, case: LayoutCase) -> Record:
 )
 def test_precisions(ranks, reference, precision, network, world_size, options):
     """Within rounding of one process at the same precision; the fp16 scaler skips the same steps on every rank."""
-    case = LayoutCase(network, options, clip=0.5)
+    case = Case(network, options, clip=0.5)
     alone = reference(run_at, precision, replace(case, strategy="single", options={}), init_group=False)
     results = ranks(run_at, world_size, precision, case)
     for record in results:
@@ -146,8 +141,7 @@ def test_precisions(ranks, reference, precision, network, world_size, options):
             assert torch.equal(record.parameters[name], results[0].parameters[name])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Outputs, validation and prediction
+# ---- Outputs, validation and prediction -----------------------------------------------------------------------------
 
 
 class Seen(pl.Callback):
@@ -228,13 +222,13 @@ def predict(options: dict[str, Any] | None) -> list[list[int]]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("options", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}])
+@pytest.mark.parametrize("options", [{"tensor": 2, "shard": 2}, STAGES])
 def test_samples_that_ranks_share_are_predicted_once(ranks, reference, options):
     alone = reference(predict, None, init_group=False)
     assert ranks(predict, 4, options) == [alone] * 4
 
 
 def test_a_layout_works_in_lightnings_own_trainer(ranks):
-    case = LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=2)
+    case = Case("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=2)
     for record in ranks(run, 4, case, with_lightning=True):
         assert not differences(record, bare_loop(case))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +24,8 @@ from trainwright.strategies.parameter_server.strategy import ParameterServerStra
 from trainwright.trainer.data.reading import dealer_of
 
 SAMPLES = 107
+# Hooks of two epochs.
+TWO_EPOCHS = ["start 0", "validate", "end 0", "start 1", "validate", "end 1"]
 
 
 class Alone(DDPStrategy):
@@ -152,7 +153,7 @@ def all_read(results: list[dict[str, Any]], epoch: int = 0) -> Counter[int]:
     return Counter(index for result in results for index in result["read"].get(epoch, []))
 
 
-def test_a_fast_worker_reads_more_and_each_sample_is_read_once(ranks: Callable[..., list[Any]]) -> None:
+def test_a_fast_worker_reads_more_and_each_sample_is_read_once(ranks: Any) -> None:
     slow, fast = ranks(fit, 2, 4, ahead=20, global_batch_size=8)
     assert all_read([slow, fast]) == Counter(range(SAMPLES))
     assert slow["steps"] + fast["steps"] == 27
@@ -163,9 +164,7 @@ def test_a_fast_worker_reads_more_and_each_sample_is_read_once(ranks: Callable[.
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (3, 0), (2, 2)])
-def test_epochs_with_accumulation_validation_and_a_remainder(
-    ranks: Callable[..., list[Any]], world: int, workers: int
-) -> None:
+def test_epochs_with_accumulation_validation_and_a_remainder(ranks: Any, world: int, workers: int) -> None:
     results = ranks(fit, world, 3, workers, global_batch_size=12 * world, max_epochs=2, limit_val_batches=1.0)
     for epoch in (0, 1):
         assert all_read(results, epoch) == Counter(range(SAMPLES)), epoch
@@ -173,7 +172,7 @@ def test_epochs_with_accumulation_validation_and_a_remainder(
     assert sum(result["steps"] for result in results) == 2 * 9 * 4
     assert sum(len(result["gradients"]) for result in results) == 2 * 9
     for result in results:
-        assert result["hooks"] == ["start 0", "validate", "end 0", "start 1", "validate", "end 1"]
+        assert result["hooks"] == TWO_EPOCHS
     if world == 1:
         order = results[0]["read"]
         assert order[0] != order[1]
@@ -184,23 +183,21 @@ def test_epochs_with_accumulation_validation_and_a_remainder(
         assert results[0]["read"][0] == ranks(fit, 1, 12, strategy="single")[0]["read"][0]
 
 
-def test_workers_of_a_parameter_server_lease(ranks: Callable[..., list[Any]]) -> None:
+def test_workers_of_a_parameter_server_lease(ranks: Any) -> None:
     options: dict[str, Any] = {"global_batch_size": 8, "max_epochs": 2, "limit_val_batches": 1.0}
     slow, fast = ranks(fit, 2, 4, ahead=20, strategy="servers", **options)
     for epoch in (0, 1):
         assert all_read([slow, fast], epoch) == Counter(range(SAMPLES))
     assert fast["steps"] >= 20
     for result in (slow, fast):
-        assert result["hooks"] == ["start 0", "validate", "end 0", "start 1", "validate", "end 1"]
+        assert result["hooks"] == TWO_EPOCHS
     # Both have the servers' parameters at the end, and count the same steps.
     assert slow["weight"] == fast["weight"] != 0
     assert slow["global_step"] == fast["global_step"] == 2 * SAMPLES // 8
 
 
 @pytest.mark.parametrize("profiler", [None, "simple"], ids=["lean loop", "Lightning's loop"])
-def test_a_worker_that_finds_nothing_ends_the_epoch_with_the_others(
-    ranks: Callable[..., list[Any]], profiler: str | None
-) -> None:
+def test_a_worker_that_finds_nothing_ends_the_epoch_with_the_others(ranks: Any, profiler: str | None) -> None:
     options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 1.0, "profiler": profiler}
     results = ranks(fit, 3, 64, strategy="servers", logs=True, **options)  # two chunks for three
     assert sum(result["steps"] for result in results) == 4
@@ -208,13 +205,13 @@ def test_a_worker_that_finds_nothing_ends_the_epoch_with_the_others(
     for epoch in (0, 1):
         assert all_read(results, epoch) == Counter(range(SAMPLES))
     for result in results:
-        assert result["hooks"] == ["start 0", "validate", "end 0", "start 1", "validate", "end 1"]
+        assert result["hooks"] == TWO_EPOCHS
         assert result["logged"] == {"mean": 53.0, "largest": 106.0, "metric": 53.0}
         assert result["weight"] == results[0]["weight"] != 0
         assert result["global_step"] == results[0]["global_step"]
 
 
-def test_limits_are_of_all_workers_together(ranks: Callable[..., list[Any]]) -> None:
+def test_limits_are_of_all_workers_together(ranks: Any) -> None:
     results = ranks(fit, 2, 4, ahead=6, limit_train_batches=5)
     assert sum(all_read(results).values()) == max(1, len(all_read(results))) == 40
     assert results[1]["steps"] >= 6
@@ -225,7 +222,7 @@ def test_limits_are_of_all_workers_together(ranks: Callable[..., list[Any]]) -> 
     assert sum(all_read(results).values()) == len(all_read(results)) == 104
 
 
-def test_a_run_resumes_with_other_workers_and_strategies(ranks: Callable[..., list[Any]]) -> None:
+def test_a_run_resumes_with_other_workers_and_strategies(ranks: Any) -> None:
     legs: list[tuple[int, int, Any, int | None]] = [
         (3, 4, None, 2),
         (1, 6, None, 4),
@@ -259,6 +256,6 @@ def test_a_run_resumes_with_other_workers_and_strategies(ranks: Callable[..., li
         ({"uneven_steps": True}, "uneven_steps=True"),
     ],
 )
-def test_runs_without_leases(ranks: Callable[..., list[Any]], options: dict[str, Any], message: str) -> None:
+def test_runs_without_leases(ranks: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=f"ValueError: The samples of this run cannot be leased: {message}"):
         ranks(fit, 1, 4, **options)

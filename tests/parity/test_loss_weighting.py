@@ -209,8 +209,7 @@ def train_unlabelled() -> Record:
     return recorder.record
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Off
+# ---- Off ------------------------------------------------------------------------------------------------------------
 
 
 def mean_of_means(accumulation: int) -> dict[str, Tensor]:
@@ -237,8 +236,7 @@ def test_the_default_is_the_mean_of_means_bit_for_bit():
     assert not any(torch.allclose(weighed[name], value, rtol=1e-4) for name, value in expected.items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Refused
+# ---- Refused --------------------------------------------------------------------------------------------------------
 
 
 class Odd(MaskedModel):

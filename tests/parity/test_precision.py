@@ -46,17 +46,16 @@ class Dtypes(pl.Callback):
         self.activations.add(str(output.dtype).removeprefix("torch."))
 
 
+def fit(strategy: str, module: pl.LightningModule, samples: int, accumulation: int = 1, **options: Any) -> Any:
+    trainer = make_trainer(strategy, global_batch_size=GLOBAL_BATCH, **options)
+    trainer.fit(module, make_loader(samples, GLOBAL_BATCH // (world_size() * accumulation)))
+    return trainer
+
+
 def train_in(strategy: str, precision: str, accumulation: int) -> dict[str, Any]:
     module, recorder, dtypes = make_module("decoder-sgd"), Recorder(), Dtypes()
-    trainer = make_trainer(
-        strategy,
-        precision=precision,
-        global_batch_size=GLOBAL_BATCH,
-        max_steps=STEPS[precision],
-        gradient_clip_val=1.0,
-        callbacks=[recorder, dtypes],
-    )
-    trainer.fit(module, make_loader(48, GLOBAL_BATCH // (world_size() * accumulation)))
+    options = {"precision": precision, "max_steps": STEPS[precision], "gradient_clip_val": 1.0}
+    trainer = fit(strategy, module, 48, accumulation, callbacks=[recorder, dtypes], **options)
     state = [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
     return {
         "losses": recorder.record.losses,
@@ -104,8 +103,7 @@ def test_eight_ranks(ranks, strategy, precision):
         assert all(math.isfinite(loss) for loss in found["losses"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Skipped steps
+# ---- Skipped steps --------------------------------------------------------------------------------------------------
 
 
 class Exploding(LanguageModel):
@@ -139,15 +137,8 @@ def explode(
     torch.manual_seed(11)
     module, scales = Exploding(), Scales()
     module.rows = rows
-    trainer = make_trainer(
-        strategy,
-        precision="16-mixed",
-        global_batch_size=GLOBAL_BATCH,
-        max_steps=6,
-        gradient_clip_val=clip,
-        callbacks=[scales],
-    )
-    trainer.fit(module, make_loader(96, GLOBAL_BATCH // (world_size() * accumulation)))
+    options = {"precision": "16-mixed", "max_steps": 6, "gradient_clip_val": clip, "callbacks": [scales]}
+    fit(strategy, module, 96, accumulation, **options)
     stepped = [not torch.equal(a, b) for a, b in zip(scales.weights, scales.weights[1:], strict=False)]
     return scales.scales, stepped, all(bool(torch.isfinite(whole(p)).all()) for p in module.parameters())
 

@@ -216,7 +216,7 @@ def _record(state: Path) -> str:
     ("before", "after", "most_logged"), [(1, 2, 256), (2, 1, 256), (2, 2, 256), (2, 1, 1), (2, 2, 1)]
 )
 def test_means_of_an_epoch_continue_on_other_ranks(
-    ranks: Callable[..., list[Any]], tmp_path: Path, before: int, after: int, most_logged: int
+    ranks: Any, tmp_path: Path, before: int, after: int, most_logged: int
 ) -> None:
     whole = ranks(mean_of_epoch, before, str(tmp_path / "state"), True, most_logged, init_group=before > 1)
     state = tmp_path / "state"  # one file under single and ddp, which holds the same records as a folder
@@ -274,7 +274,7 @@ def average(path: str, saves: bool, options: dict[str, Any] | None) -> dict[str,
     return {name: value.clone() for name, value in trainer.strategy.whole_parameters()}
 
 
-def test_an_average_of_split_weights_is_saved_whole(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_an_average_of_split_weights_is_saved_whole(ranks: Any, tmp_path: Path) -> None:
     split = {"tensor": 2, "shard": 1, "plan": {"tensor": {"net.1.0": "colwise", "net.1.2": "rowwise"}}}
     path = str(tmp_path / "state")
     whole = ranks(average, 2, path, True, split)

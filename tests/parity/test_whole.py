@@ -140,8 +140,7 @@ def test_module_is_freed_after_reading_it(ranks, layout):
     assert ranks(read_and_drop, LAYOUTS[layout][0], layout) == [True, True]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In the step itself, and what is refused
+# ---- In the step itself, and what is refused ------------------------------------------------------------------------
 
 
 class Untied(LanguageModel):
