@@ -14,6 +14,7 @@ from tests.zoo.base import (
     DIM,
     VOCABULARY,
     Block,
+    Blocks,
     Classifier,
     Gpt,
     LanguageModel,
@@ -135,7 +136,7 @@ class RootAround(RootAfter):
         return Stack.run(self, x * self.scale) / (1 + self.scale.square())
 
 
-class HeadFirst(nn.Module):
+class HeadFirst(Blocks):
     """The head is registered first and the stem last."""
 
     def __init__(self) -> None:
@@ -145,10 +146,7 @@ class HeadFirst(nn.Module):
         self.stem = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.run(self.stem(x)))
 
 
 class Conditional(Stack):

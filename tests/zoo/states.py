@@ -22,26 +22,11 @@ from tests.zoo.base import DIM, Block, Classifier, Gpt, LanguageModel, Mlp, Stac
 from tests.zoo.cells import Row
 
 
-def state(trainer: Any, module: Any) -> Mapping[str, Any]:
-    """``module.state_dict()`` after ``fit``."""
-    return dict(module.state_dict())
-
-
-def parameters(trainer: Any, module: Any) -> Mapping[str, Any]:
-    """``module.named_parameters()`` after ``fit``."""
-    return dict(module.named_parameters())
-
-
 def predictions(trainer: Any, module: Any) -> Mapping[str, Any]:
     """Call the module after ``fit``."""
     x, _ = next(iter(vectors(4)))
     with torch.no_grad():
         return {"out": module(x)}
-
-
-def predicted(trainer: Any, module: Any) -> Mapping[str, Any]:
-    """Return what ``trainer.validate`` logs after ``fit``."""
-    return trainer.validate(module, vectors(4), verbose=False)[0]  # type: ignore[no-any-return]
 
 
 def kept(trainer: Any, module: Any) -> Mapping[str, Any]:
@@ -284,13 +269,25 @@ ROWS = [
         "state_dict after fit",
         Classifier,
         vectors,
-        observe=state,
+        observe=lambda _, module: dict(module.state_dict()),
         equal="ddp, zero2",
         either="zero3, tensor, pipeline, tensor x shard",
     ),
-    Row("parameters after fit", Classifier, vectors, observe=parameters, either="tensor, pipeline"),
+    Row(
+        "parameters after fit",
+        Classifier,
+        vectors,
+        observe=lambda _, module: dict(module.named_parameters()),
+        either="tensor, pipeline",
+    ),
     Row("forward after fit", Classifier, vectors, observe=predictions, either="zero3, tensor, pipeline", late=True),
-    Row("validate after fit", Validating, vectors, observe=predicted, equal="zero3, pipeline"),
+    Row(
+        "validate after fit",
+        Validating,
+        vectors,
+        observe=lambda trainer, module: trainer.validate(module, vectors(4), verbose=False)[0],
+        equal="zero3, pipeline",
+    ),
     Row(
         "on_save_checkpoint",
         KeepsOnSave,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +19,17 @@ from tests.zoo.cells import Row
 
 
 class Stream(IterableDataset[Any]):
-    """Yields all samples on every rank."""
+    """Yields all samples on every rank; variants override ``part``, the first sample and the distance of the next."""
 
     def __init__(self) -> None:
         self.x, self.y = torch.randn(SAMPLES, DIM, generator=_random()), _labels(SAMPLES)
 
+    def part(self) -> tuple[int, int]:
+        return 0, 1
+
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(zip(self.x, self.y, strict=True)))
+        first, every = self.part()
+        return iter(list(zip(self.x, self.y, strict=True))[first::every])
 
 
 class SizedStream(Stream):
@@ -37,29 +42,24 @@ class SizedStream(Stream):
 class SplitByRank(Stream):
     """Splits itself by torch's rank, as WebDataset's split_by_node does."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def part(self) -> tuple[int, int]:
         ready = torch.distributed.is_initialized()
-        rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
-        return iter(list(zip(self.x, self.y, strict=True))[rank::ranks])
+        return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
 
 
 class SplitByEnvironment(Stream):
     """Splits itself by the environment of its process."""
 
-    def __iter__(self) -> Iterator[Any]:
-        import os
-
-        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        return iter(list(zip(self.x, self.y, strict=True))[rank::ranks])
+    def part(self) -> tuple[int, int]:
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class SplitByWorker(Stream):
     """Splits itself by worker process, of which there is none here."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def part(self) -> tuple[int, int]:
         worker = get_worker_info()
-        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
-        return iter(list(zip(self.x, self.y, strict=True))[first::every])
+        return (worker.id, worker.num_workers) if worker else (0, 1)
 
 
 class Batches(Stream):

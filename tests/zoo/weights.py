@@ -195,28 +195,14 @@ class ZeroesGradients(Classifier):
             p.grad = None
 
 
-class HooksScale(Classifier):
-    """``register_hook`` on a parameter, element-wise."""
+class Hooked(Classifier):
+    """``register_hook`` on the head's weight, or on one of each block."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor], of_head: bool = False) -> None:
         super().__init__()
-        self.net.head.weight.register_hook(lambda grad: grad * 0.1)
-
-
-class HooksInBlocks(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.net.blocks:
-            block.fc1.weight.register_hook(lambda grad: grad * 0.1)
-
-
-class HooksNormalize(Classifier):
-    """A hook that needs the whole gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.net.blocks:
-            block.fc1.weight.register_hook(lambda grad: 0.1 * grad / (grad.norm() + 1e-2))
+        layers = [self.net.head] if of_head else [block.fc1 for block in self.net.blocks]
+        for layer in layers:
+            layer.weight.register_hook(change)
 
 
 class HooksMask(Classifier):
@@ -465,9 +451,19 @@ ROWS = [
     Row("counts parameters", CountsParameters, vectors, either="tensor, pipeline"),
     Row("halves gradients", HalvesGradients, vectors, equal="zero3, tensor, pipeline"),
     Row("drops gradients", ZeroesGradients, vectors, either="zero1, zero2"),
-    Row("hook on the head's weight", HooksScale, vectors, either="zero3, tensor, pipeline"),
-    Row("hooks on blocks' weights", HooksInBlocks, vectors, either="zero3, tensor"),
-    Row("hooks that normalize", HooksNormalize, vectors, either="tensor"),
+    Row(
+        "hook on the head's weight",
+        partial(Hooked, lambda grad: grad * 0.1, True),
+        vectors,
+        either="zero3, tensor, pipeline",
+    ),
+    Row("hooks on blocks' weights", partial(Hooked, lambda grad: grad * 0.1), vectors, either="zero3, tensor"),
+    Row(
+        "hooks that normalize",
+        partial(Hooked, lambda grad: 0.1 * grad / (grad.norm() + 1e-2)),
+        vectors,
+        either="tensor",
+    ),
     Row("hooks that mask", HooksMask, vectors, either="zero3, tensor"),
     Row("hooks after accumulation", HooksAfter, vectors, either="zero3, tensor, pipeline"),
     Row("momentum encoder", MomentumEncoder, vectors, either="zero3, pipeline"),
