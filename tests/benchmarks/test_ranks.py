@@ -3,13 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+from tests.pool import ROOT
 
 
 def rank_sum(offset: int) -> float:

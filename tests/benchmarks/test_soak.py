@@ -34,9 +34,9 @@ from benchmarks.soak.killer import COMMAND, DELETION, EVERY, RECOVERY, SAVE, Ins
 from benchmarks.soak.left import abandoned, segments
 from benchmarks.soak.plan import draw_kills, draw_run
 from tests.checkpoint import small
+from tests.pool import ROOT
 from trainwright.checkpoint.read.find import list_checkpoints
 
-ROOT = Path(__file__).parents[2]
 INSTANTS = {SAVE: {0: 7, 1: 1}, DELETION: {0: 8, 1: 0}, RECOVERY: {0: 30, 1: 7, COMMAND: 20}}
 
 

@@ -15,6 +15,7 @@ import torch
 import yaml
 from hydra.core.config_store import ConfigStore
 
+from tests.docs.blocks import ROOT
 from tests.parity.layout_modules import LENGTH, make_module
 from tests.planning.bytes_of_ranks import Predictor, predictor
 from trainwright.core.device_profiles import profile_named
@@ -33,7 +34,6 @@ from trainwright.strategies.contract.registry import strategy_names
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import plan_splits
 
-ROOT = Path(__file__).parents[2]
 DOCS, YAMLS = ROOT / "docs", ROOT / "conf" / "strategy"
 PAGES = DOCS / "strategies"
 SECTIONS = ("When", "What it costs", "What it needs of the model", "What is refused", "Keys")

@@ -111,23 +111,13 @@ def train(
     accumulation: int,
     variant: str = "plain",
     options: dict[str, Any] | None = None,
-    samples: int = SAMPLES,
+    data: Dataset | None = None,
     **trainer_options: Any,
 ) -> Record:
     recorder, written = Gradients(), Written()
-    trainer_options.setdefault("global_batch_size", GLOBAL_BATCH)
-    trainer = make_trainer(
-        strategy,
-        options,
-        **{
-            "loss_weighting": "tokens",
-            "max_steps": STEPS,
-            "callbacks": [recorder, GlobalLoss(2)],
-            "logger": written,
-            **trainer_options,
-        },
-    )
-    loader = DataLoader(Labelled(samples), batch_size=GLOBAL_BATCH // (world_size() * accumulation))
+    given = {"global_batch_size": GLOBAL_BATCH, "loss_weighting": "tokens", "max_steps": STEPS, **trainer_options}
+    trainer = make_trainer(strategy, options, callbacks=[recorder, GlobalLoss(2)], logger=written, **given)
+    loader = DataLoader(data or Labelled(), batch_size=GLOBAL_BATCH // (world_size() * accumulation))
     trainer.fit(MaskedModel(variant), loader)
     recorder.record.losses = list(written.column("loss").values())
     return recorder.record
@@ -187,26 +177,17 @@ def test_replicas_of_shards(ranks):
     check(ranks(train, 4, "zero2", 3, options={"replicate": 2}), one_process())
 
 
+class Unlabelled(Labelled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels.fill_(-100)
+
+
 def test_a_step_without_any_token_changes_nothing(ranks):
-    for record in ranks(train_unlabelled, 2):
+    for record in ranks(train, 2, "ddp", 1, data=Unlabelled(), max_steps=2):
         assert record.losses == [0.0, 0.0]
         assert all(not gradient.any() for gradient in record.gradients.values())
         assert all(value.isfinite().all() for value in record.parameters.values())
-
-
-def train_unlabelled() -> Record:
-    class Unlabelled(Labelled):
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            sample = super().__getitem__(index)
-            return {**sample, "labels": torch.full_like(sample["labels"], -100)}
-
-    recorder, written = Gradients(), Written()
-    trainer = make_trainer(
-        "ddp", loss_weighting="tokens", max_steps=2, callbacks=[recorder, GlobalLoss(1)], logger=written
-    )
-    trainer.fit(MaskedModel(), DataLoader(Unlabelled(), batch_size=3))
-    recorder.record.losses = list(written.column("loss").values())
-    return recorder.record
 
 
 # ---- Off ------------------------------------------------------------------------------------------------------------
@@ -228,11 +209,9 @@ def mean_of_means(accumulation: int) -> dict[str, Tensor]:
 
 def test_the_default_is_the_mean_of_means_bit_for_bit():
     expected = mean_of_means(3)
-    for options in ({}, {"loss_weighting": "micro_batch"}):
-        options = {"loss_weighting": "micro_batch", **options, "max_steps": 3}
-        found = train("single", 3, samples=36, **options).parameters
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-    weighed = train("single", 3, samples=36, max_steps=3).parameters
+    found = train("single", 3, data=Labelled(36), loss_weighting="micro_batch", max_steps=3).parameters
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    weighed = train("single", 3, data=Labelled(36), max_steps=3).parameters
     assert not any(torch.allclose(weighed[name], value, rtol=1e-4) for name, value in expected.items())
 
 
