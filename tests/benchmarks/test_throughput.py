@@ -3,7 +3,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from benchmarks.flops import flops_per_token, model_flops_utilization
 from benchmarks.peers.plain_gpt import PlainRun, PlainTraining
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.throughput import Plan, configure, measure, rows_of
+from tests.parity.harness import Losses
 from trainwright import Trainer, compose
 from trainwright.recipes.gpt.model import GPT, GPTConfig
 from trainwright.recipes.gpt.module import GPTModule
@@ -66,14 +66,6 @@ def test_the_loops_written_by_hand_train_the_same_model(ranks, text):
     assert ddp == pytest.approx(zero3, rel=1e-6)
 
 
-class Losses(pl.Callback):
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].item())
-
-
 def test_both_sides_compute_the_same(text):
     """On the same weights and batches, with clipping, schedule and weight decay."""
     config, steps = GPTConfig(layers=2, dim=32, seq_len=16), 6
@@ -88,7 +80,7 @@ def test_both_sides_compute_the_same(text):
         expected.append(by_hand.loss.item())
     trainer = Trainer(accelerator="cpu", gradient_clip_val=1.0, max_epochs=1, callbacks=[losses], **PLAIN_TRAINER)
     trainer.fit(module, DataLoader(batches, batch_size=None))
-    assert losses.losses == pytest.approx(expected, rel=1e-6)
+    assert losses.record.losses == pytest.approx(expected, rel=1e-6)
     assert expected[0] != expected[-1]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.callbacks.modules import Written
 from tests.parity.harness import QUIET, whole, world_size
 from trainwright.strategies.contract.registry import make_strategy
 
@@ -67,28 +67,6 @@ class Learner(pl.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class MemoryLogger(Logger):
-    """Keeps logged values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[dict[str, float], int | None]] = []
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append((metrics, step))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 def listen_in_module(module: pl.LightningModule, calls: list[str], hooks: list[str]) -> None:
@@ -165,7 +143,7 @@ def record(
         listen_in_module(module, calls, hooks)
     if stop:
         module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 3 else None  # type: ignore[method-assign]
-    logger = MemoryLogger()
+    logger = Written()
     generous = {"log_every_n_steps": 1, "use_distributed_sampler": False, "logger": logger}
     settings = {**QUIET, **generous, **options}
     if options.get("barebones"):
@@ -181,7 +159,7 @@ def record(
     return {
         "calls": calls,
         "progress": progress,
-        "logged": logger.logged,
+        "logged": logger.rows,
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "weights": {name: whole(value).tolist() for name, value in module.state_dict().items()},
     }
