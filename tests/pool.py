@@ -24,6 +24,7 @@ import gc
 import multiprocessing.forkserver
 import os
 import pickle
+import pkgutil
 import random
 import re
 import signal
@@ -37,7 +38,6 @@ from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -207,7 +207,7 @@ def _run_case(case: Case) -> tuple[str, Any, float]:
     try:
         with _clean_process(case), warnings.catch_warnings():
             try:
-                result = pickle.dumps(_imported(case.module, case.name)(*case.args, **case.kwargs))
+                result = pickle.dumps(pkgutil.resolve_name(f"{case.module}:{case.name}")(*case.args, **case.kwargs))
             finally:
                 # Before cleaning up, which closes connections, so that other ranks fail later.
                 ended = time.monotonic()
@@ -215,13 +215,6 @@ def _run_case(case: Case) -> tuple[str, Any, float]:
         return "result", result, ended
     except BaseException:  # SystemExit too
         return "error", traceback.format_exc(), ended
-
-
-def _imported(module: str, name: str) -> Any:
-    found: Any = import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 @contextmanager

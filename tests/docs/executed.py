@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from tests.docs.blocks import Block
 from tests.imported import forget_modules_of
@@ -55,14 +56,11 @@ def run_script(words: Sequence[str]) -> int:
     Returns:
         The number of ranks that its Trainer asks for: if that is another one than there are, it was stopped there.
     """
-    given, sys.argv = sys.argv, list(words)
     try:
-        with reader_here():
+        with reader_here(), patch.object(sys, "argv", list(words)):
             runpy.run_path(words[0], run_name="__main__")
     except _OtherRanksError as asked:
         return asked.devices
-    finally:
-        sys.argv = given
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -134,8 +132,5 @@ def small_runs() -> Iterator[None]:
         quiet = {"logger": CSVLogger("."), "enable_progress_bar": False, "enable_model_summary": False}
         original(self, **{**quiet, **given, "accelerator": "cpu"})
 
-    Trainer.__init__ = init  # type: ignore[method-assign]
-    try:
+    with patch.object(Trainer, "__init__", init):
         yield
-    finally:
-        Trainer.__init__ = original  # type: ignore[method-assign]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.pool import free_port
 
 FEW, MORE, KEPT = 1, 2, 60
 """Steps of a run, of one that resumes such a run, and the largest number that is kept as typed."""
@@ -93,9 +94,7 @@ def _several_agents(word: str) -> str:
     if word.startswith("--nproc-per-node="):
         return "--nproc-per-node=2"
     if word.startswith("--rdzv-endpoint="):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
+        return f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     return word
 
 

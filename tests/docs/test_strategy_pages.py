@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
 import re
 from functools import cache
 from pathlib import Path
@@ -97,13 +95,6 @@ def keys_of_page(file: Path, seen: frozenset[Path]) -> set[str]:
 
 # ---- formulas -----------------------------------------------------------------------------------------------------
 
-_OPERATORS: dict[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
 
 def value_of(formula: str, **values: float) -> float:
     """A formula as the pages write it, where names beside each other are multiplied.
@@ -112,16 +103,7 @@ def value_of(formula: str, **values: float) -> float:
     40.0
     """
     spaced = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
-    return _evaluate(ast.parse(spaced, mode="eval").body, values)
-
-
-def _evaluate(node: ast.expr, values: dict[str, float]) -> float:
-    if isinstance(node, ast.BinOp):
-        return float(_OPERATORS[type(node.op)](_evaluate(node.left, values), _evaluate(node.right, values)))
-    if isinstance(node, ast.Constant):
-        return float(node.value)
-    assert isinstance(node, ast.Name), ast.dump(node)
-    return values[node.id]
+    return float(eval(spaced, {"__builtins__": {}}, values))
 
 
 def formula_of(name: str, row: str) -> str:
@@ -134,7 +116,7 @@ def formula_of(name: str, row: str) -> str:
 def test_formulas_are_read_as_they_are_written():
     assert value_of("4 P (m + 1) (N - 1) / N", P=10, m=3, N=4) == 120
     assert value_of("16 Pw + 16 Ps / N", Pw=1, Ps=8, N=4) == 48
-    with pytest.raises(KeyError):
+    with pytest.raises(NameError):
         value_of("16 Q", P=1)
 
 

@@ -40,35 +40,26 @@ def chosen(everything: bool, themes: list[str] | None, limit: int | None) -> dic
     return {key: SAMPLE[key] for key in names[:limit]}
 
 
-class Worker:
-    """Tries rows on ranks of its own.
+def outcomes_of(pool: RankPool, device: str, theme: str, name: str, layouts: dict[str, bool]) -> dict[str, str]:
+    """Return the outcome of each cell of a row, on ranks that share ``device``: ``"cuda"`` or ``"cpu"``."""
 
-    Args:
-        device: ``"cuda"`` or ``"cpu"``.
-    """
+    def ranks(function: Any, world_size: int, *args: Any, timeout: float = TIMEOUT, **_: Any) -> list[Any]:
+        case = (None if world_size == 1 else device, function.__module__, function.__qualname__)
+        return pool.run(on_device, world_size, device, case, *args, timeout=timeout, init_group=False)
 
-    def __init__(self, device: str) -> None:
-        self._device, self._pool = device, RankPool()
-
-    def outcomes(self, theme: str, name: str, layouts: dict[str, bool]) -> dict[str, str]:
-        """Return the outcome of each cell of a row."""
-        try:
-            return tried(self._ranks, theme, find(theme, name), layouts, TIMEOUT)
-        except AssertionError as error:
-            return dict.fromkeys(layouts, f"no reference: {' '.join(str(error).split())[-300:]}")
-
-    def _ranks(self, function: Any, world_size: int, *args: Any, timeout: float = TIMEOUT, **_: Any) -> list[Any]:
-        case = (None if world_size == 1 else self._device, function.__module__, function.__qualname__)
-        return self._pool.run(on_device, world_size, self._device, case, *args, timeout=timeout, init_group=False)
+    try:
+        return tried(ranks, theme, find(theme, name), layouts, TIMEOUT)
+    except AssertionError as error:
+        return dict.fromkeys(layouts, f"no reference: {' '.join(str(error).split())[-300:]}")
 
 
 def work(options: argparse.Namespace) -> None:
     """Try this worker's share of the cells; write the outcomes that are there so far after each row."""
-    worker, known = Worker(options.device), recorded()
+    pool, known = RankPool(), recorded()
     rows = list(chosen(options.all, options.themes, options.limit).items())
     outcomes: dict[str, str] = {}
     for (theme, name), layouts in rows[options.share :: options.workers]:
-        for layout, outcome in worker.outcomes(theme, name, layouts).items():
+        for layout, outcome in outcomes_of(pool, options.device, theme, name, layouts).items():
             outcomes[f"{theme}:{name} | {layout}"] = outcome
             if shortened(outcome) != known[theme][name][layout]:
                 print(f"{theme}:{name} | {layout}: {outcome[:400]} instead of {known[theme][name][layout]}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -38,20 +39,12 @@ def larger(batch: int) -> Any:
 
 def build(path: str, **options: Any) -> nn.Module:
     """A model: ``path`` is a class by file, or the function that makes one; options with a dot are looked up, too."""
-    file, name = path.split(".")
-    found = {key: _looked_up(value) if isinstance(value, str) else value for key, value in options.items()}
-    model: nn.Module = getattr(getattr(models(), file), name)(num_classes=CLASSES, **found)
+    found = {key: attrgetter(value)(models()) if isinstance(value, str) else value for key, value in options.items()}
+    model: nn.Module = attrgetter(path)(models())(num_classes=CLASSES, **found)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2)  # weights that are zero at first would hide what is wrong behind them
     return model.train()
-
-
-def _looked_up(path: str) -> Any:
-    value: Any = models()
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 class Pictures(Classifier):
