@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.command.project import command, environment
+from tests.parity.harness import QUIET
 from tests.warm import warm_run
 from trainwright import Trainer
 from trainwright.checkpoint.read.run_state import RunState
@@ -45,13 +46,8 @@ def fit(
     trainer = kind(
         max_epochs=2,
         devices=4 if options else 1,
-        accelerator="cpu",
-        logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **strategy,
+        **{**QUIET, "logger": CSVLogger(folder, name="", version=""), **strategy},
     )
     data = MyTokens()
     if shuffled:

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.parity.harness import QUIET
-from trainwright import Trainer
-from trainwright.strategies.contract.registry import make_strategy
+from tests.parity.harness import make_trainer
 
 
 class Block(nn.Module):
@@ -48,12 +46,7 @@ class Thawing(pl.LightningModule):
             parameter.requires_grad_(False)
 
     def frozen(self) -> list[nn.Parameter]:
-        return [
-            *self.enter.parameters(),
-            *self.layers[0].parameters(),
-            *self.layers[1].parameters(),
-            *self.scale.parameters(),
-        ]
+        return [p for part in (self.enter, *self.layers[:2], self.scale) for p in part.parameters()]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.enter(batch)
@@ -81,13 +74,7 @@ class Thawing(pl.LightningModule):
 def trained(strategy: str, options: dict[str, Any], adds: bool = False) -> dict[str, Tensor]:
     """Train three epochs; return all parameters, after a check that ranks agree."""
     module = Thawing(adds)
-    trainer = Trainer(
-        max_epochs=3,
-        devices=dist.get_world_size(),
-        strategy=make_strategy(strategy, certificate="off", **options),
-        gradient_clip_val=1.0,
-        **QUIET,
-    )
+    trainer = make_trainer(strategy, options, max_epochs=3, gradient_clip_val=1.0)
     trainer.fit(module)
     for name, parameter in module.named_parameters():
         if trainer.strategy.layout.replicate == dist.get_world_size() and type(parameter.data) is Tensor:
