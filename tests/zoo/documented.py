@@ -135,6 +135,7 @@ class Transferred(Classifier):
 
 
 ALL = "zero3, tensor, pipeline"
+CLIPPED, ACCUMULATED = partial(dict, gradient_clip_val=0.5), partial(dict, accumulate_grad_batches=2)
 ROWS = [
     Row("LoRA", lora(), texts, equal=f"ddp, zero2, {ALL}, tensor x shard"),
     Row("LoRA, all layers", lora(target_modules="all-linear"), texts, equal=ALL),
@@ -161,15 +162,7 @@ ROWS = [
         either="pipeline",
         observe=lambda _, module: module.seen(),
     ),
-    Row(
-        "schedule and clipping",
-        stepped(scheduled),
-        vectors,
-        equal=f"ddp, zero2, {ALL}",
-        trainer=lambda: {"gradient_clip_val": 0.5},
-    ),
-    Row(
-        "accumulation", stepped(scheduled), vectors, equal=f"ddp, {ALL}", trainer=lambda: {"accumulate_grad_batches": 2}
-    ),
+    Row("schedule and clipping", stepped(scheduled), vectors, equal=f"ddp, zero2, {ALL}", trainer=CLIPPED),
+    Row("accumulation", stepped(scheduled), vectors, equal=f"ddp, {ALL}", trainer=ACCUMULATED),
     Row("transfer learning", Transferred, vectors, equal=f"ddp, {ALL}"),
 ]

@@ -561,34 +561,25 @@ class Repeats(Gpt):
 
 
 MOST, DATA = "zero3, tensor, pipeline, context", "ddp, zero3, tensor, pipeline"
+SPLIT = "zero3, tensor, sequence, pipeline"
 ROWS = [
     Row("recomputes within blocks", gpt(RecomputesInside), tokens, equal="zero3, tensor, pipeline, context"),
     Row("recomputes blocks", text(Recomputes), tokens, either=MOST),
     Row("recomputes, reentrant", text(partial(Recomputes, reentrant=True)), tokens, either=DATA),
     Row("recomputes in parts", net(RecomputesSequential), vectors, either="zero3, tensor, pipeline"),
     Row("activation with its gradient", mlp(partial(Mlp, between=_Swish.apply)), tokens, either=MOST),
-    Row("product with its gradient", mlp(OwnProduct), tokens, either="zero3, tensor, sequence, pipeline"),
-    Row(
-        "binary weights",
-        mlp(partial(RoundedWeights, _Binary.apply)),
-        tokens,
-        either="zero3, tensor, sequence, pipeline",
-    ),
-    Row("rounded weights", mlp(RoundedWeights), tokens, either="zero3, tensor, sequence, pipeline"),
+    Row("product with its gradient", mlp(OwnProduct), tokens, either=SPLIT),
+    Row("binary weights", mlp(partial(RoundedWeights, _Binary.apply)), tokens, either=SPLIT),
+    Row("rounded weights", mlp(RoundedWeights), tokens, either=SPLIT),
     Row(
         "rounded weights by row",
         mlp(partial(RoundedWeights, partial(rounded, dim=(1,)))),
         tokens,
         either="zero3, tensor, pipeline",
     ),
-    Row(
-        "rounded activations",
-        mlp(partial(Mlp, between=rounded_activations)),
-        tokens,
-        either="zero3, tensor, sequence, pipeline, context",
-    ),
+    Row("rounded activations", mlp(partial(Mlp, between=rounded_activations)), tokens, either=f"{SPLIT}, context"),
     Row("reversed gradients", Adversarial, vectors, either=DATA),
-    Row("scripted function", mlp(Scripted), tokens, either="zero3, tensor, sequence, pipeline"),
+    Row("scripted function", mlp(Scripted), tokens, either=SPLIT),
     Row(
         "compiled function",
         mlp(lambda: Mlp(between=torch.compile(lambda hidden: F.gelu(hidden) * 0.9, backend="eager"))),
@@ -610,8 +601,8 @@ ROWS = [
     Row("adaptive softmax", Adaptive, tokens, either=f"ddp, {MOST}"),
     Row("sampled softmax", Sampled, tokens, either=MOST),
     Row("torch's decoder", text(TorchDecoder), tokens, either=MOST),
-    Row("two tokens ahead", SeveralTokens, tokens, either="zero3, tensor, sequence, pipeline, context"),
-    Row("z-loss", Normalizer, tokens, either="zero3, tensor, sequence, pipeline, context"),
+    Row("two tokens ahead", SeveralTokens, tokens, either=f"{SPLIT}, context"),
+    Row("z-loss", Normalizer, tokens, either=f"{SPLIT}, context"),
     Row("label smoothing", Smoothed, tokens, either="tensor, pipeline, context"),
     Row("categorical distribution", Distributions, tokens, either=MOST),
     Row("top-k of logits", BestOfTwo, tokens, either="tensor, pipeline, context"),
@@ -620,7 +611,7 @@ ROWS = [
     Row("hard choices", Gumbel, noisy, either=DATA),
     Row("sliding window", gpt(partial(Layer, Window)), tokens, either="tensor, pipeline, context, ulysses, gather"),
     Row("Perceiver", partial(LastWord, Perceiver), tokens, either=MOST),
-    Row("mixture of depths", gpt(SomePositions), tokens, either="zero3, tensor, sequence, pipeline, context"),
+    Row("mixture of depths", gpt(SomePositions), tokens, either=f"{SPLIT}, context"),
     Row("wrappers", text(lambda: Delegates(Gpt())), tokens, either=MOST),
     Row("wrapped blocks", gpt(lambda: Delegates(Layer())), tokens, either=MOST),
     Row("backward hooks", stack(SlowGradients), vectors, either=DATA),

@@ -414,6 +414,8 @@ def pairs(batch: int) -> Any:
     return loader(batch, *images(batch).dataset.tensors)
 
 
+ACCUMULATED = partial(dict, accumulate_grad_batches=2, max_steps=2)
+CLIPPED = partial(dict, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 ROWS = [
     Row(
         "GPT",
@@ -422,21 +424,9 @@ ROWS = [
         equal="ddp, zero2, zero3, tensor, pipeline, zero1, sequence, interleaved, context, gather",
     ),
     Row("GPT, AdamW", lambda: LanguageModel(optimizer=adamw), tokens, equal="zero3, pipeline"),
-    Row(
-        "GPT, accumulation",
-        LanguageModel,
-        tokens,
-        trainer=lambda: {"accumulate_grad_batches": 2, "max_steps": 2},
-        equal="zero3, pipeline",
-    ),
+    Row("GPT, accumulation", LanguageModel, tokens, trainer=ACCUMULATED, equal="zero3, pipeline"),
     Row("GPT, clipping", LanguageModel, tokens, trainer=lambda: {"gradient_clip_val": 0.1}, equal="zero3, pipeline"),
-    Row(
-        "GPT, clipping by value",
-        LanguageModel,
-        tokens,
-        trainer=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        equal="zero3, pipeline",
-    ),
+    Row("GPT, clipping by value", LanguageModel, tokens, trainer=CLIPPED, equal="zero3, pipeline"),
     Row("masked language model", MaskedLanguage, tokens, equal="zero3, pipeline"),
     Row("encoder and decoder", EncoderDecoder, tokens, equal="zero3", either="pipeline"),
     Row("CNN", net(cnn), images, equal="ddp, zero3"),

@@ -14,6 +14,8 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 from tests.zoo.base import CLASSES, DIM, Block, Classifier, Layer, Stack, gpt, net, stack, tokens, vectors
 from tests.zoo.cells import Row
 
+SCALE = torch.full((DIM,), 0.1)
+
 
 class BatchNormBlock(Block):
     def __init__(self) -> None:
@@ -91,7 +93,7 @@ class ScaledBlock(Block):
 class LayerScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((DIM,), 0.1))
+        self.gamma = nn.Parameter(SCALE.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul(self.gamma)
@@ -258,41 +260,24 @@ class ByStep(Classifier):
         return loss
 
 
+def changed(change: Callable[[nn.Module], Any], *layers: str) -> Callable[[], Classifier]:
+    """Blocks with ``change`` of some of their layers."""
+    return stack(partial(Parametrized, change, *layers))
+
+
 ROWS = [
     Row("BatchNorm in blocks", stack(BatchNormBlock), vectors, either="tensor, pipeline, interleaved"),
     Row("BatchNorm in evaluation", FrozenStatistics, vectors, equal="tensor, pipeline"),
     Row("BatchNorm before the blocks", StemNorm, vectors, either="tensor, pipeline"),
     Row("BatchNorm after the blocks", net(HeadNorm), vectors, either="tensor, pipeline"),
     Row("running mean by hand", stack(RenormBlock), vectors, either="tensor, pipeline"),
-    Row("spectral norm", stack(partial(Parametrized, spectral_norm, "fc1")), vectors, either="tensor, pipeline"),
-    Row(
-        "spectral norm, old",
-        stack(partial(Parametrized, nn.utils.spectral_norm, "fc1")),
-        vectors,
-        either="tensor, pipeline",
-    ),
-    Row(
-        "weight norm",
-        stack(partial(Parametrized, weight_norm, "fc1", "fc2")),
-        vectors,
-        equal="pipeline",
-        either="tensor",
-    ),
-    Row(
-        "weight norm, old",
-        stack(partial(Parametrized, nn.utils.weight_norm, "fc1")),
-        vectors,
-        equal="pipeline",
-        either="tensor",
-    ),
-    Row("orthogonal weights", stack(partial(Parametrized, orthogonal, "fc1")), vectors, either="tensor, pipeline"),
+    Row("spectral norm", changed(spectral_norm, "fc1"), vectors, either="tensor, pipeline"),
+    Row("spectral norm, old", changed(nn.utils.spectral_norm, "fc1"), vectors, either="tensor, pipeline"),
+    Row("weight norm", changed(weight_norm, "fc1", "fc2"), vectors, equal="pipeline", either="tensor"),
+    Row("weight norm, old", changed(nn.utils.weight_norm, "fc1"), vectors, equal="pipeline", either="tensor"),
+    Row("orthogonal weights", changed(orthogonal, "fc1"), vectors, either="tensor, pipeline"),
     Row("standardized weights", stack(StandardizedBlock), vectors, equal="tensor, pipeline"),
-    Row(
-        "layer scale in a block",
-        stack(partial(ScaledBlock, torch.full((DIM,), 0.1))),
-        vectors,
-        equal="tensor, pipeline",
-    ),
+    Row("layer scale in a block", stack(partial(ScaledBlock, SCALE)), vectors, equal="tensor, pipeline"),
     Row("layer scale modules", gpt(ScaledLayer), tokens, equal="tensor, pipeline"),
     Row("norm after", gpt(PostNorm), tokens, equal="tensor, pipeline"),
     Row("norms around", gpt(Sandwich), tokens, equal="tensor, pipeline"),

@@ -205,6 +205,15 @@ class Hooked(Classifier):
             layer.weight.register_hook(change)
 
 
+def damped(grad: Tensor) -> Tensor:
+    return grad * 0.1
+
+
+def normalized(grad: Tensor) -> Tensor:
+    """Needs the whole gradient."""
+    return 0.1 * grad / (grad.norm() + 1e-2)
+
+
 class HooksMask(Classifier):
     """Keeps some rows as they are, as when new words are learned beside old ones."""
 
@@ -451,19 +460,9 @@ ROWS = [
     Row("counts parameters", CountsParameters, vectors, either="tensor, pipeline"),
     Row("halves gradients", HalvesGradients, vectors, equal="zero3, tensor, pipeline"),
     Row("drops gradients", ZeroesGradients, vectors, either="zero1, zero2"),
-    Row(
-        "hook on the head's weight",
-        partial(Hooked, lambda grad: grad * 0.1, True),
-        vectors,
-        either="zero3, tensor, pipeline",
-    ),
-    Row("hooks on blocks' weights", partial(Hooked, lambda grad: grad * 0.1), vectors, either="zero3, tensor"),
-    Row(
-        "hooks that normalize",
-        partial(Hooked, lambda grad: 0.1 * grad / (grad.norm() + 1e-2)),
-        vectors,
-        either="tensor",
-    ),
+    Row("hook on the head's weight", partial(Hooked, damped, True), vectors, either="zero3, tensor, pipeline"),
+    Row("hooks on blocks' weights", partial(Hooked, damped), vectors, either="zero3, tensor"),
+    Row("hooks that normalize", partial(Hooked, normalized), vectors, either="tensor"),
     Row("hooks that mask", HooksMask, vectors, either="zero3, tensor"),
     Row("hooks after accumulation", HooksAfter, vectors, either="zero3, tensor, pipeline"),
     Row("momentum encoder", MomentumEncoder, vectors, either="zero3, pipeline"),
