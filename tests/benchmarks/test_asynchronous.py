@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from benchmarks.asynchronous import Taken, goals_of, rows_of
 
 

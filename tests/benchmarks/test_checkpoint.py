@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from benchmarks.checkpoint import Model, measure_loading, measure_saving, saving_rows
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.pipeline import CASES, Case, Measured, Waits, goals_of, idle_share, measure, orders_of, rows_of
