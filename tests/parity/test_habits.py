@@ -29,15 +29,8 @@ class ReturnsDict(LanguageModel):
         return {"loss": self.loss(batch), "extra": torch.zeros(3)}
 
 
-class Penalises(LanguageModel):
-    """Uses parameters outside of the submodules that own them."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) + 1e-2 * sum(p.square().sum() for p in self.parameters())
-
-
 class PenalisesWhole(LanguageModel):
-    """The same, with sharded parameters."""
+    """Uses parameters outside of the submodules that own them, where sharded as whole tensors."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.parameters())

@@ -288,6 +288,7 @@ def uneven(batch: int) -> tuple[Any, Any]:
 AFTER_STEPS = partial(dict, val_check_interval=3, check_val_every_n_epoch=None)
 # One epoch, to its end.
 EPOCH = partial(dict, max_epochs=1, max_steps=-1)
+SYNCED = ("loss_synced", "loss_epoch", "sum_synced", "max_synced")
 
 
 def _metric(name: str, make: Callable[[], Classifier], *synced: str, **options: Any) -> Row:
@@ -313,15 +314,7 @@ ROWS = [
         either="tensor, pipeline, ddp",
         late=True,
     ),
-    Row(
-        "sync_dist",
-        LogsSynced,
-        vectors,
-        trainer=EPOCH,
-        equal="tensor",
-        either="pipeline",
-        synced=("loss_synced", "loss_epoch", "sum_synced", "max_synced"),
-    ),
+    _metric("sync_dist", LogsSynced, *SYNCED, equal="tensor", either="pipeline"),
     Row("barriers", Barrier, vectors, equal="ddp, tensor", either="pipeline"),
     Row("strategy.reduce", ReducesByHand, vectors, equal="tensor", either="pipeline", synced=("mean",)),
     Row("torch.distributed", TorchCollective, vectors, equal="ddp", either="tensor, pipeline", synced=("mean",)),
