@@ -111,6 +111,10 @@ class Positions(TorchFunctionMode):
 
     def _rows(self, table: Tensor, index: Any) -> Tensor:
         entries = list(index) if isinstance(index, tuple) else [index]
+        for at, entry in enumerate(entries):
+            if entry is Ellipsis:
+                entries[at : at + 1] = [slice(None)] * (table.ndim - len(entries) + 1)
+                break
         total = self.held * self._order.size
         counted = [at for at, entry in enumerate(entries) if self._is_beginning(entry) and table.size(at) > self.held]
         if not counted or not all(isinstance(entry, slice | int) for entry in entries) or not self._counts():

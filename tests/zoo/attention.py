@@ -14,6 +14,7 @@ from tests.zoo.base import DIM, LENGTH, Attention, LanguageModel, Layer, gpt, se
 from tests.zoo.cells import Row
 
 HEADS, SIZE = 4, DIM // 4
+RECOMPUTED = {"activation_checkpointing": "full"}
 
 
 class Packed(nn.Module):
@@ -201,6 +202,49 @@ class Rotary(Attention):
         return super().attend(self.turn(q), self.turn(k), v)
 
 
+class RotaryTable(Attention):
+    """Rotary embeddings from tables in buffers, of as many rows as there are positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angle = torch.outer(torch.arange(32.0), 100.0 ** -torch.arange(0, 1, 2 / SIZE)).repeat(1, 2)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin()[None, None], persistent=False)
+
+    def turn(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * self.cos[: x.shape[2]] + torch.cat((-b, a), -1) * self.sin[:, :, : x.shape[2]]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(self.turn(q), self.turn(k), v)
+
+
+class RotaryKept(RotaryTable):
+    """Tables that grow with the longest input."""
+
+    def turn(self, x: Tensor) -> Tensor:
+        if x.shape[2] > getattr(self, "rows", 0):
+            angle = torch.outer(torch.arange(float(x.shape[2])), 100.0 ** -torch.arange(0, 1, 2 / SIZE)).repeat(1, 2)
+            self.rows, self.cos, self.sin = x.shape[2], angle.cos(), angle.sin()[None, None]
+        return super().turn(x)
+
+
+class TrainedPositions(Attention):
+    """Trained positions in each block, and a mask from a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where, self.more = nn.Parameter(torch.randn(1, 32, DIM) / 10), nn.Embedding(32, DIM)
+        self.register_buffer("mask", torch.ones(32, 32, dtype=torch.bool).tril()[None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.size(1)
+        return super().forward(x + self.where[:, :length] + self.more(torch.arange(length, device=x.device)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[..., : q.shape[2], : q.shape[2]])
+
+
 class RelativeBias(Attention):
     """T5's bias: a table of positions by heads."""
 
@@ -345,7 +389,11 @@ ROWS = [
     Row("grouped queries", lm(Grouped), tokens, equal="tensor, context"),
     Row("one key head", lm(partial(Grouped, 1)), tokens, either="tensor, context"),
     Row("MultiheadAttention", lm(Torch), tokens, equal="tensor", either="context"),
-    Row("rotary", lm(Rotary), tokens, equal="tensor", either="context"),
+    Row("rotary", lm(Rotary), tokens, equal="tensor, context, ulysses"),
+    Row("rotary, recomputed", lm(Rotary), tokens, equal="context", options={"context": RECOMPUTED}),
+    Row("rotary from tables", lm(RotaryTable), tokens, equal="context, context x shard"),
+    Row("rotary from growing tables", lm(RotaryKept), tokens, equal="tensor", either="context"),
+    Row("positions and masks in blocks", lm(TrainedPositions), tokens, equal="tensor, context, context x shard"),
     Row("relative bias", lm(RelativeBias), tokens, equal="tensor", either="context"),
     Row("talking heads", lm(TalkingHeads), tokens, equal="tensor", either="context"),
     Row("temperature by head", lm(Temperature), tokens, equal="tensor", either="context"),

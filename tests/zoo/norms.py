@@ -265,7 +265,21 @@ def changed(change: Callable[[nn.Module], Any], *layers: str) -> Callable[[], Cl
     return stack(partial(Parametrized, change, *layers))
 
 
+class ActivationNorm(Block):
+    """Sets its weights from the first batch (Glow)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale, self.is_set = nn.Parameter(torch.zeros(DIM)), nn.Parameter(torch.ones(DIM)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.is_set:
+            self.shift.data, self.scale.data, self.is_set = -x.detach().mean(0), 1 / x.detach().std(0), True
+        return super().forward((x + self.shift) * self.scale)
+
+
 ROWS = [
+    Row("activation norm", stack(ActivationNorm), vectors, either="ddp, zero2, pipeline, servers", late=True),
     Row("BatchNorm in blocks", stack(BatchNormBlock), vectors, either="tensor, pipeline, interleaved"),
     Row("BatchNorm in evaluation", FrozenStatistics, vectors, equal="tensor, pipeline"),
     Row("BatchNorm before the blocks", StemNorm, vectors, either="tensor, pipeline"),

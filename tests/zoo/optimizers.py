@@ -354,7 +354,24 @@ class Counting(Custom):
             p.add_(p.grad, alpha=-group["lr"] / group["k"])
 
 
+class Replaced(Classifier):
+    """Another optimizer from the start of training on."""
+
+    def on_train_start(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01)]
+
+
+class Forgetting(Classifier):
+    """Scales the momentum down after a step (ReLoRA)."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for state in self.optimizers().optimizer.state.values():
+            state["momentum_buffer"].mul_(0.1)
+
+
 ROWS = [
+    Row("replaced in a hook", Replaced, vectors, equal="ddp", either="zero2, tensor"),
+    Row("state changed in a hook", Forgetting, vectors, equal="ddp", either="zero2, tensor", late=True),
     Row("SGD", own(torch.optim.SGD, lr=0.1), vectors, equal="ddp, zero1, zero2, zero3, tensor, pipeline"),
     Row(
         "SGD with Nesterov's momentum",

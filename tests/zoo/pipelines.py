@@ -189,6 +189,74 @@ class Dit(Stack):
         return self.head(x)
 
 
+class ModulatedLayer(Layer):
+    """A transformer's block whose norms a condition of each sample scales and shifts (DiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(DIM, 4 * DIM)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        a, b, c, d = self.modulation(F.silu(condition)).unsqueeze(1).chunk(4, -1)
+        x = x + self.attn(self.norm1(x) * (1 + a) + b)
+        return x + self.mlp(self.norm2(x) * (1 + c) + d)
+
+
+class Modulated(Gpt):
+    """The condition, a sum of the first token's embedding, is an argument of each block."""
+
+    def __init__(self) -> None:
+        super().__init__(ModulatedLayer)
+        self.condition = nn.Linear(DIM, DIM)
+
+    def run(self, x: Tensor) -> Tensor:
+        condition = self.condition(x[:, 0])
+        for block in self.blocks:
+            x = block(x, condition)
+        return x
+
+
+class SkipLayer(Layer):
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        return super().forward(x if skip is None else x + skip)
+
+
+class SkipConnections(Gpt):
+    """Blocks of the second half get outputs of the first half, joined by a layer or as an argument (U-ViT)."""
+
+    def __init__(self) -> None:
+        super().__init__(SkipLayer)
+        self.join = nn.Linear(2 * DIM, DIM)
+
+    def run(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first)
+        third = self.blocks[2](self.join(torch.cat((second, first), -1)))
+        return self.blocks[3](third, skip=first + second)
+
+
+class MixingBetween(Gpt):
+    """Layers between blocks that mix positions, and a loss on hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.conv = nn.Linear(DIM, DIM), nn.Conv1d(DIM, DIM, 3, padding=1)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = self.blocks[1](x * self.gate(x.mean(1, keepdim=True)).sigmoid())
+        x = self.blocks[2](x + self.conv(x.mT).mT)
+        self.exits = self.head(self.norm(x))
+        return self.blocks[3](x)
+
+
+class TwoExits(LanguageModel):
+    network = MixingBetween
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + F.cross_entropy(self.net.exits.flatten(0, 1), batch[:, 1:].flatten())
+
+
 class InSequence(Stack):
     """Blocks in a Sequential that is called as one."""
 
@@ -420,6 +488,14 @@ ROWS = [
     Row("a condition between blocks", net(Conditional), vectors, equal="zero3", either="pipeline"),
     Row("a trained condition for blocks", net(partial(Dit, True)), vectors, equal="tensor", either="pipeline"),
     Row("a frozen condition for blocks", net(partial(Dit, False)), vectors, equal="tensor", either="pipeline"),
+    Row("modulated norms", text(Modulated), tokens, equal="tensor", either="context, pipeline", batch=4),
+    Row(
+        "skip connections",
+        text(SkipConnections),
+        tokens,
+        either="context, ulysses, context x shard, sequence, pipeline",
+    ),
+    Row("positions mixed between blocks", TwoExits, tokens, either="context, context x shard, pipeline"),
     Row("Sequential", net(InSequence), vectors, equal="zero3, pipeline"),
     Row("numbered attributes", net(Numbered), vectors, equal="zero3", either="pipeline"),
     Row("two lists of blocks", net(TwoLists), vectors, equal="zero3", either="pipeline"),
