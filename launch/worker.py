@@ -40,9 +40,9 @@ from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import keep_freed_memory, use_threads
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.run.traits import traits_of
-from trainwright.launch.checks.check_compression import compression_of
+from trainwright.launch.checks.check_run import compression_of
+from trainwright.launch.watchdog.boxes import AUTO
 from trainwright.launch.watchdog.callback import Watchdog
-from trainwright.launch.watchdog.limits import AUTO
 from trainwright.strategies.averaging.compression.options import OFF
 from trainwright.strategies.compose.world import options_of
 from trainwright.trainer.loggers.lenient import lenient

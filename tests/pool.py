@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from trainwright.launch.ranks.local_store import LocalStore
+    from trainwright.launch.ranks.rendezvous import LocalStore
 
 SEED = 1234
 # Seconds that the other ranks of a case have to end after the first has failed.
@@ -535,7 +535,7 @@ class RankPool:
 
     def _meet(self) -> tuple[int, str]:
         """Return the port of the store, and a prefix of keys that no other case has."""
-        from trainwright.launch.ranks.local_store import LocalStore
+        from trainwright.launch.ranks.rendezvous import LocalStore
 
         if self._store is None:
             self._store = LocalStore()

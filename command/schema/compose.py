@@ -32,6 +32,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from trainwright.callbacks.inject.sentences import split_inject
 from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
+    REMOVED_CHOICES,
     ComposeFault,
     extra_keys,
     fault_of,
@@ -40,7 +41,6 @@ from trainwright.command.schema.compose_faults import (
     render_fault,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
-from trainwright.command.schema.removed import REMOVED_CHOICES
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
 from trainwright.core.tools import tool

@@ -1,4 +1,4 @@
-"""Composition errors as sentences: the given value, what is allowed, what to type."""
+"""Composition errors as sentences: the given value, what is allowed, what to type; also for what was removed."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.command.schema.removed import REMOVED_CHOICES, REMOVED_KEYS
 from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
+from trainwright.strategies.averaging.compression import options as compression_options
 from trainwright.strategies.contract.registry import all_options
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
@@ -166,3 +166,36 @@ def first_line(error: BaseException) -> str:
 
 def _without_search_path(message: str) -> str:
     return message.split("Config search path:")[0].strip()
+
+
+_OF_THE_RUNTIME = (
+    "was removed: it is a setting of a TrainJob's training runtime; leave it out, and set it in the runtime that "
+    "launch.runtime=... names"
+)
+
+REMOVED_CHOICES = {
+    "launch=multinode": (
+        "was removed; start torchrun on each host, with the same TRAINWRIGHT_RUN_TOKEN exported on all: torchrun "
+        "--nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=<first host>:29400 -m trainwright fit ... "
+        "nodes=2 devices=8, or type launch=slurm, launch=ray or launch=kubernetes (docs/launching.md)"
+    ),
+    **{f"compression={name}": text for name, text in compression_options.REMOVED.items()},
+}
+"""Override -> the rest of the sentence."""
+
+REMOVED_KEYS = {
+    "launch.job": (
+        "was removed: every job is a TrainJob of Kubeflow Trainer; leave it out, and install Kubeflow Trainer 2.2 or "
+        "later in clusters that have the Training Operator (pytorchjob) or JobSet alone"
+    ),
+    "launch.min_nodes": (
+        "was removed: a TrainJob has no elastic policy; leave it out, and let the training runtime restart pods that "
+        "fail"
+    ),
+    "launch.rdzv_port": "was removed: Kubeflow Trainer chooses the port of the rendezvous; leave it out",
+    "launch.backoff_limit": _OF_THE_RUNTIME,
+    "launch.image_pull_policy": _OF_THE_RUNTIME,
+    "launch.restart_policy": _OF_THE_RUNTIME,
+    "launch.ttl_seconds": _OF_THE_RUNTIME,
+}
+"""Key -> the rest of the sentence."""

@@ -1,17 +1,29 @@
-"""Checks of plain keys, loggers, local devices, launchers and the run directory."""
+"""Checks of plain keys, loggers, local devices, launchers, the run directory and gradient compression."""
 
 import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.read.candidates import AUTO
+from trainwright.core.config.options import class_of
+from trainwright.core.layout import Layout
 from trainwright.core.processes import machine
 from trainwright.core.run.run_directory import holds_run
 from trainwright.launch.engines import engines
+from trainwright.strategies.averaging.compression.options import (
+    CompressionChoice,
+    choose_compression,
+    compression_problems,
+    message_options,
+    nothing_to_compress,
+    scaled_steps_problem,
+)
 from trainwright.strategies.compose.world import Surroundings, has_world_size, options_of
+from trainwright.strategies.contract.options import StrategyOptions
 
 # Packages that logger classes need; each is an extra of this package too.
 _PACKAGES = {"Wandb": "wandb", "WandbLogger": "wandb", "MLFlow": "mlflow", "MLFlowLogger": "mlflow"}
@@ -172,3 +184,53 @@ def end_problems(cfg: DictConfig, verb: str) -> list[str]:
     if verb != "fit" or limited or cfg.trainer.fast_dev_run:
         return []
     return ["max_steps and max_epochs are both null, so the run would never end; type max_steps=1000 or max_epochs=10"]
+
+
+_ADAM = ("Adam", "AdamW")
+
+
+def compression_refusals(cfg: DictConfig, options: StrategyOptions | None, layout: Layout | None) -> list[str]:
+    """Return the problems of `compression`.
+
+    Args:
+        cfg: the resolved configuration.
+        options: of the strategy; None = of a class outside this project.
+        layout: with all sizes resolved; None = unknown, or refused elsewhere.
+    """
+    given = compression_of(cfg, options)
+    problems = compression_problems(given)
+    choice = None if problems else choose_compression(given)
+    return problems if choice is None else [*problems, *_choice_problems(cfg, choice, options, layout)]
+
+
+def compression_of(cfg: DictConfig, options: StrategyOptions | None) -> dict[str, Any]:
+    """Return the argument `compression` of a strategy, from the group of that name."""
+    plain: Any = OmegaConf.to_container(cfg.compression)
+    return dict(plain) if options is None or options.averages_gradients else message_options(plain)
+
+
+def _choice_problems(
+    cfg: DictConfig, choice: CompressionChoice, options: StrategyOptions | None, layout: Layout | None
+) -> Iterator[str]:
+    if options is None:
+        yield (
+            f"compression={choice.name} with {cfg.strategy.get('_target_') or 'a strategy without class'}: only the "
+            "strategies of this project, and those that are built on them, compress; type strategy=ddp, or "
+            "compression=none"
+        )
+        return
+    if not options.averages_gradients:
+        return  # these send something other than gradients, and check compression themselves
+    if layout is not None and layout.replicate == 1:
+        yield nothing_to_compress(choice.name)
+    if not choice.needs_adam:
+        return
+    if cfg.precision == "16-mixed":
+        yield scaled_steps_problem(choice)
+    optimizer = class_of(cfg.optimizer)
+    if optimizer and optimizer not in _ADAM:
+        yield (
+            f"{choice.asked} with the optimizer {optimizer}: the scheme is that of Adam's momentum and variance; "
+            f"type optimizer=adamw, or {choice.instead.removeprefix('type ')} or compression=powersgd, which serve any "
+            "optimizer"
+        )

@@ -16,9 +16,9 @@ from trainwright.core.config.targets import problem_of_target, targets_in
 from trainwright.core.device_profiles import profile_problems
 from trainwright.core.problems import ConfigError
 from trainwright.launch.checks.check_bounds import bound_problems
-from trainwright.launch.checks.check_compression import compression_refusals
 from trainwright.launch.checks.check_run import (
     callback_problems,
+    compression_refusals,
     data_problems,
     device_problems,
     end_problems,
@@ -33,7 +33,7 @@ from trainwright.launch.engines.engines import variable_problems
 from trainwright.launch.outcome.interruption import preemption_refusals
 from trainwright.launch.recovery.check_recovery import recovery_problems, restart_problems
 from trainwright.launch.recovery.check_resume import resume_problems
-from trainwright.launch.watchdog.limits import hang_problems
+from trainwright.launch.watchdog.boxes import hang_problems
 from trainwright.strategies.compose.check_strategy import (
     batch_problems,
     least_micro_batch,

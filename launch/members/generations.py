@@ -14,7 +14,7 @@ from trainwright.core.failures.records import AttemptStart, read_attempt_start, 
 from trainwright.core.layout import Layout
 from trainwright.launch.members.mailbox import NOW, Announcement, LeaveReport, records_of
 from trainwright.launch.members.members import Members
-from trainwright.launch.ranks.local_store import LocalStore
+from trainwright.launch.ranks.rendezvous import LocalStore
 from trainwright.launch.recovery.sizes import resized
 
 

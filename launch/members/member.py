@@ -19,10 +19,9 @@ from trainwright.core.failures.records import StepRecord, write_result
 from trainwright.core.processes.watch import ShutdownWatch
 from trainwright.core.run.run_directory import read_config
 from trainwright.launch.members.mailbox import NOW, Announcement, LeaveReport, Mailbox, records_of, waited
-from trainwright.launch.ranks.environment import of_rank
 from trainwright.launch.ranks.forkserver import restore_defaults
-from trainwright.launch.ranks.local_store import ADDRESS
 from trainwright.launch.ranks.output import Output
+from trainwright.launch.ranks.rendezvous import ADDRESS, of_rank
 
 if TYPE_CHECKING:
     from trainwright.callbacks.end.regrouping import Regrouping

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from trainwright.launch.members.mailbox import Mailbox, records_of
 from trainwright.launch.members.member import member_main
-from trainwright.launch.ranks.environment import rank_environment
+from trainwright.launch.ranks.rendezvous import rank_environment
 from trainwright.launch.ranks.supervisor import Monitor, RankExit, Supervisor
 
 

@@ -16,11 +16,10 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError, end_summaries, first_failure
 from trainwright.core.failures.records import AttemptStart, read_result
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.local.attempt import forward_signal
 from trainwright.launch.members.generations import EndedGeneration, Generations, first_beginning
 from trainwright.launch.members.mailbox import LeaveReport, records_of
 from trainwright.launch.members.members import Members
-from trainwright.launch.outcome.attempt import Outcome, RankAttempt
+from trainwright.launch.outcome.attempt import Outcome, RankAttempt, forward_signal
 from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
 from trainwright.launch.ranks.supervisor import RankExit
 from trainwright.launch.recovery.check_recovery import AUTO, REPLICAS

@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import RankError
 from trainwright.core.failures.records import AttemptStart, read_attempt_start, read_result, read_steps
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.outcome.interruption import handled_signals, interruption_in
+from trainwright.launch.outcome.interruption import exit_timeout, handled_signals, interruption_in
+from trainwright.launch.ranks.supervisor import RankExit, Supervisor
 from trainwright.launch.recovery.restarts import AttemptFailure, attempt_failure
 from trainwright.launch.watchdog.monitor import HangMonitor
 
@@ -131,3 +132,11 @@ def metrics_after_signal(
         if error.is_cause:
             raise error
     raise interruption or interrupted
+
+
+def forward_signal(ranks: Supervisor, cfg: DictConfig, verb: str, interrupted: Interrupted) -> list[RankExit]:
+    """Forward a signal to the ranks and wait for their exit; a second signal kills them at once."""
+    try:
+        return ranks.end(ranks.living, exit_timeout(cfg, verb, interrupted.number), interrupted.number)
+    except Interrupted:
+        return ranks.end(ranks.living, grace=0.0)

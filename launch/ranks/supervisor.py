@@ -107,7 +107,7 @@ class Supervisor:
 
         Args:
             rank: global rank.
-            environment: variables of the process, see `trainwright.launch.ranks.environment`.
+            environment: variables of the process, see `trainwright.launch.ranks.rendezvous`.
 
         Raises:
             ValueError: if the rank lives.

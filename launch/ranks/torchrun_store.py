@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore, rendezvous
 
 from trainwright.core.processes.rendezvous import store_at
 from trainwright.core.run.launcher import Launcher
-from trainwright.launch.ranks.local_store import ADDRESS, LocalStore
+from trainwright.launch.ranks.rendezvous import ADDRESS, LocalStore
 
 STORE = "TRAINWRIGHT_STORE"
 """Variable with address and port, as JSON, of a store that lives as long as the run; torch's is not used then."""

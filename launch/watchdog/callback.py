@@ -10,9 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
-from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, ProgressBox
+from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, HangLimits, ProgressBox
 from trainwright.launch.watchdog.calls import record_calls, set_trace_folder
-from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE
 
 
@@ -132,7 +131,7 @@ class Watchdog(Callback):
     # ---- the monitoring process --------------------------------------------------------------------------------------
 
     def _start_guardian(self, trainer: Trainer) -> dict[str, Any]:
-        from trainwright.launch.watchdog.guardian_client import Guardian, agree
+        from trainwright.launch.watchdog.guardian import Guardian, agree
 
         assert self.limits is not None
         if trainer.local_rank == 0:

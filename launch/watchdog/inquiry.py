@@ -10,8 +10,7 @@ from trainwright.core.processes.process import STOPPED, catches, children_of, na
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import SIGNAL, ask, read_answer, stacks_file
 from trainwright.launch.watchdog.boxes import FIRST_DATA
-from trainwright.launch.watchdog.evidence import Child, Evidence
-from trainwright.launch.watchdog.report import waits
+from trainwright.launch.watchdog.evidence import DATA, Child, Evidence
 
 # A healthy rank answers within milliseconds, on a fully loaded machine within a second.
 ANSWER_SECONDS = 3.0
@@ -114,7 +113,7 @@ class Inquiry:
         return replace(one, stacks=own.text() if own is not None else "", children=children)
 
     def _waits_for_data(self, one: Evidence) -> bool:
-        return one.progress.phase in (phases.DATA, FIRST_DATA) or one.wait.kind == waits.DATA
+        return one.progress.phase in (phases.DATA, FIRST_DATA) or one.wait.kind == DATA
 
 
 def _stacks_of(signals: dict[tuple[int, int], _SignalledProcess], box: int, process: int) -> str:

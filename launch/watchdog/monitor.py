@@ -10,10 +10,9 @@ from pathlib import Path
 
 from trainwright.core.processes.process import is_alive
 from trainwright.launch.watchdog.answers import FAILED, read_answer, stacks_text
-from trainwright.launch.watchdog.boxes import Boxes, Progress
+from trainwright.launch.watchdog.boxes import Boxes, HangLimits, Progress
 from trainwright.launch.watchdog.evidence import Evidence
 from trainwright.launch.watchdog.inquiry import Inquiry
-from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import crash_in, place_of
 from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge, last_call

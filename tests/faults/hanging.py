@@ -23,8 +23,8 @@ from tests.parity.layouts import Texts
 from tests.parity.modules import Tokens, make_module
 from tests.pool import RankPool, free_port
 from trainwright.core.processes.process import kill_with_workers
+from trainwright.launch.watchdog.boxes import HangLimits
 from trainwright.launch.watchdog.callback import Watchdog
-from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import DiagnosedHang, HangMonitor
 from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer

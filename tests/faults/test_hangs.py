@@ -16,7 +16,7 @@ from tests.command.project import run_command, write_project
 from tests.faults import hanging
 from tests.faults.hanging import LIMITS, NO_LIMITS, Ranks
 from tests.pool import RankPool
-from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.boxes import HangLimits
 from trainwright.launch.watchdog.monitor import DiagnosedHang
 
 

@@ -11,7 +11,7 @@ from trainwright.callbacks.guard.options import guard_refusals
 from trainwright.command.auto import ways_to_send
 from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
-from trainwright.launch.checks.check_compression import compression_of, compression_refusals
+from trainwright.launch.checks.check_run import compression_of, compression_refusals
 from trainwright.launch.recovery.check_recovery import recovery_problems
 from trainwright.launch.worker import build_trainer
 from trainwright.strategies.averaging.compression.codecs import Int8

@@ -249,7 +249,7 @@ def test_unresponsive_process_is_killed(how: str, code: int) -> None:
 
 
 def test_store_listens_on_loopback() -> None:
-    from trainwright.launch.ranks.local_store import LocalStore
+    from trainwright.launch.ranks.rendezvous import LocalStore
 
     with LocalStore() as store:
         assert _listening(store.port) == [f"0100007F:{store.port:04X}"]

@@ -23,9 +23,16 @@ from trainwright.core.run.interrupt import DeferredSignals, Interrupted
 from trainwright.launch.checks.check_bounds import bound_problems
 from trainwright.launch.engines.ray import placement
 from trainwright.launch.engines.ray.actors import RankActors
-from trainwright.launch.engines.ray.placement import RankPlaces
+from trainwright.launch.engines.ray.placement import (
+    Place,
+    RankPlaces,
+    actor_options,
+    bundles,
+    rank_variables,
+    resources_of,
+    total,
+)
 from trainwright.launch.engines.ray.ray import problems
-from trainwright.launch.engines.ray.resources import Place, actor_options, bundles, rank_variables, resources_of, total
 from trainwright.launch.recovery.restarts import RestartLog
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None

@@ -7,8 +7,8 @@ import pytest
 
 from trainwright.core.failures.failure import FailureRecorder, RankError
 from trainwright.core.failures.records import StepRecord
+from trainwright.launch.local.local import INCARNATION, Replacements
 from trainwright.launch.ranks.supervisor import RankExit
-from trainwright.launch.recovery.replacements import INCARNATION, Replacements
 from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy
 
 KILLED = -int(signal.SIGKILL)

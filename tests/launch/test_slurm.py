@@ -26,8 +26,15 @@ from trainwright.launch.engines.slurm.options import sbatch_options
 from trainwright.launch.engines.slurm.slurm import alike, problems
 from trainwright.launch.engines.slurm.submit import SubmittedJob, cancel, submit
 from trainwright.launch.outcome.interruption import preemption_refusals
-from trainwright.launch.outcome.node_outcome import NodeOutcome, metrics_of, read_node, write_node
-from trainwright.launch.outcome.rank_records import empty_ends, ends_folder, is_restart
+from trainwright.launch.outcome.rank_records import (
+    NodeOutcome,
+    empty_ends,
+    ends_folder,
+    is_restart,
+    metrics_of,
+    read_node,
+    write_node,
+)
 from trainwright.launch.ranks.follow import Follower
 from trainwright.launch.schema import RunConfig
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from trainwright.core.run.launcher import Launcher
 from trainwright.launch.engines.torchrun.agreement import agent_id, previous_run, record_agent
 from trainwright.launch.ranks import torchrun_store
-from trainwright.launch.ranks.local_store import LocalStore
+from trainwright.launch.ranks.rendezvous import LocalStore
 from trainwright.launch.ranks.torchrun_store import meet
 
 

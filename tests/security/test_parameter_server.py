@@ -14,7 +14,7 @@ from tests.security.attacks import hostile
 from tests.strategies.parameter_server.core import PREFIX, Peer
 from trainwright.core.text.bounded import ContentError
 from trainwright.core.text.messages import RUN_TOKEN, seal
-from trainwright.launch.ranks.local_store import LocalStore
+from trainwright.launch.ranks.rendezvous import LocalStore
 from trainwright.strategies.parameter_server.dedicated_ranks import FitSignals
 from trainwright.strategies.parameter_server.messages.packing import pack, unpack
 from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size

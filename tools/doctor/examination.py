@@ -95,8 +95,7 @@ def _report(request: DoctorRequest, host: str, demand: Demand, found: Sequence[F
 
 
 def _started(devices: int, threads: int, on_gpu: bool, figures: bool) -> list[RankResult]:
-    from trainwright.launch.ranks.environment import rank_environment
-    from trainwright.launch.ranks.local_store import LocalStore
+    from trainwright.launch.ranks.rendezvous import LocalStore, rank_environment
     from trainwright.launch.ranks.supervisor import Supervisor
     from trainwright.tools.doctor.ranks import StoreBoard
 

@@ -125,7 +125,7 @@ def settle(cfg: DictConfig, text: str) -> str | None:
 def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
     """Run the agent of this pod."""
     address = os.environ[POD_IP]
-    from trainwright.launch.ranks.local_store import LocalStore
+    from trainwright.launch.ranks.rendezvous import LocalStore
 
     store = LocalStore(place.port, address) if place.is_first else None
     try:

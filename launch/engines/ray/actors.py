@@ -15,7 +15,7 @@ from trainwright.core.failures.failure import RankError, log_file
 from trainwright.core.processes.scratch import scratch
 from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.core.run.run_directory import write_config_file
-from trainwright.launch.engines.ray.resources import Place, actor_options, rank_variables
+from trainwright.launch.engines.ray.placement import Place, actor_options, rank_variables
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 from trainwright.launch.ranks.output import Output
 from trainwright.launch.ranks.supervisor import RankExit, Supervisor
@@ -55,7 +55,7 @@ class RankHolder:
         Args:
             address: of this machine.
         """
-        from trainwright.launch.ranks.local_store import LocalStore
+        from trainwright.launch.ranks.rendezvous import LocalStore
 
         store = LocalStore(address=address)
         self._store = store

@@ -17,8 +17,7 @@ from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
 from trainwright.core.run.interrupt import DeferredSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
-from trainwright.launch.engines.ray.placement import RankPlaces
-from trainwright.launch.engines.ray.resources import total
+from trainwright.launch.engines.ray.placement import RankPlaces, total
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.outcome.interruption import handled_signals
 from trainwright.launch.recovery.check_recovery import RESTART

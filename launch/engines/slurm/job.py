@@ -19,8 +19,7 @@ from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import read_config
 from trainwright.core.tools import tool
 from trainwright.launch.engines.torchrun.agent import Rendezvous, run_agent
-from trainwright.launch.outcome.node_outcome import NodeOutcome, forget_node, write_node
-from trainwright.launch.outcome.rank_records import ends_folder, is_restart
+from trainwright.launch.outcome.rank_records import NodeOutcome, ends_folder, forget_node, is_restart, write_node
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 
 # Like Lightning and torch, derive the port from the job id, which is unique on a machine.

@@ -17,8 +17,7 @@ from trainwright.core.processes.machine import num_gpus
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.messages import token_environment
 from trainwright.launch.engines.slurm.options import gpus_per_node, sbatch_options
-from trainwright.launch.outcome.node_outcome import metrics_of, read_node
-from trainwright.launch.outcome.rank_records import empty_ends, ends_folder
+from trainwright.launch.outcome.rank_records import empty_ends, ends_folder, metrics_of, read_node
 from trainwright.launch.ranks.follow import Follower
 
 # Final states of a job.

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.boxes import OUTSIDE_OF_STEPS, PHASES, SETUP
 from trainwright.launch.watchdog.calls import Call, Group
-from trainwright.launch.watchdog.evidence import HALTED, KERNEL, SILENT, Evidence
-from trainwright.launch.watchdog.report import waits
+from trainwright.launch.watchdog.evidence import COMMUNICATION, DEBUGGER, HALTED, KERNEL, SILENT, Evidence
 from trainwright.launch.watchdog.report.stacks import Frame
 
 MISMATCH, SKIPPED, ALONE = "mismatch", "skipped", "alone"
@@ -68,14 +67,14 @@ def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> HangVerdict |
         seen_before: whether the previous check gave the same suspects; only then ranks of other machines are blamed.
     """
     running = [one for one in ranks if one.progress.running]
-    if any(one.wait.kind == waits.DEBUGGER for one in running):
+    if any(one.wait.kind == DEBUGGER for one in running):
         return None  # a person debugs it
     over = [one for one in running if one.exceeds_limit]
     waiting = _waiting(over)
     verdict = _mismatch(waiting, ranks) or _stalled_rank(over, running)
     if verdict is not None:
         return verdict
-    if not over or any(one.wait.kind != waits.COMMUNICATION for one in running):
+    if not over or any(one.wait.kind != COMMUNICATION for one in running):
         return None  # a rank that they wait for is busy, and may be for longer
     return _all_waiting(over, waiting, ranks) if seen_before else None
 
@@ -84,7 +83,7 @@ def _waiting(ranks: Sequence[Evidence]) -> list[_Waiting]:
     """Return the oldest pending call of each rank that waits for communication."""
     found = []
     for one in ranks:
-        if one.answer is None or one.wait.kind != waits.COMMUNICATION:
+        if one.answer is None or one.wait.kind != COMMUNICATION:
             continue
         call = next((call for call in one.pending if call.group in one.answer.groups), None)
         if call is not None:
@@ -123,7 +122,7 @@ def last_call(one: Evidence) -> str:
 
 
 def _stalled_rank(over: Sequence[Evidence], running: Sequence[Evidence]) -> HangVerdict | None:
-    blamed = [one for one in over if one.wait.kind != waits.COMMUNICATION]
+    blamed = [one for one in over if one.wait.kind != COMMUNICATION]
     if not blamed:
         return None
     missed = {rank for one in _waiting(over) for rank in one.group.ranks}
@@ -149,7 +148,7 @@ def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
             f"{_listed([one.evidence.rank for one in absent if one.call.number == longest.call.number])} "
             f"waited for {longest.call.seconds:.0f} s; "
         )
-    others = [one for one in witnesses if one.wait.kind == waits.COMMUNICATION]
+    others = [one for one in witnesses if one.wait.kind == COMMUNICATION]
     if not others:
         return ""
     longest_one = max(others, key=lambda one: one.stalled)

@@ -15,8 +15,8 @@ import pytest
 
 from trainwright.core.processes.process import STOPPED, TRACED, state_of, stop_id
 from trainwright.launch.watchdog import monitor
+from trainwright.launch.watchdog.boxes import HangLimits
 from trainwright.launch.watchdog.inquiry import Inquiry
-from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE, DiagnosedHang, HangMonitor
 
 LONG = HangLimits(floor_seconds=600.0, first_timeout=1800.0)

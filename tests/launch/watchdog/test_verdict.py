@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from trainwright.core.run import phases
+from trainwright.launch.watchdog import evidence
 from trainwright.launch.watchdog.answers import Answer
 from trainwright.launch.watchdog.boxes import Progress
 from trainwright.launch.watchdog.calls import Call, Group
 from trainwright.launch.watchdog.evidence import HALTED, KERNEL, Child, Evidence
-from trainwright.launch.watchdog.report import verdict, waits
+from trainwright.launch.watchdog.report import verdict
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import Frame, Thread
 from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge
@@ -78,9 +79,9 @@ def test_no_rank_is_blamed(ranks: list[Evidence], seen_before: bool) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "seen_before", "expected"), [
-    ([WAITING, rank(1, call(56, pending=False), frame=IN_STEP)], False, (1, 1, waits.LOCK)),
-    ([WAITING, rank(1, frame=IN_LOOP, state="R")], False, (1, 1, waits.COMPUTING)),
-    ([rank(0, call(57), stalled=120.0), rank(1, frame=COMPILING, stalled=120.0)], False, (1, 1, waits.COMPILING)),
+    ([WAITING, rank(1, call(56, pending=False), frame=IN_STEP)], False, (1, 1, evidence.LOCK)),
+    ([WAITING, rank(1, frame=IN_LOOP, state="R")], False, (1, 1, evidence.COMPUTING)),
+    ([rank(0, call(57), stalled=120.0), rank(1, frame=COMPILING, stalled=120.0)], False, (1, 1, evidence.COMPILING)),
     # Certain causes come before likely ones.
     *(
         (
@@ -95,12 +96,12 @@ def test_no_rank_is_blamed(ranks: list[Evidence], seen_before: bool) -> None:
         for state, kind in (("T", HALTED), ("D", KERNEL))
     ),
     # Of two ranks that stand still, the one that others wait for.
-    ([WAITING, rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)], False, (1, 1, waits.LOCK)),
+    ([WAITING, rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)], False, (1, 1, evidence.LOCK)),
     # On an accelerator any line may wait for a call.
     (
         [rank(0, call(57), frame=ITEM, state="R", on_accelerator=True), rank(1, frame=IN_STEP, on_accelerator=True)],
         False,
-        (1, 1, waits.LOCK),
+        (1, 1, evidence.LOCK),
     ),
     # Of two different calls, the one of the rank ahead.
     (
@@ -119,7 +120,7 @@ def test_blamed_rank(ranks: list[Evidence], seen_before: bool, expected: tuple[i
 
 def test_waiting_on_an_accelerator() -> None:
     kinds = [rank(0, call(57), frame=ITEM, state="R", on_accelerator=each).wait.kind for each in (True, False)]
-    assert kinds == [waits.COMMUNICATION, waits.COMPUTING]
+    assert kinds == [evidence.COMMUNICATION, evidence.COMPUTING]
 
 
 def test_missing_rank_with_call_and_line() -> None:

@@ -25,13 +25,19 @@ from trainwright.core.processes.process import catches, state_of
 from trainwright.core.run import phases
 from trainwright.core.text.plain import rebuilt
 from trainwright.launch.schema import LaunchConfig
-from trainwright.launch.watchdog import answers, monitor
+from trainwright.launch.watchdog import answers, evidence, monitor
 from trainwright.launch.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
-from trainwright.launch.watchdog.boxes import OTHER, WARM_UP_STEPS, Boxes, Progress, ProgressBox
+from trainwright.launch.watchdog.boxes import (
+    OTHER,
+    WARM_UP_STEPS,
+    Boxes,
+    HangLimits,
+    Progress,
+    ProgressBox,
+    hang_problems,
+)
 from trainwright.launch.watchdog.calls import Call, own_calls, own_groups
-from trainwright.launch.watchdog.limits import HangLimits, hang_problems
 from trainwright.launch.watchdog.monitor import VARIABLE, HangMonitor
-from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame, Thread, crash_in, own_threads, place_of
 
 
@@ -156,7 +162,7 @@ def test_lock_wait() -> None:
         for function, args in ((_acquire, (holder.lock,)), (holder.wait, ())):
             thread = _while_in(function, *args)
             assert thread.frames[0].holds_lock, thread.frames[0]
-            assert waits.wait_of(thread) == waits.Wait(waits.LOCK, "waiting for a lock")
+            assert evidence.wait_of(thread) == evidence.Wait(evidence.LOCK, "waiting for a lock")
             holder.lock.release()
             holder.lock.acquire()
 
@@ -164,7 +170,7 @@ def test_lock_wait() -> None:
 def test_stacks_run_no_user_code() -> None:
     thread = _while_in(Holder().fall)
     assert not thread.frames[0].holds_lock
-    assert waits.wait_of(thread).kind == waits.SLEEP
+    assert evidence.wait_of(thread).kind == evidence.SLEEP
     assert thread.users[0].place.startswith("Holder.fall at test_watchdog.py:")
 
 
@@ -173,38 +179,38 @@ def _at(file: str, function: str, text: str = "", users: bool = False) -> Frame:
 
 
 def _kind(*frames: Frame, state: str = "S") -> str:
-    return waits.wait_of(Thread("", True, state, frames)).kind
+    return evidence.wait_of(Thread("", True, state, frames)).kind
 
 
 def test_wait_kinds() -> None:
     wait, get = _at("/usr/lib/threading.py", "Condition.wait"), _at("/usr/lib/queue.py", "Queue.get")
     loader = _at("/x/torch/utils/data/dataloader.py", "_MultiProcessingDataLoaderIter._try_get_data")
     user, fetcher = _at("/me/train.py", "Net.training_step", users=True), _at("/x/lightning/fetchers.py", "next")
-    assert _kind(wait, get, loader, fetcher) == waits.DATA
-    assert _kind(wait, get, user, loader) == waits.QUEUE
-    assert _kind(wait, user) == waits.LOCK
+    assert _kind(wait, get, loader, fetcher) == evidence.DATA
+    assert _kind(wait, get, user, loader) == evidence.QUEUE
+    assert _kind(wait, user) == evidence.LOCK
     recv = _at("/x/torch/distributed/distributed_c10d.py", "recv")
-    assert _kind(recv, _at("/x/torch/nn/modules/module.py", "Module._call_impl"), user) == waits.COMMUNICATION
-    assert _kind(recv, state="R") == waits.COMPUTING
-    assert _kind(_at("/x/torch/nn/functional.py", "linear"), user) == waits.TORCH
-    assert _kind(_at("/x/torch/_ops.py", "OpOverload.__call__"), recv) == waits.COMMUNICATION
+    assert _kind(recv, _at("/x/torch/nn/modules/module.py", "Module._call_impl"), user) == evidence.COMMUNICATION
+    assert _kind(recv, state="R") == evidence.COMPUTING
+    assert _kind(_at("/x/torch/nn/functional.py", "linear"), user) == evidence.TORCH
+    assert _kind(_at("/x/torch/_ops.py", "OpOverload.__call__"), recv) == evidence.COMMUNICATION
 
 
 def test_debugger_and_compiler() -> None:
     user = _at("/me/train.py", "Net.training_step", users=True)
     debugger = _at("/usr/lib/cmd.py", "Cmd.cmdloop"), _at("/usr/lib/pdb.py", "Pdb.interaction")
-    assert _kind(*debugger, user) == waits.DEBUGGER
+    assert _kind(*debugger, user) == evidence.DEBUGGER
     compiling = _at("/x/torch/_dynamo/convert_frame.py", "_compile")
-    assert _kind(_at("/usr/lib/threading.py", "Condition.wait"), compiling, user) == waits.COMPILING
-    assert _kind(user, _at("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")) == waits.NATIVE
+    assert _kind(_at("/usr/lib/threading.py", "Condition.wait"), compiling, user) == evidence.COMPILING
+    assert _kind(user, _at("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")) == evidence.NATIVE
 
 
 def test_acting_thread() -> None:
     main = Thread("MainThread", True, "S", (_at("/x/torch/autograd/graph.py", "_engine_run_backward"),))
     other = Thread("reader", False, "S", (_at("/me/data.py", "read", users=True),))
     device = Thread("", False, "S", (_at("/me/train.py", "hook", users=True),))
-    assert waits.acting_thread((main, other, device)) is device
-    assert waits.acting_thread((main, other)) is main
+    assert evidence.acting_thread((main, other, device)) is device
+    assert evidence.acting_thread((main, other)) is main
 
 
 CRASH = """Thread 0x1 (most recent call first):
